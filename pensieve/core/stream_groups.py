@@ -5,9 +5,9 @@ Turns that begin with the same chunks are kept together as far as an arena holds
 copied once for all of them.
 
 Packing takes milliseconds, so groups are kept from one iteration to the next and *mended*: whoever streams no
-more is taken out, and who is new, or has outgrown its group's arena, goes to the group with the fewest pages,
+more is taken out, and who is new, or outgrows its group's arena, goes to the group with the fewest pages,
 or begins one.  Any groups whose pages fit are right; these are only less even.  They are packed anew every
-PACK_EVERY iterations, and once half of the turns have changed.
+PACK_EVERY iterations, and once as many turns have come and left as half of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_packing import Item, packed
 from pensieve.core.turn import Turn
 
-PACK_EVERY = 128
+PACK_EVERY = 512
 CHANGED_SHARE = 0.5
 MENDED_TWICE = 2  # once for who came and left, once for what has grown
+GROWING = (
+    8  # one turn in so many may grow by a page in an iteration (those that generate: one in 32)
+)
+SLACK = (
+    1 / 16
+)  # of an arena, is left to a group that was full, so that it is not full again at once
 PathOf = Callable[[Turn], list[Branch]]
 
 
@@ -58,9 +64,10 @@ class StreamGroups:
         self._age += 1
         num_changed_max = CHANGED_SHARE * len(pieces)
         if self._kept and self._age < PACK_EVERY:
+            known: dict[tuple[int, ...], _Group] = {}
             for _ in range(MENDED_TWICE):
                 self._mend(streamed, pieces)
-                made = self._made(resident, streamed, pieces, filled_before)
+                made = self._made(resident, streamed, pieces, filled_before, known)
                 if self._num_changed > num_changed_max:
                     break
                 if max(self._sizes) <= self._pages_max:
@@ -68,7 +75,7 @@ class StreamGroups:
         turns = [streamed[turn_id] for turn_id in pieces]
         self._kept = self._packed(turns, pieces, resident)
         self._age = self._num_changed = 0
-        return self._made(resident, streamed, pieces, filled_before)
+        return self._made(resident, streamed, pieces, filled_before, {})
 
     def _mend(self, streamed: Mapping[int, Turn], pieces: Mapping[int, list[Slice]]) -> None:
         """Keep the groups, with the turns that stream now; those that share chunks may be parted."""
@@ -76,10 +83,11 @@ class StreamGroups:
         sizes = [size for size, group in zip(self._sizes, stays, strict=True) if group]
         groups = [group for group in stays if group]
         loose = pieces.keys() - {each for group in groups for each in group}
-        self._num_changed += sum(map(len, self._kept)) - sum(map(len, groups))
+        self._num_changed += len(loose) + sum(map(len, self._kept)) - sum(map(len, groups))
         for number, group in enumerate(groups):
-            for turn_id in reversed(group) if sizes[number] > self._pages_max else ():
-                if sizes[number] > self._pages_max:
+            is_full = sizes[number] > self._pages_max - len(group) // GROWING
+            for turn_id in reversed(group) if is_full else ():
+                if sizes[number] > self._pages_max * (1 - SLACK):
                     sizes[number] -= self._num_own_pages(streamed[turn_id], pieces[turn_id])
                     loose.add(turn_id)
         groups = [[each for each in group if each not in loose] for group in groups]
@@ -92,7 +100,6 @@ class StreamGroups:
                 sizes.append(0)
             groups[number].append(turn_id)
             sizes[number] += num_pages
-        self._num_changed += len(loose)
         self._kept = [group for group in groups if group]
 
     def _made(
@@ -101,13 +108,18 @@ class StreamGroups:
         streamed: Mapping[int, Turn],
         pieces: Mapping[int, list[Slice]],
         filled_before: Mapping[Chunk, int],
+        known: dict[tuple[int, ...], _Group],
     ) -> tuple[tuple[Slice, ...], tuple[PageGroup, ...]]:
+        """`known`: groups of this iteration that have been made before, by their turns."""
         arranged, made = list(resident), []
-        for turn_ids in self._kept:
-            first, group = len(arranged), _Group(self, filled_before)
-            for turn_id in turn_ids:
-                group.add(streamed[turn_id], pieces[turn_id], arranged)
-            made.append(group.closed(first, len(arranged)))
+        for turn_ids in map(tuple, self._kept):
+            group = known.get(turn_ids)
+            if group is None:
+                group = known[turn_ids] = _Group(self, filled_before)
+                for turn_id in turn_ids:
+                    group.add(streamed[turn_id], pieces[turn_id])
+            made.append(group.closed(len(arranged)))
+            arranged += group.slices
         self._sizes = [len(each.host_pages) for each in made]
         return tuple(arranged), tuple(made)
 
@@ -183,9 +195,9 @@ class _Group:
         self._groups, self._filled_before = groups, filled_before
         self._host_pages, self._loaded, self._stored = array("i"), array("i"), array("i")
         self._begins: dict[Branch, int] = {}  # where the pages of a shared branch are
+        self.slices: list[Slice] = []  # their page tables are indexes into the pages
 
-    def add(self, turn: Turn, pieces: Sequence[Slice], slices: list[Slice]) -> None:
-        """Put in the turn, and its slices behind these; their page tables are indexes into the pages."""
+    def add(self, turn: Turn, pieces: Sequence[Slice]) -> None:
         groups, first = self._groups, pieces[0]
         is_decode = len(pieces) == 1 and first.stop - first.start == 1
         stop, count = groups.num_pages(pieces), len(turn.chunks)
@@ -193,8 +205,7 @@ class _Group:
             begin = len(self._host_pages)
             self._add(turn.page_table, turn.chunks, True)
             table = groups.indexes[begin : begin + count]
-            # As `_replace` does, in a third of the time: there is one for each turn that generates.
-            slices.append(Slice(*first[:4], table, *first[5:]))
+            self.slices.append(_with_table(first, table))
             return
         table = array("i")
         for branch in groups.path_of(turn):
@@ -210,8 +221,11 @@ class _Group:
                 pages = turn.page_table[branch.start : branch.start + count]
                 self._add(pages, branch.chunks, is_decode and branch.start + count == stop)
             table += groups.indexes[begins : begins + count]
+        if is_decode:
+            self.slices.append(_with_table(first, table))
+            return
         for each in pieces:
-            slices.append(each._replace(page_table=table[: -(-each.stop // groups.size)]))
+            self.slices.append(_with_table(each, table[: -(-each.stop // groups.size)]))
 
     def _add(self, pages: array[int], chunks: Sequence[Chunk], is_decode: bool) -> None:
         """Pages of a branch's first chunks; a decode writes to the last of them, and to nothing else."""
@@ -228,8 +242,15 @@ class _Group:
             self._loaded.append(before.get(chunk, chunk.filled))
             self._stored.append(chunk.filled if chunk in before else 0)
 
-    def closed(self, first_slice: int, stop_slice: int) -> PageGroup:
+    def closed(self, first_slice: int) -> PageGroup:
+        """The group, its slices beginning there in the iteration."""
+        stop_slice = first_slice + len(self.slices)
         return PageGroup(first_slice, stop_slice, self._host_pages, self._loaded, self._stored)
+
+
+def _with_table(piece: Slice, page_table: array[int]) -> Slice:
+    """As `_replace` does, in a third of the time: there is one for each turn that generates."""
+    return Slice(*piece[:4], page_table, *piece[5:])
 
 
 def _is_alone(turn: Turn) -> bool:
