@@ -261,6 +261,8 @@ NOT_RUN = {
         ),
         "needs a trace of one's own; tests/cli/test_simulate.py has small ones",
     ),
+    "pensieve simulate --streaming --cost PROFILE.json --device-tokens 4096 --host-tokens 200000"
+    " --requests 60": "needs the profile of a model; tests/cli/test_simulate_streaming.py has small ones",
     **dict.fromkeys(
         (
             "pensieve admin jobs pause nightly",
