@@ -25,12 +25,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from pensieve.errors import one_line
 from pensieve.extras import need
+from pensieve.text.call_grammars import calls_grammar
 
 COMPILED_MAX = 32
 WHITE_SPACES_MAX = 20
@@ -66,6 +68,8 @@ class Vocabulary(Protocol):
     eos_token_ids: frozenset[int]
 
     def piece(self, token_id: int, *, first: bool) -> bytes: ...
+
+    def token_id(self, text: str) -> int | None: ...
 
 
 class Matcher:
@@ -149,7 +153,7 @@ class Grammars:
         package = self._package
         assert package is not None
         try:
-            grammar = grammar_of(package, kind, text)
+            grammar = grammar_of(package, kind, text, self._vocabulary.token_id)
         except (ValueError, RecursionError) as error:
             raise GrammarError(short(str(error))) from error
         native = package.LLMatcher(
@@ -164,34 +168,45 @@ class Grammars:
         return matcher
 
 
-def grammar_of(package: ModuleType, kind: str, text: str) -> str:
+def grammar_of(
+    package: ModuleType, kind: str, text: str, token_id: Callable[[str], int | None]
+) -> str:
     """As llguidance reads it; ValueError if that cannot be."""
-    if kind == "json_object":
-        kind, text = "json_schema", '{"type": "object"}'
-    if kind == "json_schema":
-        rule = f"%json {_schema(text)}"
-    elif kind == "regex":
-        rule = f"/{package.regex_to_lark(text, '')}/"
-    elif kind == "choice":
-        rule = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
-    elif kind != "grammar":
-        raise ValueError(f"there is no kind {kind!r}")
-    elif OPTION in text:
-        raise ValueError(f"{OPTION} is not for clients")
-    found: str = package.LLMatcher.grammar_from_lark(
-        f"{text if kind == 'grammar' else f'start: {rule}'}\n{NO_FORCING}\n"
-    )
+    rule_of = partial(_rule_of, package)
+    if kind == "grammar":
+        if OPTION in text:
+            raise ValueError(f"{OPTION} is not for clients")
+        lark = text
+    elif kind == "tool_calls":
+        lark = calls_grammar(text, token_id, rule_of, _schema_rule)
+    else:
+        lark = f"start: {rule_of(kind, text)}"
+    found: str = package.LLMatcher.grammar_from_lark(f"{lark}\n{NO_FORCING}\n")
     return found
 
 
-def _schema(text: str) -> str:
-    """With our options in the place of the client's."""
-    schema = json.loads(text)
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise ValueError("no value is accepted by this schema")
-    return json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+def _rule_of(package: ModuleType, kind: str, text: str) -> str:
+    """The right side of a rule for text of this kind."""
+    if kind == "json_object":
+        return _schema_rule({"type": "object"})
+    if kind == "json_schema":
+        schema = json.loads(text)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise ValueError("no value is accepted by this schema")
+        return _schema_rule(schema)
+    if kind == "regex":
+        return f"/{package.regex_to_lark(text, '')}/"
+    if kind == "choice":
+        return " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
+    raise ValueError(f"there is no kind {kind!r}")
+
+
+def _schema_rule(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
+    """With our options in the place of the client's; lenient: what is not known there is passed over."""
+    options = {**JSON_OPTIONS, "lenient": is_lenient}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def short(message: str) -> str:
