@@ -122,30 +122,37 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._compiled: OrderedDict[_Key, Matcher] = OrderedDict()  # the latest used last
-        self._lock = threading.Lock()  # of all that is below
+        self._lock = threading.Lock()  # of what is compiled: never held for long
+        self._loading = threading.Lock()  # of all that is below
         self._package: ModuleType | None = None
         self._native_vocabulary: Any = None
 
     def prepare(self) -> None:
         """Import the package and read the vocabulary; ConfigError if it is missing."""
-        with self._lock:
+        with self._loading:
             if self._native_vocabulary is None:
                 self._package = need(*EXTRA)
                 self._native_vocabulary = _native(self._package, self._vocabulary)
 
     def matcher(self, kind: str, text: str) -> Matcher:
         """At the beginning of a reply; GrammarError if it cannot be."""
-        key = _Key(kind, text)
-        with self._lock:
-            if (known := self._compiled.get(key)) is not None:
-                self._compiled.move_to_end(key)
-                return known.copy()
+        if (known := self.known(kind, text)) is not None:
+            return known
         compiled = self.compile(kind, text)
         with self._lock:
-            self._compiled[key] = compiled
+            self._compiled[_Key(kind, text)] = compiled
             while len(self._compiled) > COMPILED_MAX:
                 self._compiled.popitem(last=False)
             return compiled.copy()
+
+    def known(self, kind: str, text: str) -> Matcher | None:
+        """The same, if it is at hand."""
+        key = _Key(kind, text)
+        with self._lock:
+            if (found := self._compiled.get(key)) is None:
+                return None
+            self._compiled.move_to_end(key)
+            return found.copy()
 
     def compile(self, kind: str, text: str) -> Matcher:
         """Without remembering it."""
