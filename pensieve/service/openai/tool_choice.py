@@ -184,6 +184,10 @@ def _arguments(parameters: Mapping[str, Any] | None, where: str) -> dict[str, An
     if kinds != "object" and not (isinstance(kinds, list | tuple) and "object" in kinds):
         raise Refusal(where, "needs a tool whose parameters are an object")
     found: dict[str, Any] = _bare(parameters)
+    if (
+        "$ref" in found
+    ):  # what it refers to may refer to itself, and then nothing may stand beside it
+        return found
     return {**found, "type": "object"}
 
 

@@ -47,7 +47,7 @@ def message(**members: Any) -> Request:
     return anthropic.parse(body, HELD)
 
 
-def asked(request: Request) -> dict[str, Any]:
+def wanted_of(request: Request) -> dict[str, Any]:
     assert request.constraint is not None
     assert request.constraint.kind is ConstraintKind.TOOL_CALLS
     assert request.params["constraint.tool_calls"] == "tools"
@@ -69,7 +69,7 @@ def test_without_a_wish_calls_are_as_free_as_before() -> None:
 
 
 def test_a_strict_tool_is_held_to_its_schema_and_the_others_are_not() -> None:
-    found = asked(chat(tools=[tool(strict=True), tool("set")]))
+    found = wanted_of(chat(tools=[tool(strict=True), tool("set")]))
     assert found == {
         "form": "hermes",
         "tools": [
@@ -80,16 +80,16 @@ def test_a_strict_tool_is_held_to_its_schema_and_the_others_are_not() -> None:
         "single": False,
         "reply": None,
     }
-    assert asked(response(tools=[flat(strict=True), flat("set")])) == found
+    assert wanted_of(response(tools=[flat(strict=True), flat("set")])) == found
     strict = {"name": "get", "input_schema": PARAMETERS, "strict": True}
-    assert asked(message(tools=[strict, {"name": "set", "input_schema": {}}])) == found
+    assert wanted_of(message(tools=[strict, {"name": "set", "input_schema": {}}])) == found
     shown = chat(tools=[tool(strict=True)]).tools
     assert shown == (tool(),)  # the template sees what it would see of any other
 
 
 def test_a_call_is_required_of_some_tools_or_one() -> None:
     def chosen(request: Request) -> tuple[list[str], bool, bool]:
-        found = asked(request)
+        found = wanted_of(request)
         return [each["name"] for each in found["tools"]], found["must"], found["single"]
 
     tools, flats = [tool("a"), tool("b")], [flat("a"), flat("b")]
@@ -113,7 +113,7 @@ def test_a_call_is_required_of_some_tools_or_one() -> None:
 
 
 def test_a_required_call_follows_its_schema_as_far_as_it_can() -> None:
-    found = asked(chat(tools=[tool(), tool("set", strict=True)], tool_choice="required"))
+    found = wanted_of(chat(tools=[tool(), tool("set", strict=True)], tool_choice="required"))
     assert [(each["schema"], each["is_lenient"]) for each in found["tools"]] == [
         (BARE, True),
         (BARE, False),
@@ -132,7 +132,7 @@ def test_only_what_tells_the_model_something_is_left_out_of_a_schema() -> None:
         "$defs": {"title": {"description": "d", "enum": [{"description": "d"}]}},
         "items": {"examples": [1]},
     }
-    (found,) = asked(chat(tools=[tool(parameters=parameters, strict=True)]))["tools"]
+    (found,) = wanted_of(chat(tools=[tool(parameters=parameters, strict=True)]))["tools"]
     assert found["schema"] == {
         "type": "object",
         "properties": {
@@ -142,17 +142,22 @@ def test_only_what_tells_the_model_something_is_left_out_of_a_schema() -> None:
         "$defs": {"title": {"enum": [{"description": "d"}]}},
         "items": {},
     }
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+    recursive = {"$ref": "#/$defs/node", "$defs": {"node": node}}
+    (found,) = wanted_of(chat(tools=[tool(parameters=recursive, strict=True)]))["tools"]
+    assert found["schema"] == recursive
     bare = {"type": "function", "function": {"name": "f", "strict": True}}
-    (found,) = asked(chat(tools=[bare]))["tools"]
+    (found,) = wanted_of(chat(tools=[bare]))["tools"]
     assert found["schema"] == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def test_a_reply_has_a_form_or_calls() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 1}}}
-    found = asked(chat(tools=[tool()], response_format=form))
+    found = wanted_of(chat(tools=[tool()], response_format=form))
     assert found["reply"] == ["json_schema", '{"const": 1}']
     assert (
-        asked(chat(tools=[tool()], response_format=form, tool_choice="required"))["reply"] is None
+        wanted_of(chat(tools=[tool()], response_format=form, tool_choice="required"))["reply"]
+        is None
     )
     alone = chat(tools=[tool()], response_format=form, tool_choice="none").constraint
     assert alone is not None
@@ -222,7 +227,7 @@ def test_a_model_whose_calls_cannot_be_held(
 def test_the_schemas_of_all_tools_have_one_bound() -> None:
     half = {"type": "object", "properties": {f"p{n}": {} for n in range(OBJECTS_MAX // 2)}}
     held = tool(parameters=half, strict=True)
-    assert asked(chat(tools=[held]))
+    assert wanted_of(chat(tools=[held]))
     where, problem = refused(chat, tools=[held, held])
     assert (where, "objects" in problem) == ("tools", True)
     long = {"type": "object", "properties": {"a": {"const": "x" * TEXT_BYTES_MAX}}}
