@@ -6,6 +6,9 @@
     regex         a regular expression (Rust's syntax)         text that all of it matches
     choice        a JSON list of strings                       one of them
     grammar       a grammar in the Lark format of llguidance   a sentence of it
+    tool_calls    of JSON: text/call_grammars.py               calls of tools by their schemas, and text
+
+The last is no kind that clients name: it is made of a request's tools.
 
 `problem` is decided from the text alone and in a time that its size bounds.  Whether it can be compiled is
 found out by text/grammars.py, which knows the tokens.  Fuel does not bound everything that compiling takes,
@@ -37,6 +40,7 @@ class ConstraintKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class Constraint:
             return _problem_of_schema(self.text)
         if self.kind is ConstraintKind.CHOICE:
             return _problem_of_choices(self.text)
+        if self.kind is ConstraintKind.TOOL_CALLS:
+            return _problem_of_calls(self.text)
         return _problem_of_grammar(self.kind, self.text)
 
     @property
@@ -86,8 +92,25 @@ def _problem_of_schema(text: str) -> str | None:
         return f"is not JSON: {error}"
     if not isinstance(schema, dict | bool):
         return "must be a JSON object"
+    return _problem_of_values([schema])
+
+
+def _problem_of_calls(text: str) -> str | None:
+    """The schemas of all tools count together."""
+    try:
+        wanted = json.loads(text)
+    except RecursionError:
+        return f"is nested deeper than {DEPTH_MAX}"
+    schemas = [each["schema"] for each in wanted["tools"]]
+    if (problem := _problem_of_values(schemas)) is not None or wanted["reply"] is None:
+        return problem
+    kind, inner = wanted["reply"]
+    return Constraint(ConstraintKind(kind), inner).problem()
+
+
+def _problem_of_values(schemas: list[Any]) -> str | None:
     num_objects = num_values = num_patterns = 0
-    is_intersected, stack = False, [(schema, 1)]
+    is_intersected, stack = False, [(each, 1) for each in schemas]
     while stack:
         value, depth = stack.pop()
         if not isinstance(value, dict | list):

@@ -19,7 +19,7 @@ from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.ports import Clock, Executor, Observer, Sink
+from pensieve.engine.ports import Clock, Executor, Observer, Preparer, Sink
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Ports:
     clock: Clock
     mailbox: Mailbox
     sink: Sink
+    preparer: Preparer | None = None  # None: turns wait in the executor for what they need
 
 
 def assemble(
@@ -66,5 +67,12 @@ def assemble(
     """An engine that is ready to step."""
     scheduler = Scheduler(KVCache(configs.cache, policy, is_intact), configs.scheduler)
     return Engine(
-        configs.engine, scheduler, executor, ports.clock, ports.mailbox, ports.sink, observers
+        configs.engine,
+        scheduler,
+        executor,
+        ports.clock,
+        ports.mailbox,
+        ports.sink,
+        observers,
+        ports.preparer,
     )

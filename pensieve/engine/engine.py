@@ -15,6 +15,8 @@ The tokens of a conversation's log are known as long as the cache holds KV of it
 message brings only the new ones.  A turn whose conversation is not known waits outside of the scheduler
 until the service has provided the log.
 
+A turn whose constraint is not compiled yet is held back before that (held_turns.py).
+
 A message that asks for something impossible ends its own turn and no other: the limits are checked here
 although the service has checked them.
 
@@ -38,6 +40,7 @@ from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import Ended, FinishReason, Turn, Usage
 from pensieve.engine.attainment import Attainment
+from pensieve.engine.held_turns import HeldTurns
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
     TOKEN_BYTES,
@@ -62,7 +65,7 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.pictures import picture
-from pensieve.engine.ports import Clock, Executor, Observer, Sink
+from pensieve.engine.ports import Clock, Executor, Observer, Preparer, Sink
 
 IDLE_SECONDS = 1.0  # a round without anything to do; garbage is collected after the first
 
@@ -84,6 +87,7 @@ class Engine:
         mailbox: Mailbox,
         sink: Sink,
         observers: Sequence[Observer] = (),
+        preparer: Preparer | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -95,6 +99,7 @@ class Engine:
         self.attainment = Attainment(scheduler, config.ttft_seconds)
         self._observers: tuple[Observer, ...] = (self.metrics, self.attainment, *observers)
         self.num_rounds = 0  # of `run`; read by other threads
+        self.held = HeldTurns(preparer, mailbox.wake)
         self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
         self._waiting: dict[
             int, SubmitTurn
@@ -127,7 +132,9 @@ class Engine:
                     collected = False
                     continue
                 if self.mailbox.closed:
-                    return
+                    if not self.held:
+                        return
+                    self.held.wait()
                 if not self.mailbox.wait(IDLE_SECONDS) and not collected:
                     gc_pause.collect()
                     collected = True
@@ -139,11 +146,22 @@ class Engine:
     # -- in --
 
     def _deliver(self, messages: Sequence[Message]) -> None:
+        for released in self.held.released():
+            self._receive(released)
         for message in messages:
-            now = self.clock.now()
-            for observer in self._observers:
-                observer.received(message, now)
-            self._publish(self.take(message, now))
+            if not (isinstance(message, SubmitTurn) and self._is_held(message)):
+                self._receive(message)
+
+    def _is_held(self, message: SubmitTurn) -> bool:
+        """From now on, unless it is ready, or refused anyway."""
+        has_room = self._num_waiting < self.config.turns_queued_max
+        return has_room and not self.held.has(message.conversation_id) and self.held.hold(message)
+
+    def _receive(self, message: Message) -> None:
+        now = self.clock.now()
+        for observer in self._observers:
+            observer.received(message, now)
+        self._publish(self.take(message, now))
 
     def take(self, message: Message, now: float) -> list[Event]:
         """Act on one message; returns the events that follow from it at once."""
@@ -154,7 +172,8 @@ class Engine:
             case ProvideLog():
                 self._provide(message, now)
             case CancelTurn(turn_id, keep_tokens):
-                if (waiting := self._waiting.pop(turn_id, None)) is not None:
+                waiting = self._waiting.pop(turn_id, None) or self.held.give_up(turn_id)
+                if waiting is not None:
                     return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
                 scheduler.cancel(turn_id, keep_tokens, now)
             case ForkConversation(source_id, num_tokens, target_id):
@@ -202,11 +221,12 @@ class Engine:
         is_busy = running is not None or any(
             each.conversation_id == conversation_id for each in self._waiting.values()
         )
+        is_busy |= self.held.has(conversation_id)
         num_tokens = message.first_position + len(message.tokens) // TOKEN_BYTES
         refusal = None
         if num_tokens >= self.config.context_max:
             refusal = "CONTEXT_FULL"
-        elif len(scheduler.queued) + len(self._waiting) >= self.config.turns_queued_max:
+        elif self._num_waiting >= self.config.turns_queued_max:
             refusal = "QUEUE_FULL"
         elif num_tokens <= message.history_tokens and not (message.warm and num_tokens):
             refusal = "NO_TOKENS"
@@ -225,6 +245,10 @@ class Engine:
             known = found
         self._begin(message, known, now)
         return events
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self.scheduler.queued) + len(self._waiting) + len(self.held)
 
     def _begin(self, message: SubmitTurn, known: array[int], now: float) -> None:
         """Submit a turn whose context is complete: `known`, then the tokens that the message brought."""
@@ -275,8 +299,11 @@ class Engine:
     def _give_up_waiting(
         self, conversation_id: str, now: float, *, warms_only: bool = False
     ) -> list[Event]:
-        """End the turns of a conversation that wait for its log."""
+        """End the turns of a conversation that wait for its log, or are held."""
         ended: list[Event] = []
+        if not warms_only:
+            held = self.held.give_up_all(conversation_id)
+            ended += [_ended_at_once(each, FinishReason.CANCELLED, now) for each in held]
         for message in list(self._waiting.values()):
             if message.conversation_id == conversation_id and (message.warm or not warms_only):
                 del self._waiting[message.turn_id]
@@ -285,7 +312,8 @@ class Engine:
         return ended
 
     def _share_no_more(self, conversation_id: str) -> None:
-        """Turns that wait for their log begin without this prefix: another one may have its name by then."""
+        """Turns that wait begin without this prefix: another one may have its name by then."""
+        self.held.share_no_more(conversation_id)
         for turn_id, message in self._waiting.items():
             if message.prefix_of == conversation_id:
                 self._waiting[turn_id] = replace(message, prefix_of="", prefix_tokens=0)
@@ -329,6 +357,9 @@ class Engine:
 
     def _publish(self, events: Sequence[Event]) -> None:
         if events:
+            for event in events:
+                if isinstance(event, TurnEnded):
+                    self.held.ended(event.turn_id)
             for observer in self._observers:
                 observer.published(events)
             self.sink.publish(events)
@@ -353,7 +384,8 @@ class Engine:
             )
             for turn in self.scheduler.turns()
         ]
-        events += [_ended_at_once(each, failed, now, why) for each in self._waiting.values()]
+        waiting = [*self._waiting.values(), *self.held.give_up_all()]
+        events += [_ended_at_once(each, failed, now, why) for each in waiting]
         self._publish(events)
 
     def _problems(self, now: float) -> tuple[str, ...]:

@@ -151,7 +151,8 @@ class Journal:
     def received(self, message: Message, now: float) -> None:
         if isinstance(message, SubmitTurn):  # no text of a client enters the journal
             sampling = Sampling(max_tokens=message.options.sampling.max_tokens)
-            message = replace(message, options=replace(message.options, sampling=sampling))
+            options = replace(message.options, sampling=sampling, constraint=None)
+            message = replace(message, options=options)
         items, _ = codec.encode(message)
         self._write({"message": items[0], "now": now, "values": codec.named(items)})
 

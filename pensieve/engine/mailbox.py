@@ -24,6 +24,7 @@ class Mailbox:
         self._messages: deque[Message] = deque()
         self._changed = threading.Condition()
         self._closed: str | None = None
+        self._woken = False
 
     def put(self, message: Message) -> None:
         with self._changed:
@@ -47,11 +48,20 @@ class Mailbox:
             return messages
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until there is a message or the mailbox is closed; False after the timeout."""
+        """Wait until there is a message, a `wake`, or the mailbox is closed; False after the timeout."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: bool(self._messages) or self._closed is not None, timeout_seconds
+            found = self._changed.wait_for(
+                lambda: self._woken or bool(self._messages) or self._closed is not None,
+                timeout_seconds,
             )
+            self._woken = False
+            return found
+
+    def wake(self) -> None:
+        """End the engine's wait, or its next one, without a message."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def close(self, reason: str = "the engine is stopping") -> None:
         with self._changed:

@@ -1,10 +1,11 @@
-"""The protocols of what an engine is connected to (clock, executor, sink, observers)."""
+"""The protocols of what an engine is connected to (clock, executor, preparer, sink, observers)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pensieve.core.constraint import Constraint
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.engine.messages import Event, Message
 
@@ -28,6 +29,18 @@ class Executor(Protocol):
 
     def collect(self) -> Outcome:
         """The outcome of the oldest iteration that has not been collected."""
+
+
+class Preparer(Protocol):
+    """Makes constraints ready, in threads of its own, before their turns are submitted."""
+
+    def prepare(self, turn_id: int, constraint: Constraint, on_ready: Callable[[], None]) -> bool:
+        """Whether it is ready now; else another thread calls `on_ready` when it is."""
+
+    def is_ready(self, turn_id: int) -> bool: ...
+
+    def forget(self, turn_id: int) -> None:
+        """The turn has ended; nothing may have been prepared for it."""
 
 
 class Sink(Protocol):

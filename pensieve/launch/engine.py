@@ -121,7 +121,7 @@ def build_engine(
             configs,
             policy_named(settings.policy, costs.retention, settings.chunk_tokens),
             executor,
-            Ports(SystemClock(), mailbox, sink),
+            Ports(SystemClock(), mailbox, sink, executor.constraints),
             [journal.observer] if journal is not None else [],
             is_intact,
         )

@@ -1,5 +1,6 @@
 """Holds replies to their constraints: which tokens the next one of a turn may be, found beside the forward.
 
+    prepare     a thread compiles, before the scheduler knows the turn (engine/held_turns.py)
     launch      start_masks ── a job for each constrained row ──> threads: consume what is new, make the mask
                 forward                                               │
                 masks  <──────────────────────────────────────────────┘ waits for what is not ready
@@ -33,7 +34,7 @@ for all masks of an iteration before it starts others.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -45,7 +46,8 @@ from pensieve.model.sampling.penalties import Row
 from pensieve.text.grammars import GrammarError, Grammars, Matcher, Vocabulary
 from pensieve.text.parts import THINKING_MARKS
 
-THREADS = 4
+THREADS = 4  # that make masks
+COMPILERS = 2
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
 FAILED = "CONSTRAINT_FAILED"
 
@@ -83,16 +85,39 @@ class Constraints:
         self._eos_token_ids = eos_token_ids
         self._num_bytes = -(-vocab_size // 8)
         self._vocab_size = vocab_size
-        self._threads: ThreadPoolExecutor | None = None  # from the first constraint on
+        self._threads: ThreadPoolExecutor | None = None  # of masks, from the first constraint on
+        self._compilers: ThreadPoolExecutor | None = None  # likewise; masks do not wait for them
+        self._compiling: dict[int, Future[Matcher]] = {}  # by turn_id, until the turn begins
         self._constrained: dict[int, ConstrainedReply] = {}  # by turn_id, until the turn ends
 
+    # -- before a turn begins: what the engine's `Preparer` is --
+
+    def prepare(self, turn_id: int, constraint: Constraint, on_ready: Callable[[], None]) -> bool:
+        """Whether it is compiled; else `on_ready` is called from a thread once it is, or has failed."""
+        compiling = self._compile(constraint)
+        self._compiling[turn_id] = compiling
+        if compiling.done():
+            return True
+        compiling.add_done_callback(lambda _: on_ready())
+        return False
+
+    def is_ready(self, turn_id: int) -> bool:
+        return self._compiling[turn_id].done()
+
+    def forget(self, turn_id: int) -> None:
+        """The turn has ended, and may never have begun."""
+        if (compiling := self._compiling.pop(turn_id, None)) is not None:
+            compiling.cancel()
+
+    # -- turns that have begun --
+
     def begin(self, start: TurnStart) -> None:
-        """A turn begins; if it has a constraint, a thread of its own compiles it."""
+        """A turn begins; if it has a constraint that nobody has prepared, a thread compiles it."""
         if start.constraint is None:
             return
+        compiling = self._compiling.pop(start.turn_id, None) or self._compile(start.constraint)
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(THREADS, "constraints")
-        compiling = self._threads.submit(self._compiled, start.constraint)
+            self._threads = ThreadPoolExecutor(THREADS, "masks")
         ends = self._eos_token_ids | frozenset(start.sampling.stop_token_ids)
         ends = frozenset(each for each in ends if each < self._vocab_size)
         thinking = Thinking(self._vocabulary, start.context[-PROMPT_TAIL_TOKENS:])
@@ -141,9 +166,10 @@ class Constraints:
         return Masks(rows, failures)
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown()
-            self._threads = None
+        for threads in (self._threads, self._compilers):
+            if threads is not None:
+                threads.shutdown(cancel_futures=True)
+        self._threads = self._compilers = None
 
     def _submit(
         self, reply: ConstrainedReply, tokens: array[int]
@@ -151,8 +177,15 @@ class Constraints:
         assert self._threads is not None
         return self._threads.submit(reply.next_mask, tokens[reply.num_followed :])
 
-    def _compiled(self, constraint: Constraint) -> Matcher:
-        return self._grammars.matcher(constraint.kind.value, constraint.text)
+    def _compile(self, constraint: Constraint) -> Future[Matcher]:
+        kind, text = constraint.kind.value, constraint.text
+        if (known := self._grammars.known(kind, text)) is not None:
+            found: Future[Matcher] = Future()
+            found.set_result(known)
+            return found
+        if self._compilers is None:
+            self._compilers = ThreadPoolExecutor(COMPILERS, "constraints")
+        return self._compilers.submit(self._grammars.matcher, kind, text)
 
 
 class Thinking:

@@ -105,7 +105,7 @@ class TorchExecutor:
         alone = not isinstance(model.flat, ParallelModel)
         self._forward = Forward(model.flat, memory, self._copier, halves=alone, graphs=graphs)
         self._replies: dict[int, _Reply] = {}  # by turn_id
-        self._constraints = Constraints(tokenizer, sampler.eos_token_ids, sampler.vocab_size)
+        self.constraints = Constraints(tokenizer, sampler.eos_token_ids, sampler.vocab_size)
         self._launched: deque[_Launched] = deque()
 
     @torch.inference_mode()
@@ -125,14 +125,14 @@ class TorchExecutor:
         failures: Mapping[int, TurnFailure] = {}
         if iteration.slices:
             rows = [Row(self._replies[each.turn_id].log, each.stop) for each in sampled]
-            jobs = self._constraints.start_masks(rows)
+            jobs = self.constraints.start_masks(rows)
             computed = self._forward.run(
                 iteration.slices, copies, self._sampled_ids(), iteration.groups
             )
             if jobs.ahead:
-                self._constraints.start_ahead(jobs, rows, self._newest_ids())
+                self.constraints.start_ahead(jobs, rows, self._newest_ids())
             if sampled:
-                rows, failures = self._constraints.masks(jobs, rows)
+                rows, failures = self.constraints.masks(jobs, rows)
                 drawn = self._draw(computed, rows)
         elif copies is not None:
             self._forward.copy_pages(copies)
@@ -160,7 +160,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """End the copier and the streamer; nothing can be launched afterwards."""
-        self._constraints.close()
+        self.constraints.close()
         self._forward.close()
         self._copier.close()
 
@@ -190,7 +190,7 @@ class TorchExecutor:
 
     def _forget(self, turn_id: int) -> None:
         self._replies.pop(turn_id, None)
-        self._constraints.end(turn_id)
+        self.constraints.end(turn_id)
 
     def _read(self, launched: _Launched) -> tuple[list[SampledToken], list[TurnFailure]]:
         samples: list[SampledToken] = []
@@ -217,7 +217,7 @@ class TorchExecutor:
         return samples, failures
 
     def _begun(self, start: TurnStart) -> _Reply:
-        self._constraints.begin(start)
+        self.constraints.begin(start)
         sampling = start.sampling
         eos = frozenset() if sampling.ignore_eos else self._sampler.eos_token_ids
         end_token_ids = eos | frozenset(sampling.stop_token_ids)

@@ -1,8 +1,9 @@
 """Constraints as clients give them: compiled once before a turn begins, so that a hopeless one is refused.
 
-The engine process compiles a constraint again when its turn starts, and that takes no longer than here.  What
-is checked here, in the text pool, delays nobody else's turn: the text is bounded (core/constraint.py), fuel
-bounds what is made of it (text/grammars.py), and `knows` tells what was checked before.
+The engine process compiles a constraint again before its turn starts, which takes no longer than here and
+delays nobody else's turn (engine/held_turns.py).  Nor does what is checked here, in the text pool: the text
+is bounded (core/constraint.py), fuel bounds what is made of it (text/grammars.py), and `knows` tells what
+was checked before.
 
 Any thread may call it.
 """

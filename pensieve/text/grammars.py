@@ -25,12 +25,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from pensieve.errors import one_line
 from pensieve.extras import need
+from pensieve.text.call_grammars import calls_grammar
 
 COMPILED_MAX = 32
 WHITE_SPACES_MAX = 20
@@ -66,6 +68,8 @@ class Vocabulary(Protocol):
     eos_token_ids: frozenset[int]
 
     def piece(self, token_id: int, *, first: bool) -> bytes: ...
+
+    def token_id(self, text: str) -> int | None: ...
 
 
 class Matcher:
@@ -118,30 +122,37 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._compiled: OrderedDict[_Key, Matcher] = OrderedDict()  # the latest used last
-        self._lock = threading.Lock()  # of all that is below
+        self._lock = threading.Lock()  # of what is compiled: never held for long
+        self._loading = threading.Lock()  # of all that is below
         self._package: ModuleType | None = None
         self._native_vocabulary: Any = None
 
     def prepare(self) -> None:
         """Import the package and read the vocabulary; ConfigError if it is missing."""
-        with self._lock:
+        with self._loading:
             if self._native_vocabulary is None:
                 self._package = need(*EXTRA)
                 self._native_vocabulary = _native(self._package, self._vocabulary)
 
     def matcher(self, kind: str, text: str) -> Matcher:
         """At the beginning of a reply; GrammarError if it cannot be."""
-        key = _Key(kind, text)
-        with self._lock:
-            if (known := self._compiled.get(key)) is not None:
-                self._compiled.move_to_end(key)
-                return known.copy()
+        if (known := self.known(kind, text)) is not None:
+            return known
         compiled = self.compile(kind, text)
         with self._lock:
-            self._compiled[key] = compiled
+            self._compiled[_Key(kind, text)] = compiled
             while len(self._compiled) > COMPILED_MAX:
                 self._compiled.popitem(last=False)
             return compiled.copy()
+
+    def known(self, kind: str, text: str) -> Matcher | None:
+        """The same, if it is at hand."""
+        key = _Key(kind, text)
+        with self._lock:
+            if (found := self._compiled.get(key)) is None:
+                return None
+            self._compiled.move_to_end(key)
+            return found.copy()
 
     def compile(self, kind: str, text: str) -> Matcher:
         """Without remembering it."""
@@ -149,7 +160,7 @@ class Grammars:
         package = self._package
         assert package is not None
         try:
-            grammar = grammar_of(package, kind, text)
+            grammar = grammar_of(package, kind, text, self._vocabulary.token_id)
         except (ValueError, RecursionError) as error:
             raise GrammarError(short(str(error))) from error
         native = package.LLMatcher(
@@ -164,34 +175,45 @@ class Grammars:
         return matcher
 
 
-def grammar_of(package: ModuleType, kind: str, text: str) -> str:
+def grammar_of(
+    package: ModuleType, kind: str, text: str, token_id: Callable[[str], int | None]
+) -> str:
     """As llguidance reads it; ValueError if that cannot be."""
-    if kind == "json_object":
-        kind, text = "json_schema", '{"type": "object"}'
-    if kind == "json_schema":
-        rule = f"%json {_schema(text)}"
-    elif kind == "regex":
-        rule = f"/{package.regex_to_lark(text, '')}/"
-    elif kind == "choice":
-        rule = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
-    elif kind != "grammar":
-        raise ValueError(f"there is no kind {kind!r}")
-    elif OPTION in text:
-        raise ValueError(f"{OPTION} is not for clients")
-    found: str = package.LLMatcher.grammar_from_lark(
-        f"{text if kind == 'grammar' else f'start: {rule}'}\n{NO_FORCING}\n"
-    )
+    rule_of = partial(_rule_of, package)
+    if kind == "grammar":
+        if OPTION in text:
+            raise ValueError(f"{OPTION} is not for clients")
+        lark = text
+    elif kind == "tool_calls":
+        lark = calls_grammar(text, token_id, rule_of, _schema_rule)
+    else:
+        lark = f"start: {rule_of(kind, text)}"
+    found: str = package.LLMatcher.grammar_from_lark(f"{lark}\n{NO_FORCING}\n")
     return found
 
 
-def _schema(text: str) -> str:
-    """With our options in the place of the client's."""
-    schema = json.loads(text)
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise ValueError("no value is accepted by this schema")
-    return json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+def _rule_of(package: ModuleType, kind: str, text: str) -> str:
+    """The right side of a rule for text of this kind."""
+    if kind == "json_object":
+        return _schema_rule({"type": "object"})
+    if kind == "json_schema":
+        schema = json.loads(text)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise ValueError("no value is accepted by this schema")
+        return _schema_rule(schema)
+    if kind == "regex":
+        return f"/{package.regex_to_lark(text, '')}/"
+    if kind == "choice":
+        return " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
+    raise ValueError(f"there is no kind {kind!r}")
+
+
+def _schema_rule(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
+    """With our options in the place of the client's; lenient: what is not known there is passed over."""
+    options = {**JSON_OPTIONS, "lenient": is_lenient}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def short(message: str) -> str:

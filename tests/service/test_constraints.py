@@ -34,12 +34,35 @@ from tests.text.families import QWEN_2_5
 
 ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
 Kind = ConstraintKind
+CALLED = {
+    "form": "hermes",
+    "tools": [
+        {
+            "name": "look",
+            "schema": {
+                "type": "object",
+                "properties": {"at": {"enum": ["Oslo", "Rome"]}},
+                "required": ["at"],
+                "additionalProperties": False,
+            },
+            "is_lenient": False,
+        }
+    ],
+    "must": True,
+    "single": True,
+    "reply": None,
+}
+SPACED = ("<tool_call>", "{", '"name"', ":", '"look"', ",", '"arguments"', ":", "{", '"at"', ":")
 FORMS = {  # constraints that are not schemas, and what a reply is then
     "regex": (Constraint(Kind.REGEX, "[0-9]{3,8}-[a-f]{2,9}"), "[0-9]{3,8}-[a-f]{2,9}"),
     "choice": (choice_of(("yes", "no", 'it "is"')), 'yes|no|it "is"'),
     "grammar": (
         Constraint(Kind.GRAMMAR, 'start: "<" WORD (";" WORD)~1..3 ">"\nWORD: /[A-Z]{2,5}/'),
         "<[A-Z]{2,5}(;[A-Z]{2,5}){1,3}>",
+    ),
+    "calls": (
+        Constraint(Kind.TOOL_CALLS, json.dumps(CALLED)),
+        r"\s*".join(["", *map(re.escape, SPACED), '"(Oslo|Rome)"', "}", "}", "</tool_call>", ""]),
     ),
 }
 

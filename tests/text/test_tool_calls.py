@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from pensieve.text import Message, Part, PartMarker, Setting, ToolCall
 from pensieve.text.tool_calls import NAMES, STYLES, style_named, style_of
 from pensieve.text.tool_calls.calls import CALLS_MAX
 from pensieve.text.tool_calls.finder import WITHHELD_MAX
+from pensieve.text.tool_calls.styles import CallForm
 from tests.text import families
 from tests.text.families import LLAMA_3, MISTRAL, QWEN_2_5, QWEN_3, template_of, tokenizer_of
 from tests.text.written_calls import CALLS, WRITERS, cut, read
@@ -292,7 +294,7 @@ def test_a_setting_names_a_style():
     template = template_of(LLAMA_3)
     assert style_named("auto", template) == style_of(template)
     assert style_named("none", template_of(QWEN_3)) is None
-    assert style_named("hermes", template) == STYLES["hermes"]
+    assert style_named("hermes", template) == replace(STYLES["hermes"], form=CallForm.HERMES)
     assert not style_named("hermes", template).mark_is_token
     with pytest.raises(InvalidArgument, match="pythonic"):
         style_named("xml", template)

@@ -36,6 +36,7 @@ from collections import deque
 
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.errors import DeviceError, one_line
+from pensieve.model.constraints import Constraints
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.rank_messages import pack
@@ -56,6 +57,10 @@ class ParallelExecutor:
     @property
     def rows_padded(self) -> int:
         return self._own.rows_padded
+
+    @property
+    def constraints(self) -> Constraints:
+        return self._own.constraints
 
     def launch(self, iteration: Iteration) -> None:
         self._leader.send_iteration(pack(iteration))

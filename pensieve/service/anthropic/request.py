@@ -28,6 +28,7 @@ from pensieve.service.openai.fields import (
 )
 from pensieve.service.openai.formats import FormatFields, take_output_format
 from pensieve.service.openai.request import take_model
+from pensieve.service.openai.tool_choice import ToolRules, required
 from pensieve.text.message import plain_text
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -75,16 +76,21 @@ def _prompt(fields: Fields, served: Served) -> tuple[dict[str, Any], FormatField
     fields.only("speed", "standard")
     fields.only("mcp_servers", [])
     effort, form = _output(fields, served.template_options)
+    model, messages, rules = (
+        take_model(fields, served.models),
+        take_messages(fields),
+        _tools(fields),
+    )
     values = {
-        "model": take_model(fields, served.models),
-        "messages": take_messages(fields),
-        "tools": _tools(fields),
+        "model": model,
+        "messages": messages,
+        "tools": rules.tools,
         "template_options": {
             **_thinking(fields, served.template_options),
             **effort,
         },
     }
-    return values, form
+    return values, rules.held(form, served.call_style)
 
 
 def _thinking(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
@@ -157,26 +163,30 @@ def _stop(fields: Fields) -> tuple[str, ...] | None:
 # -- tools --
 
 
-def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+def _tools(fields: Fields) -> ToolRules:
     """In the shape of a chat completion's, which is what templates know."""
     given, where = fields.items("tools") or (), fields.where("tools")
-    tools = tuple(_tool(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
-    choice = fields.fields("tool_choice")
+    strict: dict[int, str] = {}
+    tools = tuple(_tool(Fields(each, f"{where}[{n}]"), n, strict) for n, each in enumerate(given))
+    rules = ToolRules(tools, strict)
+    choice, where = fields.fields("tool_choice"), fields.where("tool_choice")
     if choice is None:
-        return tools
+        return rules
     kind = choice.needed_text("type")
-    if kind not in ("auto", "none"):
-        problem = f"{quoted(kind)} is not supported, only 'auto' and 'none': no call can be forced"
-        raise Refusal(choice.where("type"), problem, "unsupported_parameter")
-    if choice.flag("disable_parallel_tool_use") and tools and kind == "auto":
-        problem = "the number of calls cannot be limited"
-        where = choice.where("disable_parallel_tool_use")
-        raise Refusal(where, problem, "unsupported_parameter")
+    if kind not in ("auto", "none", "any", "tool"):
+        problem = f"{quoted(kind)} is not one of auto, any, tool, none"
+        raise Refusal(choice.where("type"), problem)
+    if choice.flag("disable_parallel_tool_use") and tools:
+        rules = replace(rules, single=choice.where("disable_parallel_tool_use"))
+    names = [choice.needed_text("name")] if kind == "tool" else None
     choice.end()
-    return () if kind == "none" else tools
+    if kind == "none":
+        return ToolRules()
+    return rules if kind == "auto" else required(rules, where, names)
 
 
-def _tool(fields: Fields) -> Mapping[str, Any]:
+def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, Any]:
+    """Its place goes into `strict` if it is."""
     kind = fields.text("type") or "custom"
     if kind != "custom":
         problem = (
@@ -190,7 +200,8 @@ def _tool(fields: Fields) -> Mapping[str, Any]:
     if schema is None:
         raise Refusal(fields.where("input_schema"), "is required", "missing_required_parameter")
     described["parameters"] = schema
-    fields.only("strict", False, problem="a call's arguments cannot be constrained")
+    if fields.flag("strict"):
+        strict[number] = fields.where("strict")
     fields.only("defer_loading", False)
     fields.only("allowed_callers", ["direct"])
     fields.only("input_examples", [])

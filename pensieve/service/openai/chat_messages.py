@@ -12,6 +12,7 @@ from typing import Any
 
 from pensieve.service.openai.fields import Fields, Refusal, check_json, quoted
 from pensieve.service.openai.json_text import read_json
+from pensieve.service.openai.tool_choice import ToolRules, take_choice
 from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
 
 TEXT_PARTS = frozenset({"text"})
@@ -107,24 +108,23 @@ def take_arguments(fields: Fields) -> Mapping[str, Any]:
     return found
 
 
-def take_tools(fields: Fields, *, is_nested: bool) -> tuple[Mapping[str, Any], ...]:
-    """The tools that the template is to show, in the shape of a chat completion.
+def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
+    """The tools that the template is to show, in the shape of a chat completion, and what holds for calls.
 
     `is_nested`: what describes a function lies in `function`, and not in the tool itself.
     """
     given, where = fields.items("tools") or (), fields.where("tools")
-    tools = tuple(_tool(Fields(each, f"{where}[{n}]"), is_nested) for n, each in enumerate(given))
-    choice = fields.take("tool_choice")
-    if choice not in (None, "auto", "none"):
-        problem = "only 'auto' and 'none' are supported: no call can be forced"
-        raise Refusal(fields.where("tool_choice"), problem, "unsupported_parameter")
-    if not fields.flag("parallel_tool_calls", True) and tools:
-        problem = "the number of calls cannot be limited"
-        raise Refusal(fields.where("parallel_tool_calls"), problem, "unsupported_parameter")
-    return () if choice == "none" else tools
+    strict: dict[int, str] = {}
+    tools = tuple(
+        _tool(Fields(each, f"{where}[{n}]"), is_nested, n, strict) for n, each in enumerate(given)
+    )
+    return take_choice(fields, ToolRules(tools, strict), is_nested=is_nested)
 
 
-def _tool(fields: Fields, is_nested: bool) -> Mapping[str, Any]:
+def _tool(
+    fields: Fields, is_nested: bool, number: int, strict: dict[int, str]
+) -> Mapping[str, Any]:
+    """Its place goes into `strict` if it is."""
     kind = fields.needed_text("type")
     if kind != "function":
         problem = f"{quoted(kind)} is not supported: a tool is a function"
@@ -137,7 +137,8 @@ def _tool(fields: Fields, is_nested: bool) -> Mapping[str, Any]:
         described["description"] = description
     if (parameters := function.object("parameters")) is not None:
         described["parameters"] = parameters
-    function.only("strict", False, problem="a call's arguments cannot be constrained")
+    if function.flag("strict"):
+        strict[number] = function.where("strict")
     function.end()
     fields.end()
     return {"type": "function", "function": described}

@@ -35,6 +35,7 @@ from pensieve.service.openai.kinds import RequestKind
 from pensieve.service.openai.response_items import take_input
 from pensieve.service.openai.sampling_fields import is_token_id, take_sampling
 from pensieve.text.message import Message, plain_text
+from pensieve.text.tool_calls import CallStyle
 
 CHOICES_MAX = 16
 PROMPT_TOKENS_MAX = 1 << 24  # more than any context has
@@ -60,6 +61,7 @@ class Served(NamedTuple):
     models: Collection[str] | None = None  # the names that are served; None: any
     vocab_size: int | None = None  # None: token ids are not checked
     template_options: Collection[str] | None = None  # that the template knows; None: not checked
+    call_style: CallStyle | None = None  # how the model writes calls of tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +114,18 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
     values |= {"sampling": read.sampling, "given": read.given}
     form = _form(kind, fields)
-    values["constraint"] = form.constraint
-    if form.constraint is not None and read.sampling.ignore_eos:
-        raise Refusal("ignore_eos", "a reply with a constraint ends where it is met")
-    params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
     if kind is RequestKind.COMPLETION:
         values |= _completion(fields, served.vocab_size)
     else:
         is_chat = kind is RequestKind.CHAT
         values |= _chat(fields) if is_chat else _response(fields)
-        values["tools"] = take_tools(fields, is_nested=is_chat)
+        rules = take_tools(fields, is_nested=is_chat)
+        values["tools"], form = rules.tools, rules.held(form, served.call_style)
         values["template_options"] = _template_options(fields, is_chat, served.template_options)
+    values["constraint"] = form.constraint
+    if form.constraint is not None and read.sampling.ignore_eos:
+        raise Refusal("ignore_eos", "a reply with a constraint ends where it is met")
+    params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
     values |= _stream(fields)
     values |= _kept(fields)
     _pass_over(fields)

@@ -6,17 +6,21 @@ A style says where in a reply a call may begin; its scanner reads on from there.
   (`Part.TOOL_CALL`), so that no text which only looks like it begins a call.
 * At the beginning of a part that a control token opened, since the token may have no text.
 * At the beginning of the reply, for families that mark their calls in no other way.
+
+Where calls are JSON, replies can be held to them: in which form, the chat template shows (call_grammars.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
 
 from pensieve.errors import InvalidArgument
 from pensieve.text.template import ChatTemplate
 from pensieve.text.tool_calls.calls import Calls
-from pensieve.text.tool_calls.hermes import OPENING, hermes
+from pensieve.text.tool_calls.hermes import FUNCTION, OPENING, hermes
 from pensieve.text.tool_calls.llama import PYTHON_TAG, llama
 from pensieve.text.tool_calls.mistral import TOOL_CALLS, mistral
 from pensieve.text.tool_calls.pythonic import NAME_CHARACTERS, pythonic
@@ -26,7 +30,17 @@ PYTHON_MARKS = (
     "<|tool_call_start|>",
     "<|python_start|>",
 )  # control tokens of models that write Python
+ARGUMENTS_MARK = "[ARGS]"  # of Mistral's newer models
 PYTHON_PROMPT = "func_name1("  # how templates of such models explain themselves
+
+
+class CallForm(StrEnum):
+    """What the calls of a style look like, of those that a reply can be held to."""
+
+    HERMES = "hermes"
+    LLAMA = "llama"
+    MISTRAL_LIST = "mistral_list"
+    MISTRAL_NAMED = "mistral_named"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,7 @@ class CallStyle:
     opens_reply: bool  # whether a call may begin the reply without a mark
     scan: Callable[[Calls, bool], Scan[None]]  # the flag: it begins with its mark
     mark_is_token: bool = False  # it counts only within Part.TOOL_CALL
+    form: CallForm | None = None  # None: no reply can be held to it
 
 
 STYLES = {
@@ -69,15 +84,28 @@ def style_named(name: str, template: ChatTemplate) -> CallStyle | None:
         raise InvalidArgument("tool_calls", f"{name!r} is not one of {', '.join(NAMES)}")
     style = STYLES[name]
     has_token = bool(style.mark) and template.tokenizer.token_id(style.mark) is not None
-    return replace(style, mark_is_token=has_token)
+    return replace(style, mark_is_token=has_token, form=_form_of(name, template))
+
+
+def _form_of(name: str, template: ChatTemplate) -> CallForm | None:
+    if name == "hermes":
+        return None if FUNCTION in _source(template) else CallForm.HERMES
+    if name == "mistral":
+        is_named = _has(template, ARGUMENTS_MARK)
+        return CallForm.MISTRAL_NAMED if is_named else CallForm.MISTRAL_LIST
+    return CallForm.LLAMA if name == "llama" else None
+
+
+def _source(template: ChatTemplate) -> str:
+    return "\n".join(template.tokenizer.templates.values())
+
+
+def _has(template: ChatTemplate, mark: str) -> bool:
+    return mark in _source(template) or template.tokenizer.token_id(mark) is not None
 
 
 def _name_of(template: ChatTemplate) -> str | None:
-    source = "\n".join(template.tokenizer.templates.values())
-
-    def has(mark: str) -> bool:
-        return mark in source or template.tokenizer.token_id(mark) is not None
-
+    source, has = _source(template), partial(_has, template)
     if has(OPENING):
         return "hermes"
     if has(TOOL_CALLS):

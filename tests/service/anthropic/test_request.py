@@ -183,8 +183,12 @@ def test_sampling_has_the_models_defaults_where_nothing_is_said():
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         (
             {
                 "tools": [TOOL],

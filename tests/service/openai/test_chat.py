@@ -175,7 +175,7 @@ def test_tools_that_may_not_be_called_are_not_shown():
     ("members", "param"),
     [
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [{"type": "custom"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),

@@ -1,0 +1,169 @@
+"""Grammars of replies that call tools, in each family's form, for llguidance.
+
+    form            a reply with calls
+    hermes          text <tool_call> {"name": …, "arguments": …} </tool_call> text …
+    llama           {"name": …, "parameters": …}; {"name": …, …}        from its beginning
+    mistral_list    text [TOOL_CALLS] [{"name": …, "arguments": …}, {…}]
+    mistral_named   text [TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]name[ARGS]{…}
+
+What is wanted for is JSON: the `form`; `tools`, those that may be called, each with its `name`, a `schema`
+(null: any object) and whether that is followed only as far as it can be (`is_lenient`); `must`, that the
+reply is a call; `single`, that it is one at most; `reply`, the kind and text of a constraint that a reply
+without calls follows, or null.
+
+**The mark decides.**  Text is free as long as no mark of a call stands in it; behind a mark nothing but a
+call of these tools can follow.  A mark that is a control token of the model counts as that token, and text
+that only looks like it stays text, as it does in tool_calls/styles.py.  A reply of Llama's form is a call or
+text by its first character.  Where nothing closes the part that a mark has opened, no text follows a call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pensieve.text.tool_calls.calls import NAME_CHARACTERS_MAX
+from pensieve.text.tool_calls.hermes import CLOSING, OPENING
+from pensieve.text.tool_calls.llama import PYTHON_TAG
+from pensieve.text.tool_calls.mistral import TOOL_CALLS
+from pensieve.text.tool_calls.styles import ARGUMENTS_MARK, CallForm
+
+OWN_TERMS = r"""
+TEXT: /(.|\n)*/
+UNMARKED: /[\s\x1c-\x1f]*([^{<\s\x1c-\x1f](.|\n)*|<([^|](.|\n)*)?)?/
+GAP: /[ \t\r\n]{0,8}/
+W: /[ ]?(\n[ ]{0,20})?/
+"""  # UNMARKED: text that cannot begin a call of Llama's form
+
+RuleOf = Callable[[str, str], str]  # the right side of a rule, of a kind and its text
+SchemaRule = Callable[[Mapping[str, Any], bool], str]  # the same, of a schema that may be lenient
+
+
+def calls_grammar(
+    text: str, token_id: Callable[[str], int | None], rule_of: RuleOf, schema_rule: SchemaRule
+) -> str:
+    """Lark; ValueError where a tool cannot be called in this form."""
+    wanted = json.loads(text)
+    return _Grammar(wanted, token_id, rule_of, schema_rule).text()
+
+
+class _Grammar:
+    def __init__(
+        self,
+        wanted: Mapping[str, Any],
+        token_id: Callable[[str], int | None],
+        rule_of: RuleOf,
+        schema_rule: SchemaRule,
+    ) -> None:
+        self._form = CallForm(wanted["form"])
+        self._tools: Sequence[Mapping[str, Any]] = wanted["tools"]
+        self._must, self._single = bool(wanted["must"]), bool(wanted["single"])
+        self._reply = wanted["reply"]
+        self._token_id = token_id
+        self._rule_of, self._schema_rule = rule_of, schema_rule
+        self._rules: list[str] = []
+
+    def text(self) -> str:
+        if self._form is CallForm.LLAMA:
+            free, calls = "UNMARKED", self._llama()
+        elif self._form is CallForm.HERMES:
+            free, calls = self._marked(OPENING, self._hermes(), may_repeat=True)
+        elif self._form is CallForm.MISTRAL_NAMED:
+            free, calls = self._marked(TOOL_CALLS, self._named(), may_repeat=True)
+        else:
+            free, calls = self._marked(TOOL_CALLS, self._list(), may_repeat=False)
+        self._rule("calls", calls)
+        start = "calls"
+        if not self._must:
+            if self._reply is not None:
+                free = self._rule("form", self._rule_of(*self._reply))
+            start = f"calls | {free}"
+        return "\n".join([f"start: {start}", *self._rules, OWN_TERMS])
+
+    def _marked(self, mark: str, call: str, *, may_repeat: bool) -> tuple[str, str]:
+        """Free text, and what has calls, of families that begin each with a mark."""
+        many = may_repeat and not self._single
+        is_alone = self._must or self._reply is not None
+        known, call = self._token_id(mark), self._rule("call", call)
+        if known is not None:
+            free, first = "TEXT", f"{'GAP' if is_alone else 'TEXT'} <[{known}]> {call}"
+            more = f"GAP <[{known}]> {call}"
+        else:
+            free = self._rule("LAST", f"TEXT & ~/(.|\\n)*{_escaped(mark)}(.|\\n)*/")
+            again = self._rule("AGAIN", f"GAP {_literal(mark)}")
+            head = self._rule("head[lazy]", f"TEXT {_literal(mark)}").removesuffix("[lazy]")
+            first = f"{again if is_alone else head} {call}"
+            more = f"{again} {call}"
+        if not many:
+            return free, f"{first} GAP"
+        if is_alone or not self._is_closed:
+            return free, f"{first} ({more})* GAP"
+        return free, f"({first})+ {free}"
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether the text behind a call is outside of the part that its mark has opened."""
+        if self._form is not CallForm.HERMES:
+            return False
+        return self._token_id(OPENING) is None or self._token_id(CLOSING) is not None
+
+    def _hermes(self) -> str:
+        return f"{self._object('arguments')} {self._mark(CLOSING)}"
+
+    def _llama(self) -> str:
+        call = self._object("parameters")
+        more = "" if self._single else f' (";" {call})*'
+        tag = self._token_id(PYTHON_TAG)
+        return f"{'' if tag is None else f'(<[{tag}]>)? '}{call}{more}"
+
+    def _list(self) -> str:
+        call = self._object("arguments")
+        more = "" if self._single else f' ("," {call})*'
+        opening = self._rule("OPEN_LIST", 'GAP "["')
+        return f'{opening} {call}{more} "]"'
+
+    def _named(self) -> str:
+        choices = []
+        for number, tool in enumerate(self._tools):
+            name = tool["name"]
+            if re.search(r"[\s\[{]", name) or not 1 <= len(name) <= NAME_CHARACTERS_MAX:
+                raise ValueError(f"a call of {name[:80]!a} cannot be written by this model")
+            choices.append(
+                f"{_literal(name)} {self._mark(ARGUMENTS_MARK)} {self._arguments(number)}"
+            )
+        return f"({' | '.join(choices)})"
+
+    def _object(self, member: str) -> str:
+        """A rule for the object that is a call; white space around it belongs to it."""
+        choices = []
+        for number, tool in enumerate(self._tools):
+            name, key = json.dumps(tool["name"], ensure_ascii=False), json.dumps(member)
+            parts = ('GAP "{" W "\\"name\\"" W ":" W', _literal(name), 'W "," W', _literal(key))
+            begin = self._rule(f"BEGIN_{number}", f'{" ".join(parts)} W ":" W')
+            choices.append(f"{begin} {self._arguments(number)}")
+        end = self._rule("END", 'W "}" GAP')
+        return self._rule("object", f"({' | '.join(choices)}) {end}")
+
+    def _arguments(self, number: int) -> str:
+        tool = self._tools[number]
+        schema = {"type": "object"} if tool["schema"] is None else tool["schema"]
+        return self._rule(f"arguments_{number}", self._schema_rule(schema, tool["is_lenient"]))
+
+    def _mark(self, mark: str) -> str:
+        known = self._token_id(mark)
+        return _literal(mark) if known is None else f"<[{known}]>"
+
+    def _rule(self, name: str, right_side: str) -> str:
+        self._rules.append(f"{name}: {right_side}")
+        return name
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """As a regular expression between slashes."""
+    return re.escape(text).replace("/", "\\/")
