@@ -79,6 +79,7 @@ class Bodies:
             self.models,
             self._daemon.engine.ready.vocab_size if self._daemon.engine.ready else None,
             self.template.options,
+            self.template.knows_developer,
         )
         if exchange.num_bytes <= SHORT_BYTES:
             return read(body, served)

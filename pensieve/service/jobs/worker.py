@@ -266,6 +266,7 @@ class Worker:
             {name, name.rpartition("/")[2]},
             daemon.engine.ready.vocab_size if daemon.engine.ready is not None else None,
             self._texts.template.options,
+            self._texts.template.knows_developer,
         )
         template = self._texts.template
         return LineReader(job, served, template, daemon.context_max, self._constraints)
