@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -109,6 +110,8 @@ def tried(name: str, *, newest: bool = False) -> Tried:
         command = [str(python), "-m", f"tests.clients.{client.module}", *at]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
+        late = threading.Timer(SECONDS, process.kill)  # which ends the lines below
+        late.start()
         for line in process.stdout:
             entry = json.loads(line) if line.startswith("{") else {}
             if "versions" in entry:
@@ -120,7 +123,8 @@ def tried(name: str, *, newest: bool = False) -> Tried:
                 print(f"{mark} {name:13}  {version:24}  {entry['what']}", flush=True)
                 if entry["problem"]:
                     print(f"         {entry['problem']}", flush=True)
-        if process.wait(SECONDS) or not found.scenes:
+        late.cancel()
+        if process.wait() or not found.scenes:
             found.problem = f"its scenes ended with {process.returncode}"
     return found
 
