@@ -149,6 +149,19 @@ def newcomer(night: Night, log: Path, outcome: Outcome) -> None:
         outcome.failures.append(f"it ended with {status}: see the log")
 
 
+def clients(night: Night, log: Path, outcome: Outcome) -> None:
+    """Clients as they are on the package index, each with all of its scenes."""
+    results = log.with_suffix(".json")
+    names = () if night.share >= 1 else ("open-webui",)  # which installs nothing
+    status = run([sys.executable, "-m", "tests.clients", "--results", str(results), *names], log)
+    with contextlib.suppress(FileNotFoundError):
+        found = json.loads(results.read_text(encoding="utf-8"))
+        outcome.counts |= {"clients": len(found), "scenes": sum(len(e["scenes"]) for e in found)}
+        outcome.failures += [failure for each in found for failure in each["failures"]]
+    if status and not outcome.failures:
+        outcome.failures.append(f"it ended with {status}: see the log")
+
+
 def real_model(night: Night, log: Path, outcome: Outcome) -> None:
     """Exactness with smollm2, which the package index has."""
     results = log.with_suffix(".json")
@@ -186,6 +199,7 @@ PARTS: Mapping[str, Part] = {
     "options": scaled("service/test_option_pairs.py", whole=10),
     "timing": scaled("service/test_timing_probe.py", whole=2),
     "newcomer": newcomer,
+    "clients": clients,
     "real-model": real_model,
     "protections": protections,
 }

@@ -38,6 +38,11 @@ class StoredResponses:
             self._threads.in_store(response.tenant, self._store.responses.save, response)
         )
 
+    async def is_made_for(self, conversation_id: str, tenant: str) -> bool:
+        return await self._threads.in_store(
+            tenant, self._store.responses.is_made_for, conversation_id, tenant=tenant
+        )
+
     async def delete(self, response_id: str, tenant: str) -> str:
         """And its conversation, if that was made for responses and this was the last one.
 

@@ -101,6 +101,15 @@ class Responses:
                 (response.revision, last_revision, body, row[0]),
             )
 
+    def is_made_for(self, conversation_id: str, *, tenant: str = "") -> bool:
+        """Whether a conversation was made to hold responses, and holds some; NotFound without it."""
+        with self._writer.reading() as conn:
+            number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
+            row = conn.execute(
+                "SELECT 1 FROM responses WHERE conversation = ? AND is_ours = 1 LIMIT 1", (number,)
+            ).fetchone()
+        return row is not None
+
     def delete(self, response_id: str, *, tenant: str = "") -> Removed:
         """Leave nothing of a response on the disk; NotFound if there is none.
 

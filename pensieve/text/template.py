@@ -117,6 +117,11 @@ class ChatTemplate:
         if self.end_id is not None:
             self.end_of_turn_ids |= {self.end_id}
 
+    @property
+    def knows_developer(self) -> bool:
+        """Whether it writes messages of that role, which few do."""
+        return "developer" not in self._refused_first
+
     def opening(self, messages: Sequence[Message], setting: Setting) -> Delta:
         """The first tokens of a log, BOS included if the template writes one."""
         new = self._checked(messages, setting, self._refused_first)

@@ -22,6 +22,7 @@ FILE_TREE = re.compile(r"<!-- file tree.*?<!-- end of the file tree -->", re.DOT
 MODULES = (
     "tests/nightly.py",
     "tests/newcomer.py",
+    "tests/clients/__main__.py",
     "tests/faults/__main__.py",
     "tests/protections/__main__.py",
 )

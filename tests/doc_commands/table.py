@@ -300,6 +300,14 @@ NOT_RUN = {
     ),
     "scripts/newcomer FOLDER": "the night does it (tests/nightly.py)",
     "scripts/newcomer FOLDER --quick": "tests/test_newcomer.py does it",
+    **dict.fromkeys(
+        (
+            "scripts/try_clients",
+            "scripts/try_clients openai-2 litellm",
+            "scripts/try_clients --newest",
+        ),
+        "needs a package index; the night does it (tests/nightly.py)",
+    ),
     "scripts/test": "runs this",
     "scripts/test --quick": "runs this",
     "scripts/test tests/core": "runs tests, as this does",

@@ -1,13 +1,16 @@
-"""An echo engine that says what a script has it say, started with SCRIPT FD.
+"""An echo engine that says what a script has it say, started with SCRIPT … FD.
 
-SCRIPT is a file of JSON: a list of replies.  The n-th turn that starts says the n-th of them, with the
-control tokens that its text names, and ends its turn.  Everything else is real: scheduler, cache, pipe.
+SCRIPT is a file of JSON: a list of replies.  A turn that starts takes the first of them out of the file, says
+it with the control tokens that its text names, and ends.  So a test may write the replies one scene after the
+other.  Everything else is real: scheduler, cache, pipe.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,16 +24,26 @@ from pensieve.launch.model_folder import Report
 from pensieve.text import Tokenizer
 from pensieve.text.template_text import written
 
+NOTHING_LEFT = "The script has no reply for this turn."
+
+
+def write_script(script: Path, replies: Sequence[str]) -> None:
+    """As a whole: somebody may read it meanwhile."""
+    new = script.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps(list(replies)))
+    new.replace(script)
+
 
 class ScriptedExecutor(echo_engine.EchoExecutor):
-    def __init__(self, tokenizer: Tokenizer, end_id: int, replies: list[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, end_id: int, script: Path) -> None:
         super().__init__(tokenizer, end_id, 0.0)
-        self._replies = [[*tokenizer.encode(written(each)).ids, end_id] for each in replies]
+        self._script = script
         self._left: dict[int, list[int]] = {}  # by turn
 
     def launch(self, iteration: Iteration) -> None:
         for start in iteration.started:
-            self._left[start.turn_id] = self._replies.pop(0)
+            text = written(self._next_reply())
+            self._left[start.turn_id] = [*self._tokenizer.encode(text).ids, self._end_id]
         super().launch(iteration)
 
     def collect(self) -> Outcome:
@@ -44,16 +57,23 @@ class ScriptedExecutor(echo_engine.EchoExecutor):
         copies = (*iteration.swap_ins, *iteration.swap_outs)
         return Outcome(tuple(samples), tuple(each.copy_id for each in copies))
 
+    def _next_reply(self) -> str:
+        replies = json.loads(self._script.read_text())
+        if not replies:
+            return NOTHING_LEFT
+        write_script(self._script, replies[1:])
+        return replies[0]
+
 
 def build(
     script: Path, settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
     def made(tokenizer: Tokenizer, end_id: int, seconds: float) -> ScriptedExecutor:
-        return ScriptedExecutor(tokenizer, end_id, json.loads(script.read_text()))
+        return ScriptedExecutor(tokenizer, end_id, script)
 
     echo_engine.EchoExecutor = made  # type: ignore[assignment, misc]
     return echo_engine.build(0.0, settings, folder, report, mailbox, sink)
 
 
 if __name__ == "__main__":
-    sys.exit(engine_process.main(int(sys.argv[2]), partial(build, Path(sys.argv[1]))))
+    sys.exit(engine_process.main(int(sys.argv[-1]), partial(build, Path(sys.argv[1]))))

@@ -12,10 +12,11 @@ whose API it came by: what is behind it serves both.
 
 from pensieve.service.anthropic.answer import Ending, ending_of, message, stopped_by
 from pensieve.service.anthropic.errors import error_body
-from pensieve.service.anthropic.request import parse, parse_count
+from pensieve.service.anthropic.request import UNSUPPORTED_THREAD, parse, parse_count
 from pensieve.service.anthropic.stream import MessageStream
 
 __all__ = [
+    "UNSUPPORTED_THREAD",
     "Ending",
     "MessageStream",
     "ending_of",

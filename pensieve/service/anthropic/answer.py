@@ -1,12 +1,12 @@
 """Replies as messages of Anthropic's API: content blocks, why the reply ended, and what it took.
 
-    Thinking, Thinking          {"type": "thinking", "thinking": …, "signature": ""}
+    Thinking, Thinking          {"type": "thinking", "thinking": …, "signature": SIGNATURE}
     Text                        {"type": "text", "text": …}
     CallBegan, CallArguments    {"type": "tool_use", "id": "toolu_…", "name": …, "input": {…}}
 
-Neighbours of one kind are one block, and each call is one.  A signature is empty: thinking is taken back as
-it is sent, from whomever.  Of a call that broke off at the limit of the reply's length, `input` has what is
-whole of its arguments.
+Neighbours of one kind are one block, and each call is one.  A signature signs nothing: thinking is taken back
+as it is sent, from whomever.  But it is not empty, since clients send thinking without one back as text.  Of
+a call that broke off at the limit of the reply's length, `input` has what is whole of its arguments.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pensieve.text.detokenizer import Detokenizer
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Thinking
 from pensieve.text.tokenizer import Tokenizer
 
+SIGNATURE = "unsigned"
 CLOSING = {"{": "}", "[": "]"}
 
 
@@ -120,7 +121,7 @@ def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
         found = {"type": "tool_use", "id": call_id(answer_id, piece.index), "name": piece.name}
         return {**found, "input": {}}
     if isinstance(piece, Thinking):
-        return {"type": "thinking", "thinking": "", "signature": ""}
+        return {"type": "thinking", "thinking": "", "signature": SIGNATURE}
     return {"type": "text", "text": ""}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 TYPES = {
@@ -17,9 +18,9 @@ TYPES = {
 }
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
+def error_body(
+    status: int, message: str, details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What is in no line of the table is an error of ours."""
-    return {
-        "type": "error",
-        "error": {"type": TYPES.get(status, "api_error"), "message": message},
-    }
+    error = {"type": TYPES.get(status, "api_error"), "message": message}
+    return {"type": "error", "error": error | ({"details": details} if details else {})}

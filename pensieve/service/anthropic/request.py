@@ -32,6 +32,7 @@ from pensieve.service.openai.tool_choice import ToolRules, required
 from pensieve.text.message import plain_text
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
+UNSUPPORTED_THREAD = "thread_unsupported_request"
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
 
@@ -75,6 +76,7 @@ def _prompt(fields: Fields, served: Served) -> tuple[dict[str, Any], FormatField
     fields.object("cache_control")
     fields.only("speed", "standard")
     fields.only("mcp_servers", [])
+    _thread(fields)
     effort, form = _output(fields, served.template_options)
     model, messages, rules = (
         take_model(fields, served.models),
@@ -129,6 +131,13 @@ def _effort(effort: str | None, where: str, known: Collection[str] | None) -> di
     if effort != "high":
         raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
     return {}
+
+
+def _thread(fields: Fields) -> None:
+    """A conversation that the server keeps; by this code clients see that they have to send all of it."""
+    if fields.take("thread") not in (None, False):
+        problem = "is not supported: send the whole history, which is found here"
+        raise Refusal(fields.where("thread"), problem, UNSUPPORTED_THREAD)
 
 
 # -- sampling --

@@ -2,7 +2,7 @@
 
     message_start, ping                       with the length of the prompt
     content_block_start                       then deltas of one kind, and
-    content_block_stop                        once for each block; of thinking behind an empty signature
+    content_block_stop                        once for each block; of thinking behind its signature
     message_delta                             why it ended, and what it took: these numbers replace the first
     message_stop
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pensieve.service.anthropic.answer import Ending, message_id, opened, usage_of
+from pensieve.service.anthropic.answer import SIGNATURE, Ending, message_id, opened, usage_of
 from pensieve.service.openai import Heading, PromptTokens, Reply
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece
 
@@ -43,6 +43,7 @@ class MessageStream:
                 found += self._stop()
                 self._index += 1
                 self._block = kind
+                block |= {"signature": ""} if kind == "thinking" else {}  # it comes at the end
                 found.append(self._of_block("content_block_start", content_block=block))
             if not isinstance(piece, CallBegan):
                 found.append(self._delta({"type": DELTAS[kind], kind: piece.text}))
@@ -79,7 +80,7 @@ class MessageStream:
         kind, self._block = self._block, ""
         if not kind:
             return []
-        signature = {"type": "signature_delta", "signature": ""}
+        signature = {"type": "signature_delta", "signature": SIGNATURE}
         signed = [self._delta(signature)] if kind == "thinking" else []
         return [*signed, self._of_block("content_block_stop")]
 

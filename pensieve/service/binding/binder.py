@@ -106,8 +106,8 @@ class Bound(NamedTuple):
     num_known_messages: int
 
 
-class _Past(NamedTuple):
-    """A request's history."""
+class History(NamedTuple):
+    """That of a request, by digests."""
 
     lengths: dict[bytes, int]  # in messages, of each beginning behind which a reply may be stored
     end: ChainEnd
@@ -174,13 +174,18 @@ class Binder:
         self.num_bound.update(each.how for each in bound)
         return bound
 
-    async def _past(self, chat: Chat) -> _Past:
+    async def look(self, chat: Chat) -> tuple[History, ChainMatch | None]:
+        """A request's history and what it goes on from, for who begins turns in another way."""
+        past = await self._past(chat)
+        return past, await self._match(past, chat.tenant)
+
+    async def _past(self, chat: Chat) -> History:
         num_characters = sum(each.num_characters for each in chat.messages)
         num_characters += sum(len(str(each)) for each in chat.tools)
         check_length("messages", num_characters, self._daemon.context_max)
         if num_characters <= HASHED_AT_ONCE:
-            return _past_of(chat)
-        return await self._daemon.threads.in_text_pool(chat.tenant, lambda: _past_of(chat))
+            return _history_of(chat)
+        return await self._daemon.threads.in_text_pool(chat.tenant, lambda: _history_of(chat))
 
     # -- one choice --
 
@@ -193,7 +198,7 @@ class Binder:
                     return known
                 if refusal is not None:
                     raise refusal
-                match = await self._match(one)
+                match = await self._match(one.past, one.chat.tenant)
                 if match is None:
                     return await self._new(one, seconds_left)
                 may_append = match.may_append and one.number == 0 and attempt <= APPENDING_ATTEMPTS
@@ -224,8 +229,7 @@ class Binder:
         live = await self._daemon.begin(one.ask(found.conversation_id, num_known), seconds_left)
         return Bound(live, found.conversation_id, How.KNOWN, num_known)
 
-    async def _match(self, one: _Choice) -> ChainMatch | None:
-        past, tenant = one.past, one.chat.tenant
+    async def _match(self, past: History, tenant: str) -> ChainMatch | None:
         if not past.lengths:
             return None
         return await self._daemon.threads.in_store(
@@ -295,7 +299,7 @@ class _Choice:
     """One of the replies that a request wants, with the names that belong to it."""
 
     def __init__(
-        self, chat: Chat, number: int, past: _Past, random_bits: Callable[[int], int]
+        self, chat: Chat, number: int, past: History, random_bits: Callable[[int], int]
     ) -> None:
         self.chat, self.number, self.past = chat, number, past
         drawn = f"{random_bits(128):032x}"
@@ -348,7 +352,7 @@ class _Choice:
         return replace(options, sampling=replace(sampling, seed=seed))
 
 
-def _past_of(chat: Chat) -> _Past:
+def _history_of(chat: Chat) -> History:
     found = digests(chat.tools, chat.template_options, chat.messages)
     lengths = {
         found[length]: length
@@ -356,7 +360,7 @@ def _past_of(chat: Chat) -> _Past:
         if chat.messages[length - 1].role == "assistant"
     }
     end = ChainEnd(found[-1], session_digest(chat.session_key), chat.reply_reader)
-    return _Past(lengths, end)
+    return History(lengths, end)
 
 
 def _digest(*words: str) -> str:

@@ -80,6 +80,7 @@ class Bodies:
             self._daemon.engine.ready.vocab_size if self._daemon.engine.ready else None,
             self.template.options,
             self.style,
+            self.template.knows_developer,
         )
         if exchange.num_bytes <= SHORT_BYTES:
             return read(body, served)

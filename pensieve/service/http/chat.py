@@ -1,8 +1,8 @@
 """`POST /v1/chat/completions`: the client sends the whole history, and only what is new of it is computed.
 
 The conversation that the history is, is found by its messages (service/binding).  Of `n` choices the first
-goes on with that conversation, the others with forks of it.  `store: false` makes a turn of all messages
-that leaves nothing.
+goes on with that conversation, the others with forks of it.  `store: false`, or a header that names a task of
+Open WebUI's, makes a turn of all messages that leaves nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pensieve.text.reply_pieces import Piece as ReplyPiece
 from pensieve.text.reply_pieces import ReplyPieces
 
 DONE = Piece(b"data: [DONE]\n\n")
+TASK_HEADER = "x-openwebui-task"
 SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
 
 
@@ -65,7 +66,9 @@ class ChatCompletions:
         return await bodies.made(by, sum(live.num_tokens for live in lives), made)
 
     async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
-        if request.store is False:
+        # Open WebUI can name what it wants of a model beside its chats: titles, tags, queries.
+        is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
+        if request.store is False or is_errand:
             options = self._bodies.options(request, by)
             return await self._bodies.begin_unstored(request, options, by)
         return await begin_bound(self._binder, self._bodies, exchange, by, request)
@@ -111,7 +114,7 @@ async def begin_bound(
         template_options=request.template_options,
         options=bodies.options(request, by),
         tenant=by.tenant,
-        session_key=_session_key(exchange, request),
+        session_key=session_key(exchange, request),
         request_id=request_id_of(exchange),
         given_sampling=bodies.given_sampling(request),
         num_choices=request.num_choices,
@@ -124,7 +127,7 @@ async def begin_bound(
     return [each.live for each in bound]
 
 
-def _session_key(exchange: Exchange, request: Request) -> str:
+def session_key(exchange: Exchange, request: Request) -> str:
     named = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
     return next(filter(None, named), request.prompt_cache_key)
 

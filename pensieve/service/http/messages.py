@@ -17,6 +17,7 @@ from typing import Any
 
 from pensieve.errors import ContextFull, PensieveError
 from pensieve.service.anthropic import (
+    UNSUPPORTED_THREAD,
     Ending,
     MessageStream,
     ending_of,
@@ -104,12 +105,14 @@ class Messages:
 
 def body_of(error: PensieveError) -> Mapping[str, Any]:
     """An error as Anthropic's clients know it; by this text they see that a history has to be shortened."""
-    text = text_of(error)
+    text, details = text_of(error), None
     if isinstance(error, Refusal) and error.code == "context_length_exceeded":
         text = f"prompt is too long: {error.problem}"
     elif isinstance(error, ContextFull):
         text = f"prompt is too long: {error.tokens} tokens > {error.tokens_max} maximum"
-    return error_body(shape_of(error).status, text)
+    elif isinstance(error, Refusal) and error.code == UNSUPPORTED_THREAD:
+        details = {"error_code": error.code, "unsupported": ["thread"]}
+    return error_body(shape_of(error).status, text, details)
 
 
 def _identify(exchange: Exchange) -> None:

@@ -3,7 +3,8 @@
     previous_response_id    the conversation as it was after that response: appended if that is its end and no
                             turn runs, else a fork
     conversation            appended at its end; another turn that runs there is an error
-    neither                 a new conversation
+    neither                 as of a chat completion: the conversation whose history the input is, found by its
+                            messages (service/binding), appended or forked; a new one where there is none
 
 **What a conversation begins with** (system prompt, tools, template options) belongs to each request of this
 API, and to a conversation for its life here.  A request that follows another one and differs in it gets a
@@ -28,6 +29,8 @@ from typing import Any
 
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import NotFound, PensieveError, StaleRevision, TurnRunning
+from pensieve.service.binding.binder import Binder, Chat
+from pensieve.service.binding.chain import ChainEnd
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, ConversationSettings, SettingsCheck
 from pensieve.service.heads import message_of
@@ -38,6 +41,7 @@ from pensieve.service.openai import Refusal, Request
 from pensieve.service.openai.item_ids import Place, tag_of
 from pensieve.service.stored_responses import StoredResponses
 from pensieve.store import records
+from pensieve.store.records import ChainMatch
 from pensieve.store.responses import StoredResponse
 from pensieve.text import Message
 
@@ -55,6 +59,8 @@ class Wish:
     options: TurnOptions
     tenant: str
     given_sampling: Mapping[str, Any]
+    session_key: str = ""  # the client's own name for the conversation
+    chain: ChainEnd | None = None  # by which its history is found again, where all of it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +86,14 @@ class ResponsePlaces:
     """Belongs to the loop."""
 
     def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: StoredResponses, pasts: Pasts
+        self,
+        daemon: Daemon,
+        bodies: Bodies,
+        stored: StoredResponses,
+        pasts: Pasts,
+        binder: Binder,
     ) -> None:
-        self._daemon, self._bodies = daemon, bodies
+        self._daemon, self._bodies, self._binder = daemon, bodies, binder
         self._stored, self._pasts = stored, pasts
 
     async def begin(self, wish: Wish) -> Placed:
@@ -91,7 +102,7 @@ class ResponsePlaces:
         if wish.request.conversation:
             return await self._append(wish)
         _check_outputs(wish, frozenset())
-        return await self._new(wish, ())
+        return await self._find(wish)
 
     async def whole(self, wish: Wish) -> Request:
         """The same with its whole prompt, for a turn that is in no conversation."""
@@ -113,6 +124,45 @@ class ResponsePlaces:
         system = (Message("system", instructions),) if instructions else ()
         before = await self._pasts.as_sent_back(past)
         return replace(request, messages=(*system, *before, *wish.messages))
+
+    # -- behind a history --
+
+    async def _find(self, wish: Wish) -> Placed:
+        """The input is all that was said."""
+        request = wish.request
+        chat = Chat(
+            request.messages,
+            wish.options,
+            request.tools,
+            request.template_options,
+            wish.tenant,
+            wish.session_key,
+            reply_reader=self._bodies.reply_reader(request),
+        )
+        for _ in range(ATTEMPTS_MAX):
+            history, match = await self._binder.look(chat)
+            wish = replace(wish, chain=history.end)
+            if match is None:
+                break
+            rest = replace(wish, messages=request.messages[history.lengths[match.digest] :])
+            with contextlib.suppress(StaleRevision, TurnRunning, NotFound):  # it changed meanwhile
+                return await self._behind(rest, match)
+        return await self._new(wish, ())
+
+    async def _behind(self, wish: Wish, match: ChainMatch) -> Placed:
+        conversation_id, tenant = match.conversation_id, wish.tenant
+        if not match.may_append:
+            fork = await self._daemon.writable_by(tenant).fork(
+                conversation_id, drawn_id(), match.revision, tenant=tenant
+            )
+            live = await self._first_turn(wish, fork)
+            return _placed(live, fork, wish, "forked", is_ours=True, is_made=True)
+        conversation = await self._pasts.conversation(conversation_id, tenant)
+        if conversation.revision != match.present_revision:
+            raise StaleRevision(match.present_revision, conversation.revision)
+        is_ours = await self._stored.is_made_for(conversation_id, tenant)
+        live = await self._turn(wish, conversation)
+        return _placed(live, conversation, wish, "appended", is_ours=is_ours)
 
     # -- behind a response --
 
@@ -238,6 +288,7 @@ class ResponsePlaces:
                 wish.tenant,
                 expected_revision=conversation.revision,
                 given_sampling=wish.given_sampling,
+                chain=wish.chain,
             )
         )
 

@@ -26,6 +26,7 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.grpc.translate import text_of
 from pensieve.service.http.bodies import Bodies, named
+from pensieve.service.http.chat import session_key
 from pensieve.service.http.errors import shape_of
 from pensieve.service.http.exchange import Exchange, Piece, event
 from pensieve.service.http.queries import query_of
@@ -61,7 +62,7 @@ class Responses:
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._bodies.request(exchange, by, RequestKind.RESPONSE)
-        wish = self._wish(request, by)
+        wish = self._wish(exchange, by, request)
         with named(request):
             if request.store is False:
                 return await self._unstored(exchange, by, wish)
@@ -102,14 +103,15 @@ class Responses:
             del self._beginning[answer_id]
             begun.set()
 
-    def _wish(self, request: Request, by: Caller) -> Wish:
+    def _wish(self, exchange: Exchange, by: Caller, request: Request) -> Wish:
         instructions = request.echoed.get("instructions") or ""
         messages = request.messages
         if request.echoed.get("instructions") is not None:
             messages = messages[1:]
         options = self._bodies.options(request, by)
         given = self._bodies.given_sampling(request)
-        return Wish(request, instructions, messages, options, by.tenant, given)
+        key = session_key(exchange, request)
+        return Wish(request, instructions, messages, options, by.tenant, given, key)
 
     async def _known(
         self, response_id: str, requested: str, tenant: str

@@ -72,7 +72,7 @@ def application(
         ("GET", "/v1/batches/{job_id}", batches.one, {}),
         ("DELETE", "/v1/batches/{job_id}", batches.delete, deleting_a_job),
         ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
-        *_of_responses(daemon, bodies),
+        *_of_responses(daemon, bodies, binder),
     )
     by_path: dict[str, dict[str, Endpoint]] = {}
     for method, path, act, settings in acts:
@@ -82,10 +82,10 @@ def application(
     return routing.Router([*routes, routing.Mount("/", nothing)])
 
 
-def _of_responses(daemon: Daemon, bodies: Bodies) -> Sequence[Route]:
+def _of_responses(daemon: Daemon, bodies: Bodies, binder: Binder) -> Sequence[Route]:
     stored = StoredResponses(daemon)
     pasts = Pasts(daemon, bodies, stored)
-    places = ResponsePlaces(daemon, bodies, stored, pasts)
+    places = ResponsePlaces(daemon, bodies, stored, pasts, binder)
     responses = Responses(daemon, bodies, stored, places)
     conversations = Conversations(daemon, bodies, stored, pasts)
     one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"

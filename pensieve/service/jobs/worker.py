@@ -267,6 +267,7 @@ class Worker:
             daemon.engine.ready.vocab_size if daemon.engine.ready is not None else None,
             self._texts.template.options,
             self._config.call_style,
+            self._texts.template.knows_developer,
         )
         template = self._texts.template
         return LineReader(job, served, template, daemon.context_max, self._constraints)

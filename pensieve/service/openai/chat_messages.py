@@ -2,7 +2,8 @@
 
 Content is text: a string, or a list of text parts, which become lines.  An assistant's message may bring its
 thinking (`reasoning_content`) and tool calls.  What a server adds to a message and a client sends back with
-it (`annotations`, a null `refusal`) says nothing and passes.
+it (`annotations`, a null `refusal`) says nothing and passes, as does what a client adds for itself
+(`provider_specific_fields`, LiteLLM's).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pensieve.service.openai.tool_choice import ToolRules, take_choice
 from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
 
 TEXT_PARTS = frozenset({"text"})
+ADDED = "provider_specific_fields"
 
 
 def take_messages(fields: Fields) -> tuple[Message, ...]:
@@ -45,6 +47,7 @@ def _message(fields: Fields) -> Message:
     content = take_content(fields, "content", TEXT_PARTS)
     name = fields.text("name")
     fields.take("annotations")
+    fields.take(ADDED)
     fields.end()
     return Message(role, content, thinking, calls, tool_call_id, name)
 
@@ -91,7 +94,9 @@ def _tool_call(fields: Fields) -> ToolCall:
     if function is None:
         raise Refusal(fields.where("function"), "is required", "missing_required_parameter")
     call = ToolCall(function.needed_text("name"), take_arguments(function), call_id)
+    function.take(ADDED)
     function.end()
+    fields.take(ADDED)
     fields.end()
     return call
 

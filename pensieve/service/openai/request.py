@@ -16,7 +16,7 @@ refuse later goes by `Request.param`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pensieve.core.constraint import Constraint
@@ -62,6 +62,7 @@ class Served(NamedTuple):
     vocab_size: int | None = None  # None: token ids are not checked
     template_options: Collection[str] | None = None  # that the template knows; None: not checked
     call_style: CallStyle | None = None  # how the model writes calls of tools
+    knows_developer: bool = True  # the template; else a developer's message is the system's
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,8 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
     values |= _kept(fields)
     _pass_over(fields)
     fields.end()
+    if not served.knows_developer and "messages" in values:
+        values["messages"] = tuple(map(_as_system, values["messages"]))
     if kind is RequestKind.RESPONSE:
         values["echoed"] = {name: body[name] for name in ECHOED if body.get(name) is not None}
     return Request(kind, params=params, **values)
@@ -142,6 +145,11 @@ def take_model(fields: Fields, models: Collection[str] | None) -> str:
         served = f"; served: {', '.join(sorted(models))}" if models else ""
         raise Refusal("model", f"{quoted(name)} is not served here{served}", "model_not_found")
     return name
+
+
+def _as_system(message: Message) -> Message:
+    """A developer's message by its older name, which every template knows."""
+    return replace(message, role="system") if message.role == "developer" else message
 
 
 # -- what each endpoint has alone --

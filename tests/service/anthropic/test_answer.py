@@ -22,7 +22,7 @@ from pensieve.service.anthropic import (
     message,
     stopped_by,
 )
-from pensieve.service.anthropic.answer import blocks_of, whole_part
+from pensieve.service.anthropic.answer import SIGNATURE, blocks_of, whole_part
 from pensieve.service.openai import Heading, PromptTokens, Reply
 from pensieve.text import Part, Tokenizer
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking
@@ -74,7 +74,7 @@ def test_a_message():
         "role": "assistant",
         "model": "tiny",
         "content": [
-            {"type": "thinking", "thinking": "so", "signature": ""},
+            {"type": "thinking", "thinking": "so", "signature": SIGNATURE},
             {"type": "text", "text": "Hello"},
         ],
         "stop_reason": "end_turn",
@@ -118,7 +118,7 @@ def test_the_events_of_a_message():
         *("content_block_start", "content_block_delta", "content_block_stop"),
         *("message_delta", "message_stop"),
     ]
-    assert events[4]["delta"] == {"type": "signature_delta", "signature": ""}
+    assert events[4]["delta"] == {"type": "signature_delta", "signature": SIGNATURE}
     assert [each["index"] for each in events[2:-2]] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert events[0]["message"]["usage"]["input_tokens"] == 12
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}

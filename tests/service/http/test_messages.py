@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from pensieve.service.anthropic.answer import SIGNATURE
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
 
@@ -86,7 +87,7 @@ def test_a_stream_is_named_events(door: HttpRig) -> None:
 
 
 def test_thinking_and_a_system_prompt_reach_the_model(client: anthropic.Anthropic) -> None:
-    thinking = {"type": "thinking", "thinking": "where?", "signature": ""}
+    thinking = {"type": "thinking", "thinking": "where?", "signature": SIGNATURE}
     found = client.messages.create(
         model=MODEL,
         max_tokens=8,
