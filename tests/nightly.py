@@ -196,6 +196,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "ctrl-c": scaled("cli/test_ctrl_c.py", whole=1000, unit="double presses", per_scale=10),
     "commands": scaled("doc_commands", whole=1),
+    "browser": scaled("service/http/test_page_browser.py", whole=1),
     "options": scaled("service/test_option_pairs.py", whole=10),
     "timing": scaled("service/test_timing_probe.py", whole=2),
     "newcomer": newcomer,

@@ -1,7 +1,8 @@
 """`GET /`: the page, one file that brings all it needs and asks no other host for anything.
 
-Its Content-Security-Policy allows the script and the style that it holds, by their digests, and calls to the
-place that it came from; nothing else runs or is fetched, whatever a model writes.
+Its Content-Security-Policy allows the script and the style that it holds, by their digests, calls to the
+place that it came from, and its icon, which lies in it; nothing else runs or is fetched, whatever a model
+writes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Page:
         script, style = (_digest(text, tag) for tag in ("script", "style"))
         self._headers = {
             "content-security-policy": f"default-src 'none'; script-src '{script}'; "
-            f"style-src '{style}'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-            "frame-ancestors 'none'",
+            f"style-src '{style}'; img-src data:; connect-src 'self'; base-uri 'none'; "
+            "form-action 'none'; frame-ancestors 'none'",
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
             "cache-control": "no-cache",

@@ -79,10 +79,12 @@ class HttpRig:
 
 
 @contextmanager
-def http_rig(data: Path, *, model: bool = False, **arguments: Any) -> Iterator[HttpRig]:
-    """`model`: the built-in one computes; else an engine that echoes."""
+def http_rig(
+    data: Path, *, model: bool = False, settings: Mapping[str, str] = WRITTEN, **arguments: Any
+) -> Iterator[HttpRig]:
+    """`model`: the built-in one computes, with these settings; else an engine that echoes."""
     if model:
-        arguments |= {"program": MODEL_ENGINE, "written": WRITTEN}
+        arguments |= {"program": MODEL_ENGINE, "written": dict(settings)}
     named = {"http": "127.0.0.1:0", **arguments.pop("http", {})}
     if (limits := arguments.pop("limits", None)) is not None:
         arguments["config"] = DaemonConfig(grace_seconds=0.2, limits=limits)
