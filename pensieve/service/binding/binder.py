@@ -191,16 +191,16 @@ class Binder:
     async def _computed(self, live: LiveTurn, left: asyncio.Event) -> None:
         """Until the first choice has computed the prompt; not longer than its client is there."""
         computed = asyncio.ensure_future(prompt_computed(self._daemon.conversations, live))
-        leaving = asyncio.ensure_future(left.wait())
+        gone = asyncio.ensure_future(left.wait())
         try:
-            await asyncio.wait((computed, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((computed, gone), return_when=asyncio.FIRST_COMPLETED)
             if not computed.done():
                 raise TurnInterrupted("its client left before there was a reply")
             await computed
         finally:
-            for each in (computed, leaving):
+            for each in (computed, gone):
                 each.cancel()
-            await asyncio.gather(computed, leaving, return_exceptions=True)
+            await asyncio.gather(computed, gone, return_exceptions=True)
 
     async def _past(self, chat: Chat) -> _Past:
         num_characters = sum(each.num_characters for each in chat.messages)

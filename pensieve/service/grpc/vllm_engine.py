@@ -66,8 +66,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         key, lives = (tenant, requested.request_id), list[LiveTurn]()
         others = self._running.setdefault(key, [])
         try:
-            asked = requested.prompt, requested.choices, tenant, context.time_remaining()
-            async for live in begin_unstored(daemon, *asked):
+            seconds_left = context.time_remaining()
+            prompt, choices = requested.prompt, requested.choices
+            async for live in begin_unstored(daemon, prompt, choices, tenant, seconds_left):
                 lives.append(live)
                 others.append(live)
             writing = asyncio.Lock()
