@@ -25,6 +25,7 @@ from pensieve.service.heads import (
     setting_of,
     tokens_of,
 )
+from pensieve.service.shared_prompt import SharedPrompt
 from pensieve.store import records
 from pensieve.text import ChatTemplate, Message, Setting
 
@@ -61,6 +62,7 @@ class Ask:
     traceparent: str = ""  # the caller's span, as the W3C writes it
     settings: ConversationSettings | None = None  # that it is created with; None: none but its id
     chain: ChainEnd | None = None  # by which its client's next request will find the conversation
+    shared_prompt: SharedPrompt | None = None  # with the other choices of its request
 
     @property
     def sampling_given(self) -> dict[str, Any]:
@@ -102,6 +104,7 @@ class Draft:
     template: ChatTemplate
     heads: Heads
     constraints: Constraints
+    new: records.NewConversation | None = None  # the conversation, where the turn creates it
 
     def is_short(self, short_characters: int) -> bool:
         """Whether `prompt` takes less than another hop between threads."""

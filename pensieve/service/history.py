@@ -30,11 +30,13 @@ from typing import Any, NamedTuple
 
 from pensieve.engine.messages import LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
+    AlreadyExists,
     ContextFull,
     ErasurePending,
     InvalidArgument,
     NotFound,
     PensieveError,
+    PrefixTaken,
     StaleRevision,
     StorageFull,
     TurnInterrupted,
@@ -51,6 +53,7 @@ from pensieve.service.draft import (
 )
 from pensieve.service.heads import Heads, check_length
 from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key, names_of
+from pensieve.service.openings import new_conversation, opening
 from pensieve.service.prefix_history import PrefixHistory
 from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Prefixes
@@ -98,6 +101,7 @@ class History:
         self._report = report
         self.heads = Heads(self._template, context_max)
         self._constraints = Constraints(self._template.tokenizer)
+        self._texts = self._template, self.heads, self._constraints
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
         self._prefixes = Prefixes()
         self._beginnings: dict[int, _Beginning] = {}  # by turn id, while the turn runs
@@ -113,25 +117,12 @@ class History:
     def create(self, settings: ConversationSettings) -> records.Conversation | Outdated:
         """Settings that `check_settings` has let pass.
 
-        The system prompt's tokens come with the first turn: templates differ in where it goes.  Those of a
-        declared prefix are there already, but may have to be made anew.
+        The tokens of a declared prefix are there already, but may have to be made anew.
         """
         self._check_storage(settings.tenant)
         if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
             return begun
-        system_prompt = settings.system_prompt
-        return self._store.create_conversation(
-            records.NewConversation(
-                settings.conversation_id,
-                self._fingerprint,
-                [records.NewMessage("system", system_prompt)] if system_prompt else [],
-                list(settings.tools),
-                dict(settings.template_options),
-                dict(settings.metadata),
-                settings.prefix_id,
-                settings.tenant,
-            )
-        )
+        return self._store.create_conversation(new_conversation(settings, self._fingerprint))
 
     def fork(
         self,
@@ -253,11 +244,7 @@ class History:
         except NotFound:
             if not ask.create_if_missing:
                 raise
-            created = self.create(
-                ask.settings or ConversationSettings(conversation_id, tenant=tenant)
-            )
-            assert isinstance(created, records.Conversation)
-            conversation = created
+            return self._draft_opening(ask)
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
         is_new = not conversation.revision and conversation.running_turn_id is None
@@ -275,8 +262,18 @@ class History:
             log_end = self._store.log_end(conversation_id, PROMPT_TAIL_TOKENS, tenant=tenant)
         if conversation.num_messages and not self.declared.has_turns(conversation):
             head = self._store.messages(conversation_id, tenant=tenant)
-        texts = self._template, self.heads, self._constraints
-        return Draft(ask, conversation, log_end, head, *texts)
+        return Draft(ask, conversation, log_end, head, *self._texts)
+
+    def _draft_opening(self, ask: Ask) -> Draft | Known | Outdated:
+        """Of a conversation that is created with its first turn, once that is known to be a turn."""
+        self._check_storage(ask.tenant)
+        if ask.expected_revision not in (None, 0):
+            raise StaleRevision(ask.expected_revision, 0)
+        settings = ask.settings or ConversationSettings(ask.conversation_id, tenant=ask.tenant)
+        if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
+            return begun if isinstance(begun, Outdated) else self.draft(ask)
+        new, conversation, head = opening(settings, self._fingerprint, self._store.now())
+        return Draft(ask, conversation, array("I"), head, *self._texts, new)
 
     def renew(self, outdated: Outdated, tokens: Sequence[Sequence[int]]) -> None:
         """Take the new tokens of its messages; it may have changed since, and is then looked at again."""
@@ -302,6 +299,13 @@ class History:
         history_tokens = conversation.num_tokens
         if history_tokens + len(tokens) >= self._context_max:
             raise ContextFull(history_tokens + len(tokens) + 1, self._context_max)
+        if draft.new is not None:
+            try:
+                self._store.create_conversation(draft.new)
+            except PrefixTaken:
+                raise
+            except AlreadyExists:  # another one has its name, for which the draft is stale
+                pass
         request_id = ask.request_id or f"{self._random_bits(128):032x}"
         request = replace(
             self._request(ask, request_id, prompt),
@@ -322,6 +326,9 @@ class History:
                 prefix_of, prefix_tokens = cache_key(tenant, shared[0]), shared[1]
         elif prefix_tokens and prefix_tokens == history_tokens:
             self.declared.begun(begun.turn.turn_id, conversation)
+        if ask.shared_prompt is not None and not history_tokens:
+            lent = ask.shared_prompt.begin(cache_key(tenant, conversation_id), tokens)
+            prefix_of, prefix_tokens = lent or (prefix_of, prefix_tokens)
         key = (tenant, conversation_id)
         is_tokenized_again = key in self._tokenized_again
         self._tokenized_again.discard(key)

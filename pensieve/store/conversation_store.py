@@ -89,7 +89,7 @@ class ConversationStore:
     ) -> None:
         self.folder = folder
         self.integrity_check_due = folder.stopped_unclean or folder.is_damaged
-        self._now = now
+        self.now = now
         self._writer = Writer(
             folder.database_path,
             lambda db: migrate(db, folder.database_path),
@@ -152,7 +152,7 @@ class ConversationStore:
         if new.prefix_id:
             check_id("prefix_id", new.prefix_id)
         check_text(new.messages)
-        now = self._now()
+        now = self.now() if new.created_at is None else new.created_at
         with self._running.writing() as conn:
             conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
             shared = shared_head(conn, new)
@@ -215,7 +215,7 @@ class ConversationStore:
         A turn of the source may be running: only what is committed is shared.
         """
         check_id("conversation_id", new_id)
-        now = self._now()
+        now = self.now()
         with self._running.writing() as conn:
             number, source = require_conversation(conn, source_id, tenant)
             conversation_rows.refuse_taken(conn, new_id, tenant)
@@ -243,7 +243,7 @@ class ConversationStore:
             _refuse_running(conversation)
             links = message_rows.require_links(conn, number, conversation, to_revision)
             message_rows.cut_history(conn, number, tenant, to_revision)
-            conversation_rows.set_revision(conn, number, conversation.revision + 1, self._now())
+            conversation_rows.set_revision(conn, number, conversation.revision + 1, self.now())
             return Rewound(conversation.revision + 1, sum(link.num_tokens for link in links))
 
     def replace_log(
@@ -316,7 +316,7 @@ class ConversationStore:
                 raise StaleRevision(expected, conversation.revision)
             if stored is None:
                 turn = turn_rows.insert_turn(
-                    conn, number, conversation, request, content_hash, self._now()
+                    conn, number, conversation, request, content_hash, self.now()
                 )
             else:
                 turn_rows.restart_turn(conn, stored.turn.turn_id, tenant)
@@ -351,7 +351,7 @@ class ConversationStore:
             links.append(message_rows.Link(message, revision, len(reply.token_ids)))
             message_rows.append_history(conn, number, links)
             insert_logprobs(conn, tenant, turn_id, reply.logprobs)
-            now = self._now()
+            now = self.now()
             if chain_state is not None:
                 insert_state(conn, tenant, chain_state, message, now)
             conversation_rows.set_revision(conn, number, revision, now)
@@ -362,14 +362,14 @@ class ConversationStore:
         """End a turn that the engine could not finish; its messages stay out of the history."""
         with self._running.ending(turn_id) as conn:
             if turn_rows.require_turn(conn, turn_id).turn.state is TurnState.RUNNING:
-                turn_rows.fail_turn(conn, turn_id, failure, self._now())
+                turn_rows.fail_turn(conn, turn_id, failure, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
     def interrupt_turn(self, turn_id: int) -> StoredTurn:
         """End a turn that no client waits for any more; its messages stay out of the history."""
         with self._running.ending(turn_id) as conn:
             if turn_rows.require_turn(conn, turn_id).turn.state is TurnState.RUNNING:
-                turn_rows.interrupt_turn(conn, turn_id, self._now())
+                turn_rows.interrupt_turn(conn, turn_id, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
     def get_turn(self, turn_id: int) -> StoredTurn:

@@ -88,6 +88,7 @@ class NewConversation:
     prefix_id: str = ""
     tenant: str = ""
     began_at: float | None = None
+    created_at: float | None = None  # None: now
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,10 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +220,102 @@ def test_an_exporter_that_is_missing_is_named(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         traces.open_traces()
+
+
+# -- a collector --
+
+
+class Collector:
+    """OTLP's own service, by gRPC and by HTTP, as the protocol's own package has it."""
+
+    def __init__(self) -> None:
+        service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+        grpc_service = pytest.importorskip(
+            "opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc"
+        )
+        self._service, self.raw = service, list[bytes]()
+        take, answer = self._take, service.ExportTraceServiceResponse
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                assert self.headers["content-type"] == "application/x-protobuf"
+                assert self.path == "/v1/traces"
+                take(body)
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(answer().SerializeToString())
+
+            def log_message(self, *arguments: Any) -> None:
+                """Nobody reads it."""
+
+        class Servicer(grpc_service.TraceServiceServicer):  # type: ignore[misc, name-defined]
+            def Export(self, request: Any, context: Any) -> Any:
+                take(request.SerializeToString())
+                return answer()
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.grpc = grpc.server(ThreadPoolExecutor(2))
+        grpc_service.add_TraceServiceServicer_to_server(Servicer(), self.grpc)
+        self.grpc_port = self.grpc.add_insecure_port("127.0.0.1:0")
+        self.grpc.start()
+
+    def _take(self, raw: bytes) -> None:
+        self.raw.append(raw)
+
+    def endpoint(self, protocol: str) -> str:
+        port = self.grpc_port if protocol == "grpc" else self.http.server_port
+        return f"http://127.0.0.1:{port}"
+
+    @property
+    def resources(self) -> list[Any]:
+        found = [self._service.ExportTraceServiceRequest.FromString(each) for each in self.raw]
+        return [each for request in found for each in request.resource_spans]
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+        self.grpc.stop(None)
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_a_collector_gets_the_spans_by_otlp_and_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    package = "http" if protocol == "http/protobuf" else "grpc"
+    pytest.importorskip(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
+    collector = Collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint(protocol))
+    process = ServeProcess(tmp_path / "data", "--traces")
+    with Client(process.start()) as client:
+        talk = client.conversation("trip")
+        talk.create(system_prompt=f"{SECRET} one")
+        replies = [talk.ask(f"{SECRET} {each}", max_tokens=9) for each in ("two", "three")]
+    assert process.stop() == 0
+    collector.close()
+    spans = [
+        span
+        for each in collector.resources
+        for scope in each.scope_spans
+        for span in scope.spans
+        if span.kind == 2  # of a server
+    ]
+    assert len(spans) == 2
+    for span, reply in zip(spans, replies, strict=True):
+        given = {each.key: each.value for each in span.attributes}
+        assert span.name.startswith("chat ")
+        assert given["gen_ai.operation.name"].string_value == "chat"
+        assert given["gen_ai.conversation.id"].string_value == "trip"
+        assert given["gen_ai.usage.output_tokens"].int_value == reply.usage.output_tokens
+        assert [each.name for each in span.events] == ["pensieve.admitted", "pensieve.first_token"]
+        assert span.start_time_unix_nano < span.end_time_unix_nano
+    named = {
+        each.key: each.value.string_value for each in collector.resources[0].resource.attributes
+    }
+    assert named["service.name"] == "pensieve"
+    sent = b"".join(collector.raw)
+    assert SECRET.encode() not in sent
+    for reply in replies:
+        assert not reply.text or reply.text.encode() not in sent

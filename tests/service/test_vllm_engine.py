@@ -22,10 +22,12 @@ from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.core.iteration import Logprob
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.errors import InvalidArgument
 from pensieve.launch.programs import ENGINE
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import auth, vllm_values
 from pensieve.service.grpc.server import Listening
+from pensieve.service.grpc.sizes import RESPONSE_BYTES_MAX
 from pensieve.service.live_turn import LiveTurn
 from pensieve.text import Part
 from pensieve.v1 import conversation_pb2, status_pb2
@@ -93,6 +95,41 @@ def refused(rig: DaemonRig, given: pb.GenerateRequest) -> grpc.RpcError:
 
 
 # -- generating --
+
+
+def test_a_whole_reply_whose_logprobs_no_message_could_hold_is_refused(rig: DaemonRig) -> None:
+    """Before it is computed, where its length is given; at its end, where it is not."""
+    ready = rig.daemon.engine.ready
+    assert ready is not None
+    sampling = Sampling(max_tokens=ready.context_max, logprobs=20)
+    most = vllm_values.WHOLE_BYTES_MAX // vllm_values._token_bytes(sampling)
+    given = request(stream=False, max_tokens=10**6, logprobs=20)
+    context = most + len(PROMPT) + 1
+    with pytest.raises(InvalidArgument) as error:
+        vllm_values.requested(given, context, 0)
+    assert error.value.field == "sampling_params.logprobs"
+    assert vllm_values.requested(given, context - 1, 0).choices[0].sampling.logprobs == 20
+    given.stream = True
+    assert vllm_values.requested(given, 10 * context, 0).is_streamed
+    unnamed = request(stream=False, logprobs=20)
+    assert vllm_values.requested(unnamed, 10 * context, 0).choices
+    alternatives = [Logprob((1 << 28) - 1, -1e30) for _ in range(21)]
+    live = LiveTurn(-1, "", 0, 1, finish=FinishReason.LENGTH)
+    for number in range(most):
+        live.token_ids.append((1 << 28) - 1)
+        live.logprobs[number] = (-1e30, alternatives)  # type: ignore[index, assignment]
+    whole = vllm_values.complete(live, 0, 0, TurnOptions(sampling), TOKENIZER)
+    assert RESPONSE_BYTES_MAX * 0.9 < whole.ByteSize() < RESPONSE_BYTES_MAX
+    live.token_ids.append(1)
+    with pytest.raises(InvalidArgument):
+        vllm_values.complete(live, 0, 0, TurnOptions(sampling), TOKENIZER)
+
+
+def test_choices_share_what_the_first_has_computed(slow: DaemonRig) -> None:
+    prompt = [5 + number % 200 for number in range(500)]
+    answers = list(stub(slow).Generate(request(prompt, max_tokens=9, n=4), timeout=60))
+    ends = [each.complete for each in answers if each.WhichOneof("response") == "complete"]
+    assert sorted(each.cached_tokens for each in ends) == [0, 480, 480, 480]
 
 
 def test_a_stream_has_the_tokens_of_a_conversation_with_the_same_log(rig: DaemonRig) -> None:

@@ -252,7 +252,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(
     with DaemonRig(tmp_path / "data", program=SLOW) as rig:
         actual, offset = time.time, [0.0]
         monkeypatch.setattr(time, "time", lambda: actual() + offset[0])
-        monkeypatch.setattr(rig.daemon.store, "_now", lambda: actual() + offset[0])
+        monkeypatch.setattr(rig.daemon.store, "now", lambda: actual() + offset[0])
         rig.ask("c", "one", sampling=SHORT)
         for jump, text in ((3600.0, "two"), (-3600.0, "three"), (0.0, "four")):
             # gRPC's own deadlines are wall-clock times in Python, hence none here

@@ -10,9 +10,10 @@ longest that is known decides; only the messages behind it are rendered and toke
 
 So an edited message, a reply that is asked for again and a second client with the same history each get a
 fork that shares what is before it.  Of several choices the first may be appended, the others are forks;
-without a known beginning each has a conversation of its own.  A session is the client's own name for a
-conversation: it keeps apart what has the same history, and finds nothing by itself, since a history that has
-changed has to be computed in any case.
+without a known beginning each has a conversation of its own, and the others begin when the first has computed
+the prompt, whose KV they share (service/choices.py).  A session is the client's own name for a conversation:
+it keeps apart what has the same history, and finds nothing by itself, since a history that has changed has to
+be computed in any case.
 
 **Races.**  A conversation may change between the look and the beginning of the turn.  Then the store refuses
 the turn (StaleRevision, TurnRunning, NotFound), and it is looked for again, at most ATTEMPTS_MAX times, the
@@ -46,6 +47,7 @@ from pensieve.errors import (
     PensieveError,
     PrefixTaken,
     StaleRevision,
+    TurnInterrupted,
     TurnRunning,
 )
 from pensieve.service.binding.chain import (
@@ -56,11 +58,13 @@ from pensieve.service.binding.chain import (
     prefix_id,
     session_digest,
 )
+from pensieve.service.choices import prompt_computed
 from pensieve.service.counts import Counts
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, ConversationSettings
 from pensieve.service.heads import check_length
 from pensieve.service.live_turn import LiveTurn
+from pensieve.service.shared_prompt import SharedPrompt
 from pensieve.store.records import ChainMatch
 from pensieve.text import Message
 
@@ -136,23 +140,31 @@ class Binder:
         """Its choices, each as a turn that runs or has its reply."""
         if not chat.messages:
             raise InvalidArgument("messages", "at least one is needed")
+        left = asyncio.Event()  # by the client
+        try:
+            return await self._daemon.threads.whole(self._in_turn(chat, seconds_left, left))
+        except asyncio.CancelledError:
+            left.set()
+            raise
+
+    async def _in_turn(
+        self, chat: Chat, seconds_left: float | None, left: asyncio.Event
+    ) -> list[Bound]:
+        """Behind the same request; it goes on where its client has left, which is when that comes again."""
         if not chat.request_id:
-            return await self._daemon.threads.whole(self._begin(chat, seconds_left))
+            return await self._begin(chat, seconds_left, left)
         request = chat.tenant, chat.request_id
         while (earlier := self._beginning.get(request)) is not None:
             await earlier.wait()
         self._beginning[request] = asyncio.Event()
+        try:
+            return await self._begin(chat, seconds_left, left)
+        finally:
+            self._beginning.pop(request).set()
 
-        async def sequence() -> list[Bound]:
-            """It goes on where its client has left, which is when the same request comes again."""
-            try:
-                return await self._begin(chat, seconds_left)
-            finally:
-                self._beginning.pop(request).set()
-
-        return await self._daemon.threads.whole(sequence())
-
-    async def _begin(self, chat: Chat, seconds_left: float | None) -> list[Bound]:
+    async def _begin(
+        self, chat: Chat, seconds_left: float | None, left: asyncio.Event
+    ) -> list[Bound]:
         refusal = self._daemon.refusal(chat.tenant, "", chat.options.priority, seconds_left)
         is_looked_up = chat.request_id and self._num_lookups[chat.tenant] < LOOKUPS_MAX
         if refusal is not None and not is_looked_up:
@@ -160,9 +172,11 @@ class Binder:
         self._num_lookups[chat.tenant] += 1
         bound: list[Bound] = []
         try:
-            past = await self._past(chat)
+            past, shared = await self._past(chat), SharedPrompt()
             for choice in range(chat.num_choices):
-                one = _Choice(chat, choice, past, self._random_bits)
+                if choice == 1 and bound[0].how is How.NEW:
+                    await self._computed(bound[0].live, left)
+                one = _Choice(chat, choice, past, shared, self._random_bits)
                 bound.append(await self._bind(one, refusal, seconds_left))
         except BaseException:
             for each in bound:
@@ -178,6 +192,20 @@ class Binder:
         """A request's history and what it goes on from, for who begins turns in another way."""
         past = await self._past(chat)
         return past, await self._match(past, chat.tenant)
+
+    async def _computed(self, live: LiveTurn, left: asyncio.Event) -> None:
+        """Until the first choice has computed the prompt; not longer than its client is there."""
+        computed = asyncio.ensure_future(prompt_computed(self._daemon.conversations, live))
+        gone = asyncio.ensure_future(left.wait())
+        try:
+            await asyncio.wait((computed, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not computed.done():
+                raise TurnInterrupted("its client left before there was a reply")
+            await computed
+        finally:
+            for each in (computed, gone):
+                each.cancel()
+            await asyncio.gather(computed, gone, return_exceptions=True)
 
     async def _past(self, chat: Chat) -> History:
         num_characters = sum(each.num_characters for each in chat.messages)
@@ -299,9 +327,14 @@ class _Choice:
     """One of the replies that a request wants, with the names that belong to it."""
 
     def __init__(
-        self, chat: Chat, number: int, past: History, random_bits: Callable[[int], int]
+        self,
+        chat: Chat,
+        number: int,
+        past: History,
+        shared: SharedPrompt,
+        random_bits: Callable[[int], int],
     ) -> None:
-        self.chat, self.number, self.past = chat, number, past
+        self.chat, self.number, self.past, self.shared = chat, number, past, shared
         drawn = f"{random_bits(128):032x}"
         of_request = [chat.request_id, str(number)]
         self.request_id = f"chat-{_digest('request', *of_request)}" if chat.request_id else ""
@@ -340,7 +373,8 @@ class _Choice:
             chat.tenant,
         )
         ask = self.ask(self.conversation_id, int(has_prompt))
-        return replace(ask, create_if_missing=True, settings=settings)
+        shared = self.shared if chat.num_choices > 1 else None
+        return replace(ask, create_if_missing=True, settings=settings, shared_prompt=shared)
 
     def _options(self) -> TurnOptions:
         """A seed that is given is the first choice's; the others follow from it."""

@@ -94,6 +94,22 @@ class Incoming:
             raise _too_late(seconds) from None
         return raw, Held(self.bytes_held, group, len(raw))
 
+    async def piecewise(self, context: Any, group: str) -> tuple[bytes, Held]:
+        """As `body`, of one that comes in pieces.
+
+        A short one needs no place among those on their way, so slow ones are in the way of nobody.
+        """
+        seconds = self._known.seconds
+        try:
+            async with asyncio.timeout(seconds):
+                if await context.read_ahead():
+                    await self._wait_for_room(group)
+                    raw = await context.read()
+                    return raw, Held(self.bytes_held, group, len(raw))
+        except TimeoutError:
+            raise _too_late(seconds) from None
+        return await self.body(context, group)
+
     async def bodies(self, context: Any, group: str) -> AsyncIterator[bytes]:
         """The bytes of each message of a call whose caller is known; QueueFull if there are too many."""
         if self._num_sending[group] >= SENDING_MAX:

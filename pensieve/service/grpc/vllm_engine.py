@@ -22,6 +22,7 @@ import grpc
 from pensieve import __version__
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import Loading
+from pensieve.service.choices import begin_unstored
 from pensieve.service.constraints import Constraints
 from pensieve.service.daemon import LOADING, Daemon
 from pensieve.service.engine_client import Ready
@@ -65,9 +66,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         key, lives = (tenant, requested.request_id), list[LiveTurn]()
         others = self._running.setdefault(key, [])
         try:
-            for options in requested.choices:
-                seconds_left = context.time_remaining()
-                live = await daemon.begin_unstored(requested.prompt, options, tenant, seconds_left)
+            seconds_left = context.time_remaining()
+            prompt, choices = requested.prompt, requested.choices
+            async for live in begin_unstored(daemon, prompt, choices, tenant, seconds_left):
                 lives.append(live)
                 others.append(live)
             writing = asyncio.Lock()

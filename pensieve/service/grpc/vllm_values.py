@@ -14,6 +14,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import InvalidArgument
 from pensieve.service.grpc import constraints
+from pensieve.service.grpc.sizes import RESPONSE_BYTES_MAX
 from pensieve.service.live_turn import LiveTurn
 from pensieve.text import Tokenizer
 from pensieve.v1.routers import vllm_engine_pb2 as pb
@@ -22,6 +23,7 @@ CHOICES_MAX = 16
 PIECE_TOKENS = (
     4096  # of a chunk, so that it fits into a message with 20 alternatives for each token
 )
+WHOLE_BYTES_MAX = RESPONSE_BYTES_MAX - (64 << 10)  # of a reply in one message
 STOP_WINDOW_TOKENS = 1024  # at the end of a reply, in which a stop string is looked for
 FINISH_WORDS = {
     FinishReason.STOP: "stop",
@@ -71,7 +73,26 @@ def requested(request: pb.GenerateRequest, context_max: int, priority_max: int) 
         TurnOptions(_sampling(params, context_max, each), priority, constraint=constraint)
         for each in numbers
     )
+    room = context_max - len(request.tokenized.input_ids)
+    if not request.stream and params.HasField("max_tokens"):
+        _check_size(choices[0].sampling, min(params.max_tokens, room))
     return Requested(request.request_id, request.tokenized.input_ids, choices, request.stream)
+
+
+def _check_size(sampling: Sampling, num_tokens: int) -> None:
+    """Refuse a whole reply that would be larger than a message may be."""
+    most = WHOLE_BYTES_MAX // _token_bytes(sampling)
+    if sampling.logprobs is not None and num_tokens > most:
+        raise InvalidArgument(
+            "sampling_params.logprobs",
+            f"of {num_tokens:,} tokens are more than one message holds ({most:,} with"
+            f" {sampling.logprobs} alternatives); stream them, or ask for fewer",
+        )
+
+
+def _token_bytes(sampling: Sampling) -> int:
+    """The most that a token of a reply takes on the wire: its id, logprob, and alternatives."""
+    return 24 + 8 * ((sampling.logprobs or 0) + 1)
 
 
 def _sampling(params: pb.SamplingParams, context_max: int, choice: int) -> Sampling:
@@ -120,6 +141,7 @@ def complete(
     """The end of a choice, with its tokens from `first` on."""
     assert live.finish is not None
     last = live.num_tokens
+    _check_size(options.sampling, last - first)  # where no length was given
     given = pb.GenerateComplete(
         output_ids=live.token_ids[first:last],
         finish_reason=FINISH_WORDS[live.finish],

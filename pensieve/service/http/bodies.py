@@ -6,7 +6,6 @@ engine refuse later goes by the name that the body has for it (`named`).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
 from pensieve.service.binding.chain import ReplyReader
+from pensieve.service.choices import begin_unstored
 from pensieve.service.constraints import FIELD, Constraints
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
@@ -134,11 +134,19 @@ class Bodies:
             return self.tokens(request)
 
         prompt = await self._daemon.threads.in_text_pool(by.tenant, prepare)
-        begun = []
-        for choice in range(request.num_choices):
-            chosen = replace(options, sampling=_seeded(options.sampling, choice))
-            begun.append(self._daemon.begin_unstored(prompt, chosen, by.tenant))
-        return list(await asyncio.gather(*begun))
+        choices = [
+            replace(options, sampling=_seeded(options.sampling, choice))
+            for choice in range(request.num_choices)
+        ]
+        begun: list[LiveTurn] = []
+        try:
+            async for live in begin_unstored(self._daemon, prompt, choices, by.tenant):
+                begun.append(live)
+        except BaseException:
+            for live in begun:
+                self._daemon.conversations.cancel(live)
+            raise
+        return begun
 
     async def num_tokens(self, request: Request, by: Caller) -> int:
         """Of a request's whole prompt, of which nothing is computed."""

@@ -51,7 +51,8 @@ class Conversations:
         self._stored, self._pasts = stored, pasts
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        fields = Fields(await self._bodies.json(exchange, by) or {})
+        given = await self._bodies.json(exchange, by)
+        fields = Fields({} if given is None else given)
         metadata, messages = _metadata(fields) or {}, _items(fields)
         fields.end()
         change = self._appended(messages)

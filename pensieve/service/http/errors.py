@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pensieve import errors
 from pensieve.service.grpc.translate import COME_BACK, text_of
-from pensieve.service.http.exchange import BodyTooLarge
+from pensieve.service.http.exchange import BodyTooLarge, PackedBody
 from pensieve.service.openai import Refusal
 
 
@@ -22,6 +22,7 @@ class Shape(NamedTuple):
 # The first class that fits.
 SHAPES: tuple[tuple[type[errors.PensieveError], Shape], ...] = (
     (BodyTooLarge, Shape(413, "invalid_request_error", "request_too_large")),
+    (PackedBody, Shape(415, "invalid_request_error", "unsupported_encoding")),
     (errors.InvalidArgument, Shape(400, "invalid_request_error", "invalid_value")),
     (errors.NotFound, Shape(404, "invalid_request_error", "not_found")),
     (errors.AlreadyExists, Shape(409, "invalid_request_error", "already_exists")),

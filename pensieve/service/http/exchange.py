@@ -23,12 +23,17 @@ from pensieve.errors import InvalidArgument
 from pensieve.service.openai import one_line
 
 BODY_BYTES_MAX = 8 << 20
+SHORT_BODY_BYTES = 64 << 10  # that a body has without a place among those on their way
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class BodyTooLarge(InvalidArgument):
     """The body is larger than any that is taken."""
+
+
+class PackedBody(InvalidArgument):
+    """The body is compressed: it could become any size."""
 
 
 WINDOW_BYTES = 64 << 10  # of an answer, at once
@@ -52,7 +57,8 @@ class Exchange:
             self.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
         self.out: dict[str, str] = {}  # headers of the answer
         self.has_left = False  # the client
-        self.num_bytes = 0  # of the body, once it was read
+        self.num_bytes = 0  # of the body, that were read
+        self._body = bytearray()  # what was read of it
         self._has_body = False  # all pieces of it were read
         self.call: Any = (
             None  # where it is counted, once its caller is known (service/grpc/calls.py)
@@ -80,29 +86,34 @@ class Exchange:
 
     async def read(self) -> bytes:
         """The whole body."""
-        chunks, num_bytes = [], 0
+        while not self._has_body:
+            await self._read_on()
+        body, self._body = bytes(self._body), bytearray()
+        return body
+
+    async def read_ahead(self) -> bool:
+        """Read what a short body has; whether that is all of it."""
+        self._check_coding()
         declared = self.headers.get("content-length", "")
         if declared.isdigit() and len(declared) < 20 and int(declared) > BODY_BYTES_MAX:
             raise _too_large()
-        while True:
-            event = await self._receive()
-            if event["type"] == "http.disconnect":
-                self.has_left = True
-                raise asyncio.CancelledError
-            chunk = event.get("body", b"")
-            num_bytes += len(chunk)
-            if num_bytes > BODY_BYTES_MAX:
-                raise _too_large()
-            chunks.append(chunk)
-            if not event.get("more_body"):
-                self.num_bytes = num_bytes
-                self._watch()
-                return b"".join(chunks)
+        while not self._has_body and self.num_bytes <= SHORT_BODY_BYTES:
+            await self._read_on()
+        return self._has_body
+
+    async def _read_on(self) -> None:
+        chunk = await self.read_chunk()
+        assert chunk is not None
+        self.num_bytes += len(chunk)
+        if self.num_bytes > BODY_BYTES_MAX:
+            raise _too_large()
+        self._body += chunk
 
     async def read_chunk(self) -> bytes | None:
         """The next piece of a body of any length; None behind the last."""
         if self._has_body:
             return None
+        self._check_coding()
         event = await self._receive()
         if event["type"] == "http.disconnect":
             self.has_left = True
@@ -112,6 +123,22 @@ class Exchange:
             self._watch()
         chunk: bytes = event.get("body", b"")
         return chunk
+
+    def check_framing(self) -> None:
+        """Refuse a version that is not spoken here, and a head that says twice how long its body is.
+
+        A proxy in front may have believed the other.
+        """
+        if self.scope.get("http_version") not in ("1.0", "1.1"):
+            self.out["connection"] = "close"
+            raise InvalidArgument("version", "must be HTTP/1.1")
+        if "transfer-encoding" in self.headers and "content-length" in self.headers:
+            self.out["connection"] = "close"
+            raise InvalidArgument("content-length", "must not be given beside transfer-encoding")
+
+    def _check_coding(self) -> None:
+        if self.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+            raise PackedBody("content-encoding", "is not supported: send the body as it is")
 
     def _watch(self) -> None:
         """Cancel the task that answers when the client leaves."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ Act = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
 ErrorBody = Callable[[PensieveError], Mapping[str, Any]]
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 METHODS = "GET, POST, DELETE, OPTIONS"
+HOST = re.compile(r"(\[[^][@]*\]|[^][:@]*)(?::[0-9]*)?")
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Front:
 
     async def body(self, exchange: Exchange, by: Caller) -> bytes:
         """The bytes of a request; its tenant's memory for bodies holds them until the answer begins."""
-        raw, held = await self.guard.incoming.body(exchange, group_of(by, exchange.peer()))
+        raw, held = await self.guard.incoming.piecewise(exchange, group_of(by, exchange.peer()))
         exchange.add_done_callback(lambda _: held.release())
         return raw
 
@@ -139,6 +141,7 @@ class Endpoint:
         method = _method(exchange)
         began, outcome, by = asyncio.get_running_loop().time(), "CANCELLED", None
         try:
+            exchange.check_framing()
             front.check_place(exchange)
             if exchange.method == "OPTIONS":
                 await exchange.answer_bytes(b"", "text/plain", 204)
@@ -183,7 +186,7 @@ class Endpoint:
                 await exchange.write(event(body, "error" if "type" in body else ""))
                 await exchange.end_events()
             return
-        kept = {"vary", "request-id"}
+        kept = {"vary", "request-id", "connection"}
         exchange.out = {
             name: value
             for name, value in exchange.out.items()
@@ -206,11 +209,10 @@ def _place_of(origin: str) -> str:
 
 def _method(exchange: Exchange) -> str:
     """As the audit log and the limits name it."""
-    return f"/http{exchange.path[:200]}"
+    return f"/http{ascii(exchange.path[:200])[1:-1]}"
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without its port."""
-    if host.startswith("["):
-        return host.partition("]")[0].lower() + "]"
-    return host.partition(":")[0].lower()
+    """The name in a Host header, without its port; all of it where it is not written like one."""
+    found = HOST.fullmatch(host)
+    return (host if found is None else found[1]).lower()

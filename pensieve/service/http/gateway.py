@@ -22,10 +22,12 @@ from pensieve.service.grpc.conversation import ConversationService
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.exchange import Exchange, event
 from pensieve.service.http.front import Act
+from pensieve.service.openai.fields import check_json
 from pensieve.v1 import conversation_pb2 as pb
 
 SERVICE = "pensieve.v1.ConversationService"
 DEPTH_MAX = 80  # of the JSON: messages, and values in them
+VALUES_MAX = 1 << 16
 AUDITED = {name: f"/{SERVICE}/{name}" for name in ("DeleteConversation", "DeletePrefix")}
 
 
@@ -75,10 +77,18 @@ class Gateway:
 def _read(kind: Any, value: Any) -> Any:
     if not isinstance(value, dict):
         raise InvalidArgument("body", "must be a JSON object")
+    check_json(value, "body", VALUES_MAX)  # protobuf breaks at what is no text
     try:
         request = json_format.ParseDict(value, kind(), max_recursion_depth=DEPTH_MAX)
-    except (json_format.ParseError, ValueError, TypeError, RecursionError) as error:
+    except (
+        json_format.ParseError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         problem = " ".join(str(error).split())[:200]
+        problem = problem.encode("ascii", "backslashreplace").decode()  # it quotes the value
         raise InvalidArgument("body", f"is no {kind.DESCRIPTOR.name}: {problem}") from None
     sizes.check(kind, request.SerializeToString())
     return request

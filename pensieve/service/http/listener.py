@@ -1,10 +1,7 @@
-"""The socket of HTTP: uvicorn in the service's own loop, with bounds that it does not have by itself.
+"""The socket of HTTP: uvicorn in the service's own loop, with connections that have bounds (connections.py).
 
-* A connection that begins a request has HEAD_SECONDS to send its head; the body's time is `Incoming`'s.
-* One that sends nothing is closed after IDLE_SECONDS, the first time as after an answer.
-* There are CONNECTIONS_MAX of them, apart from gRPC's; more are closed at once.
-* A client that takes nothing of its answer for STALL_SECONDS is cut off; until then what it has not taken is
-  a few windows of a stream, or an answer, and counts for its tenant (`unread_bytes`).
+There are CONNECTIONS_MAX of them, or as many as the limit of open files allows, apart from gRPC's; more are
+told to come again.  The soft limit is raised as far as the hard one allows.
 
 The daemon ends it: connections that wait are closed, those that are answered end with their turns.
 """
@@ -14,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,18 +20,18 @@ from pensieve.errors import AddressInUse, ConfigError
 from pensieve.extras import need
 from pensieve.service.grpc.server import Listening, Server, is_loopback
 from pensieve.service.http.certificates import Certificates
+from pensieve.service.http.connections import HEAD_BYTES_MAX, IDLE_SECONDS, protocol
 from pensieve.service.http.front import Allowed, Front
 from pensieve.service.http.routes import application
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
 
+log = logging.getLogger("pensieve")
 PURPOSE = "the HTTP API"
-HEAD_SECONDS = 10.0
-IDLE_SECONDS = 75
-HEAD_BYTES_MAX = 32 << 10
 BACKLOG = 1024
+ACCEPTED_AT_ONCE = 16  # of those that wait; the loop's streams go on between
 CONNECTIONS_MAX = 10_240
-STALL_SECONDS = 30.0  # that a client may take nothing of what is sent
+FILES_KEPT = 512  # of the open files that are allowed: for gRPC, the history and its readers
 CLOSE_SECONDS = 2.0  # for answers that are on their way when the daemon ends
 
 
@@ -49,6 +47,26 @@ def serve_http(server: Server, template: ChatTemplate, style: CallStyle | None =
             server.audit.certificate_reloaded,
         )
     )
+
+
+def connections_max() -> int:
+    """As many as are wanted, or as the limit of open files leaves room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS_MAX + FILES_KEPT
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        with contextlib.suppress(OSError, ValueError):  # then it stays as it is
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            soft = allowed
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return CONNECTIONS_MAX
+    most = max(soft - FILES_KEPT, soft // 2)
+    log.warning(
+        "at most %s connections over HTTP: the limit of open files is %s"
+        " (ulimit -n; LimitNOFILE of systemd), and %s would allow %s",
+        *(f"{each:,}" for each in (most, soft, wanted, CONNECTIONS_MAX)),
+    )
+    return most
 
 
 class HttpListener:
@@ -79,7 +97,7 @@ class HttpListener:
         self.address = f"{host}:{bound.getsockname()[1]}"
         config = uvicorn.Config(
             self._make(),
-            http=_protocol(CONNECTIONS_MAX),
+            http=protocol(connections_max()),
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -90,7 +108,7 @@ class HttpListener:
             timeout_keep_alive=IDLE_SECONDS,
             h11_max_incomplete_event_size=HEAD_BYTES_MAX,
             timeout_graceful_shutdown=CLOSE_SECONDS,
-            backlog=BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
             **self._tls(),
         )
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
@@ -101,6 +119,7 @@ class HttpListener:
             await asyncio.sleep(0.005)
         if self._serving.done():
             self._serving.result()
+        bound.listen(BACKLOG)  # asyncio takes one number for both
 
     def _tls(self) -> dict[str, Any]:
         of = self._listening
@@ -138,65 +157,3 @@ def _server(uvicorn: Any) -> Any:
             yield
 
     return Server
-
-
-def _protocol(connections_max: int) -> Any:
-    protocol = need("http", "uvicorn.protocols.http.h11_impl", PURPOSE)
-    h11 = need("http", "h11", PURPOSE)
-
-    class Protocol(protocol.H11Protocol):  # type: ignore[misc, name-defined]
-        """A connection, with a deadline for each head of a request."""
-
-        _deadline: asyncio.TimerHandle | None = None
-        _look: asyncio.TimerHandle | None = None
-        _in_head = False  # the deadline is that of a head, or of a body that nobody wants
-
-        def connection_made(self, transport: Any) -> None:
-            if len(self.connections) >= connections_max:
-                self.transport = transport
-                transport.abort()
-                return
-            super().connection_made(transport)
-            self._close_after(IDLE_SECONDS)
-            self._look_again(0)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self._answers:
-                self._close_after(None)
-            elif not self._in_head:
-                self._close_after(HEAD_SECONDS, in_head=True)
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.conn.their_state is h11.SEND_BODY:
-                self._close_after(HEAD_SECONDS, in_head=True)
-            else:
-                self._close_after(None)  # uvicorn has a timer for what comes next
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._close_after(None)
-            if self._look is not None:
-                self._look.cancel()
-            super().connection_lost(exc)
-
-        def _look_again(self, left_before: int) -> None:
-            """Give a client up that has taken nothing since the last look; `close` would wait for it."""
-            left = self.transport.get_write_buffer_size()
-            if left_before and left >= left_before:
-                self.transport.abort()
-                return
-            self._look = self.loop.call_later(STALL_SECONDS, self._look_again, left)
-
-        @property
-        def _answers(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
-
-        def _close_after(self, seconds: float | None, *, in_head: bool = False) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-            self._in_head, self._deadline = in_head, None
-            if seconds is not None and not self.transport.is_closing():
-                self._deadline = self.loop.call_later(seconds, self.transport.abort)
-
-    return Protocol

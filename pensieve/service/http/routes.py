@@ -79,7 +79,7 @@ def application(
         by_path.setdefault(path, {})[method] = Endpoint(front, act, **settings)
     nothing = Endpoint(front, not_here)
     routes = [routing.Route(path, _Methods(of, nothing)) for path, of in by_path.items()]
-    return routing.Router([*routes, routing.Mount("/", nothing)])
+    return routing.Router([*routes, routing.Mount("/", nothing)], default=nothing)
 
 
 def _of_responses(daemon: Daemon, bodies: Bodies, binder: Binder) -> Sequence[Route]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument, PensieveError, QueueFull, TurnInterrupted
@@ -265,6 +266,70 @@ def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: B
     assert go_on.conversation_id in {each.conversation_id for each in bounds}
     fresh = slow.all_of(Chat((Message("user", "New"),), SHORT, num_choices=2))
     assert [each.how for each in fresh] == [How.NEW, How.NEW]
+
+
+def test_choices_without_a_known_history_share_the_prompt(slow: Bindings) -> None:
+    """The first computes it; the others begin behind that, as forks of it."""
+    sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
+    messages = (Message("system", "Be brief."), Message("user", "word " * 300))
+    bounds = slow.all_of(Chat(messages, TurnOptions(sampling), num_choices=4))
+    usages = [each.live.figures for each in bounds]
+    prompt = usages[0]["prompt_tokens"]
+    assert (usages[0]["new_tokens"], usages[0]["device_tokens"]) == (prompt, 0)
+    for each in usages[1:]:
+        assert each["prompt_tokens"] == prompt == each["device_tokens"] + each["new_tokens"]
+        assert 1 <= each["new_tokens"] <= 32, "no more than what fills no chunk"
+    logs = [slow.token_ids(each.conversation_id)[:prompt] for each in bounds]
+    assert logs == [logs[0]] * 4
+    slow.check()
+
+
+def test_a_client_that_leaves_before_the_prompt_is_computed_gets_no_choices(
+    tmp_path: Path,
+) -> None:
+    with Bindings(tmp_path / "data", program=(*ECHO, "--seconds=0.2")) as found:
+        sampling = Sampling(max_tokens=1000, ignore_eos=True)
+        chat = Chat((Message("user", "word " * 300),), TurnOptions(sampling), num_choices=4)
+
+        async def leave() -> None:
+            waiting = asyncio.ensure_future(found.binder.begin(chat))
+            while not found.rig.daemon.conversations.turns.num_live:
+                await asyncio.sleep(0.001)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+        found.rig.call(leave())
+        wait_for(lambda: found.rig.num_live == 0)
+        wait_for(lambda: found.ids == [])
+        found.check()
+
+
+def test_a_request_that_is_refused_creates_no_conversation(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created: list[str] = []
+    create = ConversationStore.create_conversation
+
+    def note(store: ConversationStore, new: Any) -> Any:
+        created.append(new.conversation_id)
+        return create(store, new)
+
+    monkeypatch.setattr(ConversationStore, "create_conversation", note)
+    nothing = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "nothing"}')
+    long = "word " * 20_000
+    system = Message("system", "Be brief.")
+    for messages, options in (
+        ((system, Message("user", "Hello")), TurnOptions(SHORT.sampling, constraint=nothing)),
+        ((system, Message("user", long)), TurnOptions(SHORT.sampling, constraint=nothing)),
+        ((Message("user", "word " * 200_000),), SHORT),
+        ((Message("user", ""),), SHORT),
+    ):
+        with pytest.raises(PensieveError):
+            bindings.begin(Chat(messages, options))
+    assert created == []
+    assert bindings.ids == []
+    assert bindings.one(Chat((system, Message("user", "Hello")), SHORT)).how is How.NEW
+    assert len(created) == 1
 
 
 def calls_reader(pieces: Sequence[Piece]) -> Message:

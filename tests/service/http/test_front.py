@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pensieve.service.grpc import auth
+from pensieve.service.http import connections as connections_module
 from pensieve.service.http import exchange as exchange_module
-from pensieve.service.http import listener as listener_module
 from pensieve.service.limits import Limits
 from tests.service.http.rig_http import MODEL, HttpRig, http_rig
 from tests.service.rig_daemon import wait_for
@@ -177,7 +177,7 @@ def test_requests_that_come_together_are_answered_in_order(door: HttpRig) -> Non
 def test_a_slow_head_is_cut_off_and_idle_connections_are_not(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
     with connected(door) as slow, connected(door) as idle:
         slow.sendall(b"GET /v1/models HTTP/1.1\r\n")
         assert received(slow) == b""  # closed
@@ -188,7 +188,7 @@ def test_a_slow_head_is_cut_off_and_idle_connections_are_not(
 def test_a_body_that_nobody_wants_does_not_keep_its_connection(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
     with connected(door) as sock:
         head = f"POST /nowhere HTTP/1.1\r\nhost: {door.address}\r\ncontent-length: 100\r\n\r\n"
         sock.sendall(head.encode() + b"x")
@@ -274,7 +274,7 @@ def test_a_client_that_leaves_before_the_first_word_leaves_nothing(door: HttpRig
 def test_a_client_that_takes_nothing_is_cut_off(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(connections_module, "STALL_SECONDS", 0.3)
     one = f"GET /v1/models HTTP/1.1\r\nhost: {door.address}\r\n\r\n".encode()
     host, _, port = door.address.rpartition(":")
     with socket.socket() as sock:

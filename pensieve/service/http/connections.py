@@ -1,0 +1,150 @@
+"""A connection of HTTP, with bounds that uvicorn's does not have by itself.
+
+    head       HEAD_SECONDS to send it, HEAD_BYTES_MAX and LINES_MAX: a parser takes its time for each line
+    body       `Incoming`'s time; one that nobody wants has a head's, and UNWANTED_BYTES_MAX
+    behind it  a client may send its next request early; it waits, and what comes behind that is not read
+    answer     one that takes nothing of it for STALL_SECONDS is cut off; until then what it has not taken is
+               a few windows of a stream, or an answer, and counts for its tenant (`unread_bytes`)
+    idle       closed after IDLE_SECONDS, the first time as after an answer
+
+The parser gets a few KiB at a time, and what belongs to the next request only when this one is answered.  So
+what it is given never holds more than a request that was looked at here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from pensieve.extras import need
+
+PURPOSE = "the HTTP API"
+HEAD_SECONDS = 10.0
+IDLE_SECONDS = 75
+HEAD_BYTES_MAX = 32 << 10
+LINES_MAX = 256  # of a head
+STALL_SECONDS = 30.0  # that a client may take nothing of what is sent
+SLICE_BYTES = 4 << 10  # that are parsed at once of a head, and
+BODY_SLICE_BYTES = 16 << 10  # of a body
+UNWANTED_BYTES_MAX = (
+    32 << 20
+)  # of a body that is not read; less, and its client would seldom get the answer
+HEAD_END = re.compile(rb"\n\r?\n")
+TOO_LARGE = b"431 Request Header Fields Too Large"
+FULL = b"503 Service Unavailable\r\nretry-after: 1"
+
+
+def protocol(connections_max: int) -> Any:
+    """uvicorn's class of connections, with these bounds; of more than so many at once each is refused."""
+    uvicorns = need("http", "uvicorn.protocols.http.h11_impl", PURPOSE)
+    h11 = need("http", "h11", PURPOSE)
+
+    class Protocol(uvicorns.H11Protocol):  # type: ignore[misc, name-defined]
+        _deadline: asyncio.TimerHandle | None = None
+        _look: asyncio.TimerHandle | None = None
+        _in_head = False  # the deadline is that of a head, or of a body that nobody wants
+        _head = b""  # what has come of one
+        _num_unwanted = 0  # bytes of a body that was answered already
+        _behind = b""  # what has come behind a request that is not answered yet
+
+        def connection_made(self, transport: Any) -> None:
+            if len(self.connections) >= connections_max:
+                self.transport = transport
+                self._refuse(FULL)
+                return
+            super().connection_made(transport)
+            self._close_after(IDLE_SECONDS)
+            self._look_again(0)
+
+        def data_received(self, data: bytes) -> None:
+            while data and not self.transport.is_closing():
+                is_head = self.conn.their_state is h11.IDLE
+                if not is_head and self.conn.their_state is not h11.SEND_BODY:
+                    self._keep(data)
+                    break
+                if not is_head and not self._answers and not self._is_bearable(len(data)):
+                    self.transport.abort()
+                    return
+                size = SLICE_BYTES if is_head else BODY_SLICE_BYTES
+                piece, data = data[:size], data[size:]
+                if is_head and not self._is_small(piece):
+                    self._refuse(TOO_LARGE)
+                    return
+                super().data_received(piece)
+            if self.transport.is_closing():
+                return
+            if self._answers:
+                self._close_after(None)
+            elif not self._in_head:
+                self._close_after(HEAD_SECONDS, in_head=True)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._num_unwanted = 0
+            if self.conn.their_state is h11.SEND_BODY:
+                self._close_after(HEAD_SECONDS, in_head=True)
+            else:
+                self._close_after(None)  # uvicorn has a timer for what comes next
+            behind, self._behind = self._behind, b""
+            if behind:
+                self.data_received(behind)
+
+        def send_400_response(self, msg: str) -> None:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:  # within an answer
+                self.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._close_after(None)
+            if self._look is not None:
+                self._look.cancel()
+            if self in self.connections:
+                super().connection_lost(exc)
+
+        def _is_small(self, piece: bytes) -> bool:
+            """Whether what has come of a head, with this, is no more than one may have."""
+            before, self._head = max(len(self._head) - 2, 0), self._head + piece
+            end = HEAD_END.search(self._head, before)
+            head = self._head if end is None else self._head[: end.end()]
+            if end is not None:
+                self._head = b""
+            return len(head) <= HEAD_BYTES_MAX and head.count(b"\n") <= LINES_MAX
+
+        def _is_bearable(self, num_bytes: int) -> bool:
+            """Whether so much more of a body may come that nobody reads."""
+            self._num_unwanted += num_bytes
+            return self._num_unwanted <= UNWANTED_BYTES_MAX
+
+        def _keep(self, data: bytes) -> None:
+            """It came behind a request that is not answered yet."""
+            self._behind += data
+            if len(self._behind) > HEAD_BYTES_MAX:
+                self.flow.pause_reading()  # until it is
+
+        def _refuse(self, status: bytes) -> None:
+            head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            self.transport.write(head)
+            self.transport.close()
+
+        def _look_again(self, left_before: int) -> None:
+            """Give a client up that has taken nothing since the last look; `close` would wait for it."""
+            left = self.transport.get_write_buffer_size()
+            if left_before and left >= left_before:
+                self.transport.abort()
+                return
+            self._look = self.loop.call_later(STALL_SECONDS, self._look_again, left)
+
+        @property
+        def _answers(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _close_after(self, seconds: float | None, *, in_head: bool = False) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._in_head, self._deadline = in_head, None
+            if seconds is not None and not self.transport.is_closing():
+                self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+    return Protocol
