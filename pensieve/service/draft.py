@@ -60,6 +60,7 @@ class Ask:
     given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
     traceparent: str = ""  # the caller's span, as the W3C writes it
     settings: ConversationSettings | None = None  # that it is created with; None: none but its id
+    pending: tuple[records.NewMessage, ...] = ()  # of its conversation's, that it brings
     chain: ChainEnd | None = None  # by which its client's next request will find the conversation
 
     @property

@@ -420,6 +420,7 @@ class History:
             ask.sampling_given,
             ask.options.sampling.seed or self._random_bits(63) + 1,
             ask.expected_revision,
+            pending=ask.pending,
         )
 
     def _known(self, turn: records.StoredTurn) -> Known:

@@ -59,6 +59,7 @@ def _conversation(row: Any) -> tuple[int, Conversation]:
         created_at=created_at,
         updated_at=updated_at,
         began_at=private.get("began_at"),
+        has_pending="pending" in private,
     )
 
 

@@ -41,7 +41,7 @@ from pensieve.store.chain_rows import insert_state
 from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
-from pensieve.store.conversation_changes import ConversationChanges
+from pensieve.store.conversation_changes import ConversationChanges, take_pending
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.declared_prefixes import DeclaredPrefixes
 from pensieve.store.erasure import Erasure
@@ -242,6 +242,7 @@ class ConversationStore:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             _refuse_running(conversation)
             links = message_rows.require_links(conn, number, conversation, to_revision)
+            take_pending(conn, conversation)
             message_rows.cut_history(conn, number, tenant, to_revision)
             conversation_rows.set_revision(conn, number, conversation.revision + 1, self._now())
             return Rewound(conversation.revision + 1, sum(link.num_tokens for link in links))
@@ -314,6 +315,7 @@ class ConversationStore:
                 or created_at not in (None, conversation.created_at)
             ):
                 raise StaleRevision(expected, conversation.revision)
+            take_pending(conn, conversation, request.pending)
             if stored is None:
                 turn = turn_rows.insert_turn(
                     conn, number, conversation, request, content_hash, self._now()

@@ -68,7 +68,6 @@ class Placed:
     tools: Sequence[Mapping[str, Any]]  # the conversation's, by which its reply is cut
     is_ours: bool  # the conversation was made for responses
     is_made: bool = False  # for this one
-    has_pending: bool = False  # it brought what was pending
     recompute_reason: str = ""
 
 
@@ -149,7 +148,7 @@ class ResponsePlaces:
 
     async def _append_once(self, wish: Wish) -> Placed:
         past, wish, pending = await self._end_of_conversation(wish)
-        conversation, tenant = past.conversation, wish.tenant
+        conversation = past.conversation
         if conversation.running_turn_id is not None:
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
@@ -158,18 +157,8 @@ class ResponsePlaces:
             conversation = await self._begun_with(wish, conversation)
         else:
             _check_same(wish, past)
-        if pending:
-            await self._stored.take_pending(
-                conversation.conversation_id, conversation.revision, pending, tenant
-            )
-        try:
-            live = await self._turn(wish, conversation)
-        except PensieveError:
-            if pending:
-                await self._stored.give_back_pending(conversation.conversation_id, tenant)
-            raise
-        placed = _placed(live, conversation, wish, "appended", is_ours=False)
-        return replace(placed, has_pending=bool(pending))
+        live = await self._turn(wish, conversation, pending)
+        return _placed(live, conversation, wish, "appended", is_ours=False)
 
     async def _end_of_conversation(
         self, wish: Wish
@@ -229,7 +218,12 @@ class ResponsePlaces:
         with contextlib.suppress(PensieveError):  # then it stays
             await self._daemon.writable.delete(conversation_id, tenant, revision)
 
-    async def _turn(self, wish: Wish, conversation: records.Conversation) -> LiveTurn:
+    async def _turn(
+        self,
+        wish: Wish,
+        conversation: records.Conversation,
+        pending: tuple[records.NewMessage, ...] = (),
+    ) -> LiveTurn:
         return await self._daemon.begin(
             Ask(
                 conversation.conversation_id,
@@ -238,6 +232,7 @@ class ResponsePlaces:
                 wish.tenant,
                 expected_revision=conversation.revision,
                 given_sampling=wish.given_sampling,
+                pending=pending,
             )
         )
 

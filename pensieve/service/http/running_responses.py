@@ -127,9 +127,6 @@ class RunningResponses:
                 await self._places.discard(
                     placed.conversation_id, live.first_revision, running.tenant
                 )
-            if live.failure is not None and placed.has_pending:
-                with contextlib.suppress(PensieveError):
-                    await self._stored.give_back_pending(placed.conversation_id, running.tenant)
         except Exception:  # a fault of ours: its readers must not wait for ever
             log.exception("a response could not be ended")
         finally:
