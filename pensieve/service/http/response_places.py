@@ -32,7 +32,14 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, ConversationSettings, SettingsCheck
 from pensieve.service.heads import message_of
 from pensieve.service.http.bodies import Bodies
-from pensieve.service.http.pasts import TAKEN_BACK, Past, Pasts, as_stored, no_previous
+from pensieve.service.http.pasts import (
+    TAKEN_BACK,
+    Past,
+    Pasts,
+    as_stored,
+    first_number,
+    no_previous,
+)
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai import Refusal, Request
 from pensieve.service.openai.item_ids import Place, tag_of
@@ -64,9 +71,9 @@ class Placed:
     live: LiveTurn
     conversation_id: str
     place: Place  # of its reply
-    how: str  # appended, forked, new
     tools: Sequence[Mapping[str, Any]]  # the conversation's, by which its reply is cut
-    is_ours: bool  # the conversation was made for responses
+    how: str = "appended"  # or forked, or new
+    is_ours: bool = False  # the conversation was made for responses
     is_made: bool = False  # for this one
     recompute_reason: str = ""
 
@@ -125,7 +132,8 @@ class ResponsePlaces:
         if conversation.revision == past.revision and conversation.running_turn_id is None:
             with contextlib.suppress(StaleRevision, TurnRunning):
                 live = await self._turn(wish, conversation)
-                return _placed(live, conversation, wish, "appended", is_ours=past.is_ours)
+                placed = _placed(live, conversation, wish, past.first_number)
+                return replace(placed, is_ours=past.is_ours)
         try:
             fork = await self._daemon.writable_by(tenant).fork(
                 conversation.conversation_id, drawn_id(), past.revision, tenant=tenant
@@ -133,7 +141,8 @@ class ResponsePlaces:
         except NotFound:  # of its revision
             raise no_previous(TAKEN_BACK) from None
         live = await self._first_turn(wish, fork)
-        return _placed(live, fork, wish, "forked", is_ours=True, is_made=True)
+        placed = _placed(live, fork, wish, past.first_number)
+        return replace(placed, how="forked", is_ours=True, is_made=True)
 
     # -- in a conversation that the client names --
 
@@ -153,12 +162,14 @@ class ResponsePlaces:
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
         _check_outputs(wish, past.calls)
+        first = past.first_number
         if is_empty(conversation):
             conversation = await self._begun_with(wish, conversation)
+            first = first_number(bool(wish.instructions))
         else:
             _check_same(wish, past)
         live = await self._turn(wish, conversation, pending)
-        return _placed(live, conversation, wish, "appended", is_ours=False)
+        return _placed(live, conversation, wish, first)
 
     async def _end_of_conversation(
         self, wish: Wish
@@ -202,8 +213,8 @@ class ResponsePlaces:
         )
         wish = replace(wish, messages=(*before, *wish.messages))
         live = await self._first_turn(wish, created)
-        placed = _placed(live, created, wish, "new", is_ours=True, is_made=True)
-        return replace(placed, recompute_reason=reason)
+        placed = _placed(live, created, wish, first_number(bool(wish.instructions)))
+        return replace(placed, how="new", is_ours=True, is_made=True, recompute_reason=reason)
 
     async def _first_turn(self, wish: Wish, made: records.Conversation) -> LiveTurn:
         """Of a conversation that was made for it."""
@@ -262,15 +273,12 @@ def _placed(
     live: LiveTurn,
     conversation: records.Conversation,
     wish: Wish,
-    how: str,
-    *,
-    is_ours: bool,
-    is_made: bool = False,
+    first: int,
 ) -> Placed:
-    index = conversation.num_messages + len(wish.messages)
-    place = Place(tag_of(wish.tenant, conversation.conversation_id), index)
-    tools = conversation.tools
-    return Placed(live, conversation.conversation_id, place, how, tools, is_ours, is_made)
+    """Appended to a conversation whose messages, as items, have numbers from `first` on."""
+    number = first + conversation.num_messages + len(wish.messages)
+    place = Place(tag_of(wish.tenant, conversation.conversation_id), number)
+    return Placed(live, conversation.conversation_id, place, conversation.tools)
 
 
 def _difference(wish: Wish, past: Past) -> str:
