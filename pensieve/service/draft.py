@@ -26,6 +26,7 @@ from pensieve.service.heads import (
     tokens_of,
 )
 from pensieve.store import records
+from pensieve.store.responses import StoredResponse
 from pensieve.text import ChatTemplate, Message, Setting
 
 CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
@@ -61,6 +62,9 @@ class Ask:
     traceparent: str = ""  # the caller's span, as the W3C writes it
     settings: ConversationSettings | None = None  # that it is created with; None: none but its id
     pending: tuple[records.NewMessage, ...] = ()  # of its conversation's, that it brings
+    response: Callable[[Any, FinishReason, str], StoredResponse] | None = (
+        None  # that it is: made of the LiveTurn that has ended, how, and what was withheld
+    )
     chain: ChainEnd | None = None  # by which its client's next request will find the conversation
 
     @property

@@ -358,7 +358,7 @@ class History:
         )
         state = reply.state if reply.chain is None else reply.chain.state(text, reply.stream)
         revision = self._store.finish_turn(
-            reply.turn_id, message, reply.finish.value, reply.figures, state
+            reply.turn_id, message, reply.finish.value, reply.figures, state, reply.response
         )
         if beginning is not None:
             conversation = beginning.conversation

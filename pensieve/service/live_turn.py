@@ -26,6 +26,7 @@ from pensieve.service.binding.chain import ChainEnd
 from pensieve.service.draft import Ask
 from pensieve.service.logprobs import PackedLogprobs, Row, pack
 from pensieve.store import records
+from pensieve.store.responses import StoredResponse
 from pensieve.text import Part, PartMarker
 
 
@@ -98,6 +99,7 @@ class Reply:
     logprobs: bytes = b""  # packed
     chain: ChainEnd | None = None  # of its client's history before it
     state: records.ChainState | None = None  # or what follows from that and the reply
+    response: StoredResponse | None = None  # that it is to a client of that API
 
 
 class Committed(NamedTuple):

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from pensieve.core.turn import TurnOptions
+from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import NotFound, PensieveError, StaleRevision, TurnRunning
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, ConversationSettings, SettingsCheck
@@ -53,6 +54,20 @@ PAGE_SIZE = 100
 
 
 @dataclass(frozen=True, slots=True)
+class Where:
+    """Where a response's turn is."""
+
+    conversation_id: str
+    began_at_revision: int
+    place: Place  # of its reply
+    tools: Sequence[Mapping[str, Any]]  # the conversation's, by which its reply is cut
+    is_ours: bool  # the conversation was made for responses
+
+
+Ended = Callable[[Where, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """A request, with what its conversation begins with apart from its messages."""
 
@@ -62,6 +77,7 @@ class Wish:
     options: TurnOptions
     tenant: str
     given_sampling: Mapping[str, Any]
+    ended: Ended | None = None  # what is stored with its reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +85,8 @@ class Placed:
     """A response's turn."""
 
     live: LiveTurn
-    conversation_id: str
-    place: Place  # of its reply
-    tools: Sequence[Mapping[str, Any]]  # the conversation's, by which its reply is cut
+    where: Where
     how: str = "appended"  # or forked, or new
-    is_ours: bool = False  # the conversation was made for responses
     is_made: bool = False  # for this one
     recompute_reason: str = ""
 
@@ -131,18 +144,16 @@ class ResponsePlaces:
             return await self._new(wish, await self._pasts.as_sent_back(past), reason)
         if conversation.revision == past.revision and conversation.running_turn_id is None:
             with contextlib.suppress(StaleRevision, TurnRunning):
-                live = await self._turn(wish, conversation)
-                placed = _placed(live, conversation, wish, past.first_number)
-                return replace(placed, is_ours=past.is_ours)
+                where = _where(wish, conversation, past.first_number, is_ours=past.is_ours)
+                return Placed(await self._turn(wish, where), where)
         try:
             fork = await self._daemon.writable_by(tenant).fork(
                 conversation.conversation_id, drawn_id(), past.revision, tenant=tenant
             )
         except NotFound:  # of its revision
             raise no_previous(TAKEN_BACK) from None
-        live = await self._first_turn(wish, fork)
-        placed = _placed(live, fork, wish, past.first_number)
-        return replace(placed, how="forked", is_ours=True, is_made=True)
+        where = _where(wish, fork, past.first_number, is_ours=True)
+        return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
 
     # -- in a conversation that the client names --
 
@@ -168,8 +179,8 @@ class ResponsePlaces:
             first = first_number(bool(wish.instructions))
         else:
             _check_same(wish, past)
-        live = await self._turn(wish, conversation, pending)
-        return _placed(live, conversation, wish, first)
+        where = _where(wish, conversation, first, is_ours=False)
+        return Placed(await self._turn(wish, where, pending), where)
 
     async def _end_of_conversation(
         self, wish: Wish
@@ -212,16 +223,16 @@ class ResponsePlaces:
             )
         )
         wish = replace(wish, messages=(*before, *wish.messages))
-        live = await self._first_turn(wish, created)
-        placed = _placed(live, created, wish, first_number(bool(wish.instructions)))
-        return replace(placed, how="new", is_ours=True, is_made=True, recompute_reason=reason)
+        where = _where(wish, created, first_number(bool(wish.instructions)), is_ours=True)
+        live = await self._first_turn(wish, where)
+        return Placed(live, where, "new", is_made=True, recompute_reason=reason)
 
-    async def _first_turn(self, wish: Wish, made: records.Conversation) -> LiveTurn:
+    async def _first_turn(self, wish: Wish, made: Where) -> LiveTurn:
         """Of a conversation that was made for it."""
         try:
             return await self._turn(wish, made)
         except BaseException:
-            await self.discard(made.conversation_id, made.revision, wish.tenant)
+            await self.discard(made.conversation_id, made.began_at_revision, wish.tenant)
             raise
 
     async def discard(self, conversation_id: str, revision: int, tenant: str) -> None:
@@ -232,18 +243,19 @@ class ResponsePlaces:
     async def _turn(
         self,
         wish: Wish,
-        conversation: records.Conversation,
+        where: Where,
         pending: tuple[records.NewMessage, ...] = (),
     ) -> LiveTurn:
         return await self._daemon.begin(
             Ask(
-                conversation.conversation_id,
+                where.conversation_id,
                 wish.messages,
                 wish.options,
                 wish.tenant,
-                expected_revision=conversation.revision,
+                expected_revision=where.began_at_revision,
                 given_sampling=wish.given_sampling,
                 pending=pending,
+                response=None if wish.ended is None else partial(wish.ended, where),
             )
         )
 
@@ -269,16 +281,12 @@ def is_empty(conversation: records.Conversation) -> bool:
     )
 
 
-def _placed(
-    live: LiveTurn,
-    conversation: records.Conversation,
-    wish: Wish,
-    first: int,
-) -> Placed:
-    """Appended to a conversation whose messages, as items, have numbers from `first` on."""
+def _where(wish: Wish, conversation: records.Conversation, first: int, *, is_ours: bool) -> Where:
+    """At the end of a conversation whose messages, as items, have numbers from `first` on."""
     number = first + conversation.num_messages + len(wish.messages)
     place = Place(tag_of(wish.tenant, conversation.conversation_id), number)
-    return Placed(live, conversation.conversation_id, place, conversation.tools)
+    conversation_id, revision = conversation.conversation_id, conversation.revision
+    return Where(conversation_id, revision, place, conversation.tools, is_ours)
 
 
 def _difference(wish: Wish, past: Past) -> str:
@@ -323,7 +331,7 @@ def _check_outputs(wish: Wish, calls: frozenset[str]) -> None:
 
 
 def stored_response(
-    placed: Placed,
+    where: Where,
     response_id: str,
     body: Mapping[str, Any],
     request: str,
@@ -332,11 +340,11 @@ def stored_response(
 ) -> StoredResponse:
     return StoredResponse(
         response_id,
-        placed.conversation_id,
+        where.conversation_id,
         body,
         request,
         revision,
-        placed.is_ours,
-        placed.live.first_revision,
+        where.is_ours,
+        where.began_at_revision,
         tenant,
     )
