@@ -112,7 +112,7 @@ class Daemon:
         self._suspects = Suspects()
         self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
-        self._texts = texts
+        self.texts = texts
         self._report = report
         self._sources = sources or Sources()
         self._history: History | None = None
@@ -127,7 +127,7 @@ class Daemon:
         self.admission.prompts.cost = ready.cost
         history = self._history = History(
             self.store,
-            self._texts,
+            self.texts,
             context_max=ready.context_max,
             vocab_size=ready.vocab_size,
             random_bits=self._sources.random_bits,
@@ -136,7 +136,7 @@ class Daemon:
         history.limit_storage(self.admission.allowances.storage)
         self._conversations = Conversations(
             history,
-            Turns(self._texts.template.tokenizer, self._sources.wall_clock()),
+            Turns(self.texts.template.tokenizer, self._sources.wall_clock()),
             self.threads,
             self._put,
             self.config,
@@ -193,17 +193,17 @@ class Daemon:
         """What the model's authors recommend, where a request does not say."""
         if self._conversations is None:
             raise Loading(LOADING)
-        return self._texts.defaults
+        return self.texts.defaults
 
     @property
     def recommended(self) -> Mapping[str, float]:
         """Those of the defaults that the model's own files name."""
-        return self._texts.recommended
+        return self.texts.recommended
 
     @property
     def fingerprint(self) -> str:
         """Of model, tokenizer and template."""
-        return self._texts.fingerprint
+        return self.texts.fingerprint
 
     @property
     def loading(self) -> bool:
