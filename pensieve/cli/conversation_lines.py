@@ -3,10 +3,10 @@
     {"id": "trip", "metadata": {}, "tools": [], "template_options": {}, "messages": [
         {"role": "user", "content": "Where to?"}, {"role": "assistant", "content": "To Oslo."}]}
 
-A line is written message by message and so needs no memory for its length.  What the model has thought and
-which tools it called is in the text of its reply, as it wrote it; what a client gave is in
-`reasoning_content` and `tool_calls`.  A line that is read may have nothing but `messages`, as files for
-fine-tuning do.
+A line is written message by message and so needs no memory for its length.  What the model thought is in
+`reasoning_content` and the calls that it wrote are in `tool_calls`, as what a client gave is.  A call that
+the model wrote has the id that its answer names, or one of its place.  So what is imported from a line is
+exported as the same line.  A line that is read may have nothing but `messages`, as files for fine-tuning do.
 """
 
 from __future__ import annotations
@@ -46,12 +46,44 @@ def line_of(state: ConversationState, messages: Iterable[Message]) -> Iterator[s
     }
     yield _json(head)[:-1] + ', "messages": ['
     separator = ""
-    for each in messages:
-        if each.role == "system" and not each.text:
-            continue  # it stands for the tokens of tools
-        yield separator + _json(openai_message(each))
+    for each in _with_ids(messages):
+        yield separator + _json(each)
         separator = ", "
     yield "]}\n"
+
+
+def _with_ids(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    """Each as OpenAI's API has it; calls without an id get that of their answer, or of their place."""
+    held: list[dict[str, Any]] = []  # a message with calls, and the answers that have come
+    for number, each in enumerate(messages):
+        if each.role == "system" and not each.text:
+            continue  # it stands for the tokens of tools
+        if held and each.role != "tool":
+            yield from _named(held)
+            held = []
+        made = openai_message(each)
+        if held or any(not call["id"] for call in each.tool_calls):
+            made["number"] = number
+            held.append(made)
+        else:
+            yield made
+    yield from _named(held)
+
+
+def _named(held: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A message with calls, some without an id, and its answers in their order."""
+    if not held:
+        return
+    calls = held[0]["tool_calls"]
+    known = {call["id"] for call in calls}
+    answers = [each["tool_call_id"] for each in held[1:] if each["tool_call_id"]]
+    left = [each for each in answers if each not in known]
+    for index, call in enumerate(calls):
+        if not call["id"]:
+            call["id"] = left.pop(0) if left else f"call_{held[0]['number']}_{index}"
+    for each in held:
+        del each["number"]
+        yield each
 
 
 def openai_message(message: Message) -> dict[str, Any]:
@@ -59,7 +91,7 @@ def openai_message(message: Message) -> dict[str, Any]:
     if message.thinking:
         made["reasoning_content"] = message.thinking
     if message.tool_calls:
-        made["tool_calls"] = list(message.tool_calls)
+        made["tool_calls"] = [dict(each) for each in message.tool_calls]
     if message.tool_call_id or message.role == "tool":
         made["tool_call_id"] = message.tool_call_id
     if message.name:

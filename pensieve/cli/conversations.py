@@ -137,7 +137,7 @@ def show(client: Client, arguments: argparse.Namespace) -> int:
 
     conversation = client.conversation(arguments.id)
     if arguments.json:
-        sys.stdout.writelines(line_of(conversation.get(), conversation.messages()))
+        sys.stdout.writelines(line_of(conversation.get(), conversation.messages(cut_replies=True)))
         return 0
     for each in conversation.messages():
         text = without_control(each.text) if sys.stdout.isatty() else each.text
@@ -160,7 +160,9 @@ def export(client: Client, arguments: argparse.Namespace) -> int:
             try:
                 # A line is written as a whole: the conversation may be deleted while it is read.
                 with tempfile.SpooledTemporaryFile(SPOOL_BYTES, "w+", encoding="utf-8") as line:
-                    line.writelines(line_of(conversation.get(), conversation.messages()))
+                    line.writelines(
+                        line_of(conversation.get(), conversation.messages(cut_replies=True))
+                    )
                     line.seek(0)
                     shutil.copyfileobj(line, file)
             except NotFound as error:

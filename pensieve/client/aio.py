@@ -275,15 +275,19 @@ class AsyncConversation:
         include_token_ids: bool = False,
         timeout: float | None = None,
         *,
+        cut_replies: bool = False,
         page_size: int = PAGE_SIZE,
     ) -> AsyncIterator[Message]:
         """Iterate over the messages of the conversation, the oldest first.
 
-        With `include_token_ids` each message carries its exact tokens.  `timeout` is for each page of
-        `page_size` messages; a page is fetched when the iteration comes to it.
+        With `include_token_ids` each message carries its exact tokens; with `cut_replies` what the model
+        thought and the calls that it wrote are not in a reply's text but beside it.  `timeout` is for each
+        page of `page_size` messages; a page is fetched when the iteration comes to it.
         """
         request = pb.ListMessagesRequest(
-            conversation_id=self.conversation_id, include_token_ids=include_token_ids
+            conversation_id=self.conversation_id,
+            include_token_ids=include_token_ids,
+            cut_replies=cut_replies,
         )
         method = self.client._connection.stub.ListMessages
         async for page in self.client.pages(method, request, timeout, page_size):

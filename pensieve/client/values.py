@@ -186,8 +186,8 @@ class Message:
         finish_reason: of a reply: "stop", "length" or "cancelled".
         metadata: what was sent with its turn; empty for replies.
         tool_calls: that a client gave with it, in the form of OpenAI's API; those that the model wrote are
-            in the text of its reply.
-        thinking: that a client gave with it.
+            in the text of its reply, unless `cut_replies` puts them here.
+        thinking: that a client gave with it, or the model's own with `cut_replies`.
         name: of who speaks, if a client gave it.
     """
 

@@ -40,6 +40,7 @@ from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import Ended, FinishReason, Turn, Usage
 from pensieve.engine.attainment import Attainment
+from pensieve.engine.cache_watch import CacheWatch
 from pensieve.engine.held_turns import HeldTurns
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
@@ -62,6 +63,7 @@ from pensieve.engine.messages import (
     SubmitTurn,
     TurnAdmitted,
     TurnEnded,
+    WatchCache,
 )
 from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.pictures import picture
@@ -100,6 +102,7 @@ class Engine:
         self._observers: tuple[Observer, ...] = (self.metrics, self.attainment, *observers)
         self.num_rounds = 0  # of `run`; read by other threads
         self.held = HeldTurns(preparer, mailbox.wake)
+        self._watch: CacheWatch | None = None  # while somebody watches
         self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
         self._waiting: dict[
             int, SubmitTurn
@@ -112,12 +115,14 @@ class Engine:
     def step(self) -> bool:
         """Launch the next iteration, if any; commit what is due; False when there was nothing to do."""
         self._deliver(self.mailbox.drain())
+        if self._watch is not None:
+            self._publish(self._watch.news())
         iteration = self._plan()
         if iteration is not None:
             self.executor.launch(iteration)
             self._launched.append(iteration)
         elif not self._launched:
-            return False
+            return self._watch is not None and self._watch.pending
         if iteration is None or len(self._launched) >= self.executor.depth:
             self._commit(self._launched.popleft())
         return True
@@ -208,6 +213,10 @@ class Engine:
                 return [Answer(query_id, figures=figures)]
             case CheckIntegrity(query_id):
                 return [Answer(query_id, problems=self._problems(now))]
+            case WatchCache(watch_id, prefix):
+                if self._watch is not None:
+                    self._watch.end()
+                self._watch = CacheWatch(cache, watch_id, prefix) if watch_id else None
         return self._ended()
 
     def _submit(self, message: SubmitTurn, now: float) -> list[Event]:
@@ -336,6 +345,8 @@ class Engine:
         for observer in self._observers:
             observer.planned(iteration, now)
         if iteration is not None:
+            if self._watch is not None:
+                self._watch.planned(iteration, self.scheduler)
             self._publish([self._admitted(each.turn_id) for each in iteration.started])
         return iteration
 

@@ -107,6 +107,14 @@ class CheckIntegrity:
     query_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class WatchCache:
+    """Publish what is cached of conversations whose ids begin so, and what changes; see cache_watch.py."""
+
+    watch_id: int  # 0: publish nothing any more
+    prefix: str = ""
+
+
 Message = (
     SubmitTurn
     | ProvideLog
@@ -120,6 +128,7 @@ Message = (
     | Picture
     | GetStats
     | CheckIntegrity
+    | WatchCache
 )
 
 
@@ -162,4 +171,15 @@ class Answer:
     rows: tuple[tuple[str | float, ...], ...] = ()
 
 
-Event = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """Blocks of tokens that the cache holds now, and such that it no longer holds; see cache_watch.py."""
+
+    watch_id: int
+    scope: str
+    stored: tuple[tuple[int, ...], ...] = ()  # number, number of the one before it or 0, tokens
+    removed: tuple[int, ...] = ()
+
+
+OfTurn = SampledToken | LogNeeded | TurnAdmitted | TurnEnded
+Event = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer | CacheChanged

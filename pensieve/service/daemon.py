@@ -22,15 +22,8 @@ from dataclasses import replace
 from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.messages import (
-    Answer,
-    CheckIntegrity,
-    Event,
-    GetStats,
-    SubmitTurn,
-    TurnEnded,
-)
-from pensieve.engine.messages import Message as EngineMessage
+from pensieve.engine import messages as box
+from pensieve.engine.messages import Event
 from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.service.admission import Admission, Load
 from pensieve.service.background import Background
@@ -45,6 +38,7 @@ from pensieve.service.erasing import Erasing
 from pensieve.service.forgetting import Forgetting
 from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History
+from pensieve.service.kv_events import KvEvents
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.metrics.meter import Meter
@@ -91,6 +85,7 @@ class Daemon:
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
         self.on_span: Callable[[TurnSpan], None] | None = None  # of each turn that has ended
         self.background = Background()  # the turns of batch jobs
+        self.kv_events = KvEvents(self._put)
         self.engine = EngineClient(
             program,
             patience=Patience(self.config.heartbeat_seconds, self.config.iteration_seconds_max),
@@ -117,7 +112,7 @@ class Daemon:
         self._suspects = Suspects()
         self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
-        self._texts = texts
+        self.texts = texts
         self._report = report
         self._sources = sources or Sources()
         self._history: History | None = None
@@ -132,7 +127,7 @@ class Daemon:
         self.admission.prompts.cost = ready.cost
         history = self._history = History(
             self.store,
-            self._texts,
+            self.texts,
             context_max=ready.context_max,
             vocab_size=ready.vocab_size,
             random_bits=self._sources.random_bits,
@@ -141,7 +136,7 @@ class Daemon:
         history.limit_storage(self.admission.allowances.storage)
         self._conversations = Conversations(
             history,
-            Turns(self._texts.template.tokenizer, self._sources.wall_clock()),
+            Turns(self.texts.template.tokenizer, self._sources.wall_clock()),
             self.threads,
             self._put,
             self.config,
@@ -198,17 +193,17 @@ class Daemon:
         """What the model's authors recommend, where a request does not say."""
         if self._conversations is None:
             raise Loading(LOADING)
-        return self._texts.defaults
+        return self.texts.defaults
 
     @property
     def recommended(self) -> Mapping[str, float]:
         """Those of the defaults that the model's own files name."""
-        return self._texts.recommended
+        return self.texts.recommended
 
     @property
     def fingerprint(self) -> str:
         """Of model, tokenizer and template."""
-        return self._texts.fingerprint
+        return self.texts.fingerprint
 
     @property
     def loading(self) -> bool:
@@ -336,8 +331,8 @@ class Daemon:
 
     # -- the engine --
 
-    def _put(self, message: EngineMessage) -> None:
-        if isinstance(message, SubmitTurn):
+    def _put(self, message: box.Message) -> None:
+        if isinstance(message, box.SubmitTurn):
             turns = self.conversations.turns
             live = turns.of_number(message.turn_id)
             if live is not None:
@@ -347,18 +342,20 @@ class Daemon:
         self.engine.put(message)
 
     def _on_events(self, events: list[Event]) -> None:
-        of_turns = []
+        of_turns: list[box.OfTurn] = []
         for event in events:
-            if isinstance(event, Answer):
+            if isinstance(event, box.Answer):
                 self._queries.answered(event)
+            elif isinstance(event, box.CacheChanged):
+                self.kv_events.take(event)
             elif not self.background.take(event):
-                of_turns.append(self._judged(event) if isinstance(event, TurnEnded) else event)
+                of_turns.append(self._judged(event) if isinstance(event, box.TurnEnded) else event)
         if self._conversations is not None:
             self.meter.took(events, self._conversations.turns.of_number)
             self._conversations.take(of_turns)
         self.background.go()
 
-    def _judged(self, ended: TurnEnded) -> TurnEnded:
+    def _judged(self, ended: box.TurnEnded) -> box.TurnEnded:
         """An engine that fails ends its turns itself before it dies; for them that is a death."""
         live = self.conversations.turns.of_number(ended.turn_id)
         if ended.failure == "ENGINE_FAILED":
@@ -373,6 +370,7 @@ class Daemon:
         self.on_serving(False)
         self.admission.engine_lost()
         self.background.engine_lost()
+        self.kv_events.engine_lost()
         self.conversations.turns.engine_lost()
         failure = Unavailable("the engine has stopped and is starting again; say it again")
         had_the_rest = not self._engine_has_failed  # else it has ended all that it had
@@ -399,21 +397,22 @@ class Daemon:
         self.conversations.prefixes.warm_soon()
         self.on_serving(self.serving)
         self.background.engine_started()
+        self.kv_events.engine_started()
 
     def _fail(self, error: BaseException) -> None:
         """What nobody foresaw, where turns would wait without end: the service ends."""
         self.on_failure(error)
 
-    async def query(self, message_for: Callable[[int], EngineMessage]) -> Answer:
+    async def query(self, message_for: Callable[[int], box.Message]) -> box.Answer:
         """Put the message made for a query's id, and wait for its answer."""
         return await self._queries.ask(message_for)
 
-    async def stats(self) -> Answer:
-        return await self.query(GetStats)
+    async def stats(self) -> box.Answer:
+        return await self.query(box.GetStats)
 
     async def check(self) -> list[str]:
         """What is wrong in cache, scheduler and history; nothing, as a rule."""
-        answer = await self.query(CheckIntegrity)
+        answer = await self.query(box.CheckIntegrity)
         return [*answer.problems, *(await asyncio.to_thread(self.store.verify))]
 
     # -- the end --

@@ -27,6 +27,7 @@ from pensieve.service.heads import (
 )
 from pensieve.service.shared_prompt import SharedPrompt
 from pensieve.store import records
+from pensieve.store.responses import StoredResponse
 from pensieve.text import ChatTemplate, Message, Setting
 
 CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
@@ -61,6 +62,10 @@ class Ask:
     given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
     traceparent: str = ""  # the caller's span, as the W3C writes it
     settings: ConversationSettings | None = None  # that it is created with; None: none but its id
+    pending: tuple[records.NewMessage, ...] = ()  # of its conversation's, that it brings
+    response: Callable[[Any, FinishReason, str], StoredResponse] | None = (
+        None  # that it is: made of the LiveTurn that has ended, how, and what was withheld
+    )
     chain: ChainEnd | None = None  # by which its client's next request will find the conversation
     shared_prompt: SharedPrompt | None = None  # with the other choices of its request
 

@@ -365,7 +365,7 @@ class History:
         )
         state = reply.state if reply.chain is None else reply.chain.state(text, reply.stream)
         revision = self._store.finish_turn(
-            reply.turn_id, message, reply.finish.value, reply.figures, state
+            reply.turn_id, message, reply.finish.value, reply.figures, state, reply.response
         )
         if beginning is not None:
             conversation = beginning.conversation
@@ -427,6 +427,7 @@ class History:
             ask.sampling_given,
             ask.options.sampling.seed or self._random_bits(63) + 1,
             ask.expected_revision,
+            pending=ask.pending,
         )
 
     def _known(self, turn: records.StoredTurn) -> Known:

@@ -26,6 +26,7 @@ from pensieve.service.binding.chain import ChainEnd
 from pensieve.service.draft import Ask
 from pensieve.service.logprobs import PackedLogprobs, Row, pack
 from pensieve.store import records
+from pensieve.store.responses import StoredResponse
 from pensieve.text import Part, PartMarker
 
 
@@ -44,6 +45,7 @@ class Phase(Enum):
     ENDED = "ended"  # `finish` is set
 
 
+UNSTORED_PREFIX = "~unstored/"  # of an `unstored_key`
 LEGAL_TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
     Phase.RUNNING: frozenset({Phase.COMMITTING, Phase.INTERRUPTING}),
     Phase.COMMITTING: frozenset({Phase.ENDED}),
@@ -97,6 +99,7 @@ class Reply:
     logprobs: bytes = b""  # packed
     chain: ChainEnd | None = None  # of its client's history before it
     state: records.ChainState | None = None  # or what follows from that and the reply
+    response: StoredResponse | None = None  # that it is to a client of that API
 
 
 class Committed(NamedTuple):
@@ -248,7 +251,12 @@ def cache_key(tenant: str, conversation_id: str) -> str:
 
 def unstored_key(tenant: str, number: int) -> str:
     """What the engine knows an unstored turn by: with two slashes, so no `cache_key` is like it."""
-    return f"~unstored/{tenant}/{number}"
+    return f"{unstored_scope(tenant)}/{number}"
+
+
+def unstored_scope(tenant: str) -> str:
+    """What the `unstored_key`s of a tenant have before their last slash."""
+    return f"{UNSTORED_PREFIX}{tenant}"
 
 
 def names_of(key: str) -> tuple[str, str]:

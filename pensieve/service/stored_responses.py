@@ -93,25 +93,6 @@ class StoredResponses:
             tenant=tenant,
         )
 
-    async def take_pending(
-        self,
-        conversation_id: str,
-        revision: int,
-        messages: tuple[records.NewMessage, ...],
-        tenant: str,
-    ) -> None:
-        await self._threads.in_store(
-            tenant,
-            self._store.changes.take_pending,
-            *(conversation_id, revision, messages),
-            tenant=tenant,
-        )
-
-    async def give_back_pending(self, conversation_id: str, tenant: str) -> None:
-        await self._threads.in_store(
-            tenant, self._store.changes.give_back_pending, conversation_id, tenant=tenant
-        )
-
     async def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
     ) -> Pending:

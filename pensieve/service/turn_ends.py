@@ -19,6 +19,7 @@ from pensieve.service.history import History
 from pensieve.service.live_turn import Committed, LiveTurn, Reply, packed_logprobs
 from pensieve.service.readers import ids_of
 from pensieve.service.threads import Threads
+from pensieve.store.responses import StoredResponse
 from pensieve.text import Tokenizer
 
 log = logging.getLogger("pensieve")
@@ -41,7 +42,18 @@ class TurnEnds:
             if not reply.is_cut:  # else its text is not known yet
                 state = await self._threads.in_text_pool(live.tenant, read)
                 reply = replace(reply, chain=None, state=state)
+        reply = replace(reply, response=await self._response(live, reply))
         return await self._threads.in_store(live.tenant, self._history.finish, reply)
+
+    async def _response(self, live: LiveTurn, reply: Reply) -> StoredResponse | None:
+        """What the store keeps of the turn beside the history, in the same transaction."""
+        if live.ask is None or live.ask.response is None:
+            return None
+        try:
+            return live.ask.response(live, reply.finish, await self._withheld(live, reply))
+        except Exception:  # a fault of ours; the turn is kept
+            log.exception("a response could not be made", extra=ids_of(live))
+            return None
 
     async def fail(self, live: LiveTurn, reason: str) -> None:
         if live.is_stored:

@@ -6,10 +6,10 @@ All of it is in the conversation's body, so a change writes that anew and wipes 
     what it begins     system prompt, tools, template options: as long as it holds no message
     pending messages   come before those of its next turn; no part of the history until that has ended
 
-**Pending messages are taken once.**  A turn that brings them says at which revision it begins (`taken_at`).
-They are pending as long as the conversation is at that revision, so neither a turn that fails nor the end
-of the process loses them, and its end and theirs are one commit.  After a turn that failed they are given
-back, since another turn may come that does not bring them.
+**Pending messages are taken once.**  The transaction that begins a turn which brings them notes its revision
+(`taken_at`).  They are pending as long as the conversation is at that revision, so neither a turn that fails
+nor the end of the process loses them, and its end and theirs are one commit.  What changes the revision
+otherwise (a turn that does not bring them, a rewind) gives them back first, in its own transaction.
 """
 
 from __future__ import annotations
@@ -109,37 +109,22 @@ class ConversationChanges:
                 return PendingChange(after, is_erasure_due=True)
         return PendingChange(after)
 
-    def take_pending(
-        self,
-        conversation_id: str,
-        at_revision: int,
-        messages: tuple[NewMessage, ...],
-        *,
-        tenant: str = "",
-    ) -> None:
-        """They come with the turn that begins at this revision.
 
-        StaleRevision, and nothing is taken, if that is past, or these are not what is pending.
-        """
-        with self._running.writing() as conn:
-            _, conversation = require_conversation(conn, conversation_id, tenant)
-            if conversation.running_turn_id is not None:
-                raise TurnRunning(conversation_id, str(conversation.running_turn_id))
-            pending = pending_of(conn, conversation_id, tenant)
-            if conversation.revision != at_revision or pending.messages != messages:
-                raise StaleRevision(at_revision, conversation.revision)
-            _change_pending(
-                conn, conversation_id, tenant, lambda found: replace(found, taken_at=at_revision)
-            )
+def take_pending(
+    conn: Connection, conversation: Conversation, messages: Sequence[NewMessage] = ()
+) -> None:
+    """Before a turn that begins here and brings them, or before a revision that comes without them.
 
-    def give_back_pending(self, conversation_id: str, *, tenant: str = "") -> None:
-        """The turn that was to bring them did not begin, or did not end; one that runs keeps them."""
-        with self._running.writing() as conn:
-            _, conversation = require_conversation(conn, conversation_id, tenant)
-            if conversation.running_turn_id is None:
-                _change_pending(
-                    conn, conversation_id, tenant, lambda found: replace(found, taken_at=None)
-                )
+    StaleRevision, and nothing is taken, if these are not what is pending.
+    """
+    if not (messages or conversation.has_pending):
+        return
+    name, tenant = conversation.conversation_id, conversation.tenant
+    pending = pending_of(conn, name, tenant)
+    if messages and pending.messages != tuple(messages):
+        raise StaleRevision(conversation.revision, conversation.revision)
+    taken_at = conversation.revision if messages else None
+    _change_pending(conn, name, tenant, lambda found: replace(found, taken_at=taken_at))
 
 
 def _change_pending(

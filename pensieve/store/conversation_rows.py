@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pensieve.errors import AlreadyExists, NotFound
+from pensieve.errors import AlreadyExists, NotFound, TurnRunning
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.records import PAGE_BYTES_MAX, Conversation
 
@@ -59,6 +59,7 @@ def _conversation(row: Any) -> tuple[int, Conversation]:
         created_at=created_at,
         updated_at=updated_at,
         began_at=private.get("began_at"),
+        has_pending="pending" in private,
     )
 
 
@@ -85,6 +86,12 @@ def require_conversation(
     if found is None:
         raise NotFound(f"there is no conversation {conversation_id!r}")
     return found
+
+
+def refuse_running(conversation: Conversation) -> None:
+    """Raises TurnRunning if a turn of it runs."""
+    if conversation.running_turn_id is not None:
+        raise TurnRunning(conversation.conversation_id, str(conversation.running_turn_id))
 
 
 def refuse_taken(conn: Connection, conversation_id: str, tenant: str) -> None:

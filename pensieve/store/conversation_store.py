@@ -34,15 +34,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pensieve.errors import InvalidArgument, NotFound, StaleRevision, TurnRunning
+from pensieve.errors import InvalidArgument, NotFound, StaleRevision
 from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows, verify
 from pensieve.store.backup.source import BackupSource
 from pensieve.store.chain_rows import insert_state
 from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
-from pensieve.store.conversation_changes import ConversationChanges
-from pensieve.store.conversation_rows import require_conversation
+from pensieve.store.conversation_changes import ConversationChanges, take_pending
+from pensieve.store.conversation_rows import refuse_running, require_conversation
 from pensieve.store.declared_prefixes import DeclaredPrefixes
 from pensieve.store.erasure import Erasure
 from pensieve.store.folder import DataFolder
@@ -67,7 +67,7 @@ from pensieve.store.records import (
     check_id,
     check_text,
 )
-from pensieve.store.responses import Responses
+from pensieve.store.responses import Responses, StoredResponse, put_response
 from pensieve.store.running_rows import RunningRows
 from pensieve.store.shared_head import shared_head
 from pensieve.store.time_limit import STATEMENT_SECONDS
@@ -240,8 +240,9 @@ class ConversationStore:
         """Cut the messages of later revisions; returns the new revision and the length of the log."""
         with self._running.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
-            _refuse_running(conversation)
+            refuse_running(conversation)
             links = message_rows.require_links(conn, number, conversation, to_revision)
+            take_pending(conn, conversation)
             message_rows.cut_history(conn, number, tenant, to_revision)
             conversation_rows.set_revision(conn, number, conversation.revision + 1, self.now())
             return Rewound(conversation.revision + 1, sum(link.num_tokens for link in links))
@@ -260,7 +261,7 @@ class ConversationStore:
         """
         with self._running.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
-            _refuse_running(conversation)
+            refuse_running(conversation)
             if len(token_ids) != conversation.num_messages:
                 raise InvalidArgument(
                     "token_ids",
@@ -279,7 +280,7 @@ class ConversationStore:
         try:
             with self._running.writing() as conn:
                 number, conversation = require_conversation(conn, conversation_id, tenant)
-                _refuse_running(conversation)
+                refuse_running(conversation)
                 conversation_rows.delete_conversation(conn, number, tenant)
                 self.erasure.prepare()
         except NotFound:
@@ -306,7 +307,7 @@ class ConversationStore:
                 raise InvalidArgument("request_id", "was used before with other content")
             if stored and TurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
                 return Begun(stored.turn, must_run=False)
-            _refuse_running(conversation)
+            refuse_running(conversation)
             expected = request.expected_revision
             created_at = request.expected_created_at
             if expected is not None and (
@@ -314,6 +315,7 @@ class ConversationStore:
                 or created_at not in (None, conversation.created_at)
             ):
                 raise StaleRevision(expected, conversation.revision)
+            take_pending(conn, conversation, request.pending)
             if stored is None:
                 turn = turn_rows.insert_turn(
                     conn, number, conversation, request, content_hash, self.now()
@@ -332,10 +334,12 @@ class ConversationStore:
         finish_reason: str,
         usage: Mapping[str, Any],
         chain_state: ChainState | None = None,
+        response: StoredResponse | None = None,
     ) -> int:
         """Append the turn's messages and its reply to the log; returns the revision it made.
 
-        It may be called again after an error: a turn that was committed is not committed twice.
+        A response that the turn is gets that revision.  It may be called again after an error: a turn that
+        was committed is not committed twice.
         """
         state = TurnState.CANCELLED if finish_reason == CANCELLED else TurnState.COMPLETED
         with self._running.ending(turn_id) as conn:
@@ -354,6 +358,8 @@ class ConversationStore:
             now = self.now()
             if chain_state is not None:
                 insert_state(conn, tenant, chain_state, message, now)
+            if response is not None:
+                put_response(conn, number, replace(response, revision=revision))
             conversation_rows.set_revision(conn, number, revision, now)
             turn_rows.finish_turn(conn, turn_id, state, finish_reason, usage, revision, now)
         return revision
@@ -441,8 +447,3 @@ class ConversationStore:
             self.integrity_check_due = False
             self.folder.mark_damaged(False)
         return problems
-
-
-def _refuse_running(conversation: Conversation) -> None:
-    if conversation.running_turn_id is not None:
-        raise TurnRunning(conversation.conversation_id, str(conversation.running_turn_id))

@@ -124,6 +124,7 @@ class TurnRequest:
     seed: int = 0
     expected_revision: int | None = None
     expected_created_at: float | None = None
+    pending: Sequence[NewMessage] = ()  # what it brings of its conversation's, among its messages
 
     def content_hash(self) -> str:
         """A digest that is the same for the same messages and sampling."""
@@ -151,6 +152,7 @@ class Conversation:
     began_at: float | None = (
         None  # whose head has tokens of its own: the time that it is to the template
     )
+    has_pending: bool = False  # messages that its next turn may bring, or has brought
 
     @property
     def template_time(self) -> float:

@@ -4,7 +4,7 @@ A response is a row of `responses` and a body: the JSON that its client got.  It
 and it may go before.
 
     revision         of its conversation after its turn: what a client goes on from; none until the turn is
-                     in the history, and none where it never is
+                     in the history, which is one commit with this, and none where it never is
     is_ours          nobody asked for the conversation: it was made to hold responses
     last_revision    the highest that a response made or found there, deleted ones included
 
@@ -63,43 +63,11 @@ class Responses:
 
     def save(self, response: StoredResponse) -> None:
         """Store a response, in place of what is stored of it; NotFound without its conversation."""
-        tenant = response.tenant
-        last_revision = response.revision or response.began_at_revision
         with self._running.writing() as conn:
             number, _ = conversation_rows.require_conversation(
-                conn, response.conversation_id, tenant
+                conn, response.conversation_id, response.tenant
             )
-            body = insert_body(
-                conn,
-                tenant,
-                {
-                    "response_id": response.response_id,
-                    "response": dict(response.body),
-                    "request": response.request,
-                },
-            )
-            key = _key(response.response_id, tenant)
-            row = conn.execute(
-                "SELECT response, conversation, body FROM responses WHERE key = ?", (key,)
-            ).fetchone()
-            if row is None:
-                conn.execute(
-                    "INSERT INTO responses (key, conversation, revision, last_revision, is_ours,"
-                    " body) VALUES (?, ?, ?, ?, ?, ?)",
-                    (
-                        *(key, number, response.revision, last_revision),
-                        *(int(response.is_ours), body),
-                    ),
-                )
-                return
-            if row[1] != number:
-                raise AlreadyExists(f"there is a response {response.response_id!r} already")
-            wipe_bodies(conn, tenant, (row[2],))
-            conn.execute(
-                "UPDATE responses SET revision = ?, last_revision = max(last_revision, ?),"
-                " body = ? WHERE response = ?",
-                (response.revision, last_revision, body, row[0]),
-            )
+            put_response(conn, number, response)
 
     def is_made_for(self, conversation_id: str, *, tenant: str = "") -> bool:
         """Whether a conversation was made to hold responses, and holds some; NotFound without it."""
@@ -125,6 +93,42 @@ class Responses:
         if not removed.conversation_id:  # else the deletion of that erases both
             self._erasure.finish()
         return removed
+
+
+def put_response(conn: Connection, number: int, response: StoredResponse) -> None:
+    """Of the conversation with this row number, in place of what is stored of the response.
+
+    One whose turn is in the history stays: what says that it runs was written too late.
+    """
+    tenant = response.tenant
+    last_revision = response.revision or response.began_at_revision
+    private = {
+        "response_id": response.response_id,
+        "response": dict(response.body),
+        "request": response.request,
+    }
+    key = _key(response.response_id, tenant)
+    row = conn.execute(
+        "SELECT response, conversation, body, revision FROM responses WHERE key = ?", (key,)
+    ).fetchone()
+    if row is not None and row[1] != number:
+        raise AlreadyExists(f"there is a response {response.response_id!r} already")
+    if row is not None and row[3] is not None and response.revision is None:
+        return
+    body = insert_body(conn, tenant, private)
+    if row is None:
+        conn.execute(
+            "INSERT INTO responses (key, conversation, revision, last_revision, is_ours, body)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (key, number, response.revision, last_revision, int(response.is_ours), body),
+        )
+        return
+    wipe_bodies(conn, tenant, (row[2],))
+    conn.execute(
+        "UPDATE responses SET revision = ?, last_revision = max(last_revision, ?),"
+        " body = ? WHERE response = ?",
+        (response.revision, last_revision, body, row[0]),
+    )
 
 
 def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:

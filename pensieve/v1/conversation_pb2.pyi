@@ -358,7 +358,7 @@ class Message(google.protobuf.message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why a reply ended; unspecified for every other message."""
     thinking: builtins.str
-    """Of a message that a client gave: see NewMessage."""
+    """Of a message that a client gave, or a reply in its parts: see NewMessage."""
     name: builtins.str
     """Of a message that a client gave: see NewMessage."""
     @property
@@ -371,7 +371,7 @@ class Message(google.protobuf.message.Message):
 
     @property
     def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Of a message that a client gave: see NewMessage."""
+        """Of a message that a client gave, or a reply in its parts: see NewMessage."""
 
     def __init__(
         self,
@@ -1198,6 +1198,7 @@ class ListMessagesRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     INCLUDE_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    CUT_REPLIES_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """Of which conversation."""
     page_size: builtins.int
@@ -1206,6 +1207,10 @@ class ListMessagesRequest(google.protobuf.message.Message):
     """next_page_token of the page before; empty for the first."""
     include_token_ids: builtins.bool
     """Also the tokens."""
+    cut_replies: builtins.bool
+    """Replies in their parts: what the model thought and the calls that it wrote are beside the text, not in it.  A
+    reply with a call that broke off stays as it is.
+    """
     def __init__(
         self,
         *,
@@ -1213,8 +1218,9 @@ class ListMessagesRequest(google.protobuf.message.Message):
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
         include_token_ids: builtins.bool = ...,
+        cut_replies: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "include_token_ids", b"include_token_ids", "page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "cut_replies", b"cut_replies", "include_token_ids", b"include_token_ids", "page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
 
 Global___ListMessagesRequest: typing_extensions.TypeAlias = ListMessagesRequest
 

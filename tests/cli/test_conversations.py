@@ -184,8 +184,8 @@ def test_a_conversation_that_is_deleted_while_it_is_exported_leaves_no_half_line
         talk(client, name, "Hello there.")
     read = Conversation.messages
 
-    def messages(conversation: Conversation) -> Iterator[Message]:
-        for each in read(conversation):
+    def messages(conversation: Conversation, **options: Any) -> Iterator[Message]:
+        for each in read(conversation, **options):
             yield each
             if conversation.conversation_id == "second":
                 raise NotFound("there is no conversation 'second'")

@@ -83,6 +83,7 @@ class Shape:
     background: float = 0.0  # how likely a turn is one of a batch job
     staging_pages: int = 0  # of an arena, for streamed turns
     stream: str = "on"
+    scope: str = ""  # what all names begin with
     restless: bool = False  # many forks, cancels, deletions and evictions
 
 
@@ -157,7 +158,7 @@ class World:
         if deed == "turn":
             if not full and (not idle or self.random.random() < 0.3):
                 self._num_conversations += 1
-                name = f"c{self._num_conversations}"
+                name = f"{self.shape.scope}c{self._num_conversations}"
                 self.logs[name], self.commits[name] = [], [0]
                 idle = [name]
             if idle:
@@ -240,7 +241,7 @@ class World:
 
     def fork(self, name: str) -> None:
         self._num_conversations += 1
-        target = f"c{self._num_conversations}"
+        target = f"{self.shape.scope}c{self._num_conversations}"
         at = self.random.choice(self.commits[name])
         self.logs[target] = self.logs[name][:at]
         self.commits[target] = [length for length in self.commits[name] if length <= at]

@@ -39,6 +39,7 @@ MESSAGES = [
     box.Picture(7, 50, "acme/"),
     box.GetStats(5),
     box.CheckIntegrity(6),
+    box.WatchCache(3, "~unstored/"),
 ]
 EVENTS = [
     SampledToken(1, 5, "Grüße 日本\x00\n"),
@@ -49,6 +50,7 @@ EVENTS = [
     box.TurnEnded(1, "c", FinishReason.STOP, Usage(3, 4, 5, 6, 7, 1, 0.5, 0.75, None, 2.0)),
     box.TurnEnded(2, "c", FinishReason.FAILED, Usage(), "NAN_LOGITS"),
     box.Answer(3, {"pages": 2.0}, ("a page leaked",), (("c", 1.5, math.inf), (0, 3, "host", 1))),
+    box.CacheChanged(3, "acme", ((5, 0, 1, 2), (6, 5, 3, 4)), (7, 8)),
 ]
 
 

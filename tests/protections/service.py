@@ -217,7 +217,7 @@ PROTECTIONS = (
             ),
             Change(
                 "pensieve/store/conversation_store.py",
-                "must_run=False)\n            _refuse_running(conversation)\n",
+                "must_run=False)\n            refuse_running(conversation)\n",
                 "must_run=False)\n",
             ),
         ),

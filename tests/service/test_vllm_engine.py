@@ -369,10 +369,6 @@ def test_what_is_not_there_says_so(rig: DaemonRig) -> None:
     with pytest.raises(grpc.RpcError) as error:
         stub(rig).Embed(pb.EmbedRequest())
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    with pytest.raises(grpc.RpcError) as error:
-        list(stub(rig).SubscribeKvEvents(common.SubscribeKvEventsRequest()))
-    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "KV" in error.value.details()
 
 
 def test_it_is_off_unless_it_is_wanted(tmp_path: Path) -> None:

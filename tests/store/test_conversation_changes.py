@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.errors import StaleRevision, TurnRunning
-from pensieve.store import ConversationStore, NewConversation, NewMessage
+from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
 from pensieve.store.conversation_changes import Pending
 from tests.store.talk import begin, create, reply, say, user
 from tests.store.test_deletion import reader
@@ -72,36 +72,53 @@ def test_pending_messages_wait_and_are_no_history(store: ConversationStore) -> N
     assert pending(store, "cup") == Pending()
 
 
+def bring(store: ConversationStore, request_id: str, *messages: NewMessage) -> int:
+    """A turn begins that brings these."""
+    asked = TurnRequest(request_id, [*messages, user("and?", 1)], pending=messages)
+    return store.begin_turn("tea", asked).turn.turn_id
+
+
 def test_pending_messages_are_gone_once_the_turn_that_took_them_has_ended(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    store.changes.take_pending("tea", 0, TWO)
+    turn_id = bring(store, "r1", *TWO)
     assert pending(store) == Pending(TWO, taken_at=0)
-    say(store, "tea", "r1", user("one", 1), reply("hello", 2))
+    store.finish_turn(turn_id, reply("hello", 2), "stop", {})
     assert pending(store) == Pending()
     add(store, TWO[0])
     assert pending(store) == Pending((TWO[0],))
 
 
-def test_a_turn_that_does_not_take_them_leaves_them_pending(store: ConversationStore) -> None:
+def test_what_a_turn_that_failed_had_taken_is_not_lost_to_the_next_revision(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     add(store, *TWO)
-    store.changes.take_pending("tea", 0, TWO)
-    store.fail_turn(begin(store, "tea", "r1", "one", 1), "NAN_LOGITS")
-    store.changes.give_back_pending("tea")
+    store.fail_turn(bring(store, "r1", *TWO), "NAN_LOGITS")
+    assert pending(store).messages == TWO
     say(store, "tea", "r2", user("another", 1), reply("hello", 2))
     assert pending(store) == Pending(TWO)
+    store.interrupt_turn(bring(store, "r3", *TWO))
+    store.rewind_conversation("tea", 0)
+    assert pending(store) == Pending(TWO)
+    store.finish_turn(bring(store, "r3", *TWO), reply("hello", 2), "stop", {})
+    assert pending(store) == Pending()
 
 
-def test_only_what_is_pending_is_taken(store: ConversationStore) -> None:
+def test_only_what_is_pending_is_taken_and_with_the_turn_or_not_at_all(
+    store: ConversationStore,
+) -> None:
     create(store, "tea")
     add(store, *TWO)
     with pytest.raises(StaleRevision):
-        store.changes.take_pending("tea", 0, TWO[:1])
+        bring(store, "r1", *TWO[:1])
+    assert store.find_turn("tea", "r1") is None
     assert pending(store) == Pending(TWO)
-    say(store, "tea", "r1", user("another", 1), reply("hello", 2))
+    begin(store, "tea", "r2", "another", 1)
+    with pytest.raises(TurnRunning):
+        bring(store, "r1", *TWO)
     assert pending(store) == Pending(TWO)
 
 

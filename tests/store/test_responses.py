@@ -118,3 +118,21 @@ def test_verify_finds_a_response_without_its_conversation(spoken: ConversationSt
         conn.execute("PRAGMA foreign_keys = OFF")
         conn.execute("UPDATE responses SET conversation = 77")
     assert "response number 1: its conversation does not exist" in spoken.verify()
+
+
+def test_a_response_is_stored_in_the_transaction_of_its_reply(spoken: ConversationStore) -> None:
+    spoken.responses.save(of_tea(revision=None, body={"status": "queued"}))
+    turn_id = begin(spoken, "tea", "r2", "again", 12)
+    of_cup = dataclasses.replace(of_tea("resp_2"), conversation_id="cup")
+    spoken.responses.save(of_cup)
+    with pytest.raises(AlreadyExists):  # then neither of them is there
+        spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=of_tea("resp_2"))
+    assert spoken.get_conversation("tea").revision == 1
+    done = of_tea(revision=None, body={"status": "completed"})
+    assert spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=done) == 2
+    again = found(spoken, "resp_1")
+    assert again is not None
+    assert (again.body, again.revision) == ({"status": "completed"}, 2)
+    spoken.responses.save(of_tea(revision=None, body={"status": "in_progress"}))  # too late
+    assert found(spoken, "resp_1") == again
+    assert spoken.verify() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,10 @@ from pensieve.service.grpc import json_values, translate
 from pensieve.service.grpc.auth import caller
 from pensieve.service.grpc.server_info import server_info
 from pensieve.service.heads import PrefixSettings
+from pensieve.service.openai.conversation_items import in_parts
 from pensieve.store import records
+from pensieve.text.reply_pieces import ReplyPieces
+from pensieve.text.tool_calls import style_of
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 
@@ -119,9 +123,12 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             include_token_ids=request.include_token_ids,
             tenant=caller().tenant,
         )
+        messages: Sequence[records.Message] = found.messages
+        if request.cut_replies:
+            messages = await self._in_parts(request.conversation_id, messages)
         page = pb.ListMessagesResponse()
         num_bytes = 0
-        for each in found.messages:
+        for each in messages:
             message = translate.message(each)
             num_bytes += message.ByteSize()
             if page.messages and num_bytes > records.PAGE_BYTES_MAX:
@@ -131,6 +138,18 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         if found.has_more or len(page.messages) < len(found.messages):
             page.next_page_token = str(start + len(page.messages))
         return page
+
+    async def _in_parts(
+        self, conversation_id: str, messages: Sequence[records.Message]
+    ) -> Sequence[records.Message]:
+        tenant, template = caller().tenant, self.daemon.texts.template
+        tools = (await self.daemon.reads.conversation(conversation_id, tenant)).tools
+
+        def cut() -> list[records.Message]:
+            style = style_of(template)
+            return [in_parts(each, ReplyPieces(style, tools)) for each in messages]
+
+        return await self.daemon.threads.in_text_pool(tenant, cut)
 
     # -- declared prefixes --
 

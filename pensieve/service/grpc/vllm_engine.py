@@ -21,7 +21,7 @@ import grpc
 
 from pensieve import __version__
 from pensieve.core.turn import TurnOptions
-from pensieve.errors import Loading
+from pensieve.errors import DeadlineExceeded, Loading
 from pensieve.service.choices import begin_unstored
 from pensieve.service.constraints import Constraints
 from pensieve.service.daemon import LOADING, Daemon
@@ -37,7 +37,6 @@ from pensieve.v1.routers import vllm_engine_pb2_grpc
 NAME = "vllm.grpc.engine.VllmEngine"
 PIECE_BYTES = 64 << 10  # of the tokenizer's archive
 NO_EMBEDDINGS = "this server computes no embeddings"
-NO_EVENTS = "this server does not tell which KV it holds; GetLoads and cached_tokens tell how much"
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -123,10 +122,24 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, NO_EMBEDDINGS)
         raise AssertionError("an abort raises")
 
-    async def SubscribeKvEvents(  # type: ignore[override]
+    async def SubscribeKvEvents(  # type: ignore[override]  # likewise
         self, request: common.SubscribeKvEventsRequest, context: Any
     ) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, NO_EVENTS)
+        """A stream counts on from where its caller was, and tells all that is held first.
+
+        So a caller misses nothing and has nothing twice, whoever served it before.
+        """
+        numbered = vllm_values.Numbered(request.start_sequence_number, self._ready.chunk_tokens)
+        stall_seconds = self.daemon.config.stall_seconds
+        with self.daemon.kv_events.subscribed(caller().tenant) as subscription:
+            while True:
+                for each in await subscription.batches():
+                    batch = numbered.batch(each, datetime.now(UTC).timestamp())
+                    try:
+                        async with asyncio.timeout(stall_seconds):
+                            await context.write(batch)
+                    except TimeoutError:
+                        raise DeadlineExceeded("nothing was taken of what was watched") from None
 
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: Any

@@ -15,8 +15,10 @@ from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import InvalidArgument
 from pensieve.service.grpc import constraints
 from pensieve.service.grpc.sizes import RESPONSE_BYTES_MAX
+from pensieve.service.kv_events import Batch
 from pensieve.service.live_turn import LiveTurn
 from pensieve.text import Tokenizer
+from pensieve.v1.routers import smg_common_pb2 as common
 from pensieve.v1.routers import vllm_engine_pb2 as pb
 
 CHOICES_MAX = 16
@@ -205,3 +207,37 @@ def load(
         token_usage=used / num_tokens if num_tokens else 0.0,
         cache_hit_rate=found / prompts if prompts else 0.0,
     )
+
+
+class Numbered:
+    """The batches of one stream of KV events."""
+
+    def __init__(self, sequence_number: int, block_size: int) -> None:
+        self._sequence_number, self._block_size = sequence_number, block_size
+        self._num_events = 0
+
+    def batch(self, batch: Batch, timestamp: float) -> common.KvEventBatch:
+        self._sequence_number += 1
+        result = common.KvEventBatch(
+            sequence_number=self._sequence_number, timestamp=timestamp, dp_rank=0
+        )
+        if batch.cleared:
+            self._event(result).cleared.SetInParent()
+        if batch.removed:
+            self._event(result).removed.block_hashes.extend(batch.removed)
+        stored = None
+        last = 0
+        for block in batch.stored:
+            if stored is None or not block.parent or block.parent != last:
+                stored = self._event(result).stored
+                if block.parent:
+                    stored.parent_block_hash = block.parent
+            stored.blocks.add(
+                block_hash=block.number, token_ids=block.tokens, block_size=self._block_size
+            )
+            last = block.number
+        return result
+
+    def _event(self, batch: common.KvEventBatch) -> common.KvCacheEvent:
+        self._num_events += 1
+        return batch.events.add(event_id=self._num_events)

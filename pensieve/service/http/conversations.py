@@ -89,9 +89,10 @@ class Conversations:
         conversation = await self._conversation(exchange, by)
         query = query_of(exchange)
         limit, descending = limit_of(query), is_descending(query)
-        after = self._parsed(query["after"], conversation) if query.get("after") else None
+        first = await self._pasts.first_number(conversation)
+        after = _parsed(query["after"], conversation, first) if query.get("after") else None
         found: list[Mapping[str, Any]] = []
-        async for item in self._items(conversation, after, descending):
+        async for item in self._items(conversation, first, after, descending):
             found.append(item)
             if len(found) > limit:
                 break
@@ -108,19 +109,22 @@ class Conversations:
             conversation.conversation_id, self._appended(messages), by.tenant
         )
         added = as_stored(after.messages, conversation)[-len(messages) :] if messages else []
-        return _listed([item for each in added for item in self._of(each, conversation)])
+        first = await self._pasts.first_number(conversation)
+        return _listed([item for each in added for item in self._of(each, conversation, first)])
 
     async def get_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         conversation = await self._conversation(exchange, by)
-        return (await self._item(exchange.values["item_id"], conversation))[1]
+        first = await self._pasts.first_number(conversation)
+        return (await self._item(exchange.values["item_id"], conversation, first))[1]
 
     async def delete_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         conversation = await self._conversation(exchange, by)
         if conversation.running_turn_id is not None:
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
-        message, item = await self._item(exchange.values["item_id"], conversation)
-        last = [each async for each in self._items(conversation, None, True, messages_max=1)]
+        first = await self._pasts.first_number(conversation)
+        message, item = await self._item(exchange.values["item_id"], conversation, first)
+        last = [each async for each in self._items(conversation, first, None, True, messages_max=1)]
         if len(last) != 1 or last[0]["id"] != item["id"]:
             raise Refusal("item_id", ONLY_LAST)
         if message.index >= conversation.num_messages:
@@ -180,14 +184,16 @@ class Conversations:
         return as_stored(found.messages, conversation)
 
     def _of(
-        self, message: records.Message, conversation: records.Conversation
+        self, message: records.Message, conversation: records.Conversation, first: int
     ) -> list[dict[str, Any]]:
-        place = Place(tag_of(conversation.tenant, conversation.conversation_id), message.index)
+        tag = tag_of(conversation.tenant, conversation.conversation_id)
+        place = Place(tag, first + message.index)
         return items_of(message, place, self._bodies.pieces_of(conversation.tools))
 
     async def _items(
         self,
         conversation: records.Conversation,
+        first_number: int,
         after: tuple[int, int] | None,
         descending: bool,
         messages_max: int = records.PAGE_SIZE_MAX,
@@ -197,7 +203,7 @@ class Conversations:
         first = None if after is None else after[0]
         num_messages = 0
         async for message in walk(conversation, first):
-            items = list(enumerate(self._of(message, conversation)))
+            items = list(enumerate(self._of(message, conversation, first_number)))
             for part, item in reversed(items) if descending else items:
                 at = (message.index, part)
                 if after is None or (at < after if descending else at > after):
@@ -230,26 +236,28 @@ class Conversations:
                 yield each
             stop = start
 
-    def _parsed(self, item_id: str, conversation: records.Conversation) -> tuple[int, int]:
-        found = place_of(item_id)
-        tag = tag_of(conversation.tenant, conversation.conversation_id)
-        if found is None or found[0].tag != tag:
-            raise NotFound("there is no such item in this conversation")
-        return found[0].index, found[1]
-
     async def _item(
-        self, item_id: str, conversation: records.Conversation
+        self, item_id: str, conversation: records.Conversation, first: int
     ) -> tuple[records.Message, dict[str, Any]]:
-        index, _ = self._parsed(item_id, conversation)
+        index, _ = _parsed(item_id, conversation, first)
         if index < conversation.num_messages:
             found = [each async for each in self._pasts.messages(conversation, index, index + 1)]
         else:
             found = [each for each in await self._pending(conversation) if each.index == index]
         for message in found:
-            for item in self._of(message, conversation):
+            for item in self._of(message, conversation, first):
                 if item["id"] == item_id:
                     return message, item
         raise NotFound("there is no such item in this conversation")
+
+
+def _parsed(item_id: str, conversation: records.Conversation, first: int) -> tuple[int, int]:
+    """The index of the item's message, and which part of it the item is."""
+    found = place_of(item_id)
+    tag = tag_of(conversation.tenant, conversation.conversation_id)
+    if found is None or found[0].tag != tag or found[0].number < first:
+        raise NotFound("there is no such item in this conversation")
+    return found[0].number - first, found[1]
 
 
 def _length(message: records.NewMessage) -> int:

@@ -37,6 +37,7 @@ class Past:
     system_prompt: str
     is_ours: bool
     calls: frozenset[str]  # that may be answered
+    first_number: int  # of its messages, as items
     is_of_response: bool = False  # its revision is that of a reply
 
 
@@ -56,12 +57,14 @@ class Pasts:
                 "is the id of a response that has no reply: it runs, was cancelled, or failed",
             )
         conversation = await self._daemon.reads.conversation(found.conversation_id, tenant)
+        head = await self._head(conversation)
         return Past(
             conversation,
             found.revision,
-            await self._system_prompt(conversation),
+            head.content if head else "",
             found.is_ours,
             frozenset(calls_of(found.body["output"])),
+            first_number(head is not None),
             is_of_response=True,
         )
 
@@ -70,21 +73,27 @@ class Pasts:
     ) -> Past:
         """Its end, as the ground of these messages."""
         conversation = await self.conversation(conversation_id, tenant)
-        calls: set[str] = set()
+        head = await self._head(conversation)
+        first, calls = first_number(head is not None), set[str]()
         if any(each.role == "tool" for each in messages):
-            calls = await self._last_calls(conversation)
+            calls = await self._last_calls(conversation, first)
         return Past(
             conversation,
             conversation.revision,
-            await self._system_prompt(conversation),
+            head.content if head else "",
             False,
             frozenset(calls),
+            first,
         )
 
     async def conversation(self, conversation_id: str, tenant: str) -> records.Conversation:
         if not records.ID_PATTERN.fullmatch(conversation_id):
             raise NotFound("there is no such conversation")
         return await self._daemon.reads.conversation(conversation_id, tenant)
+
+    async def first_number(self, conversation: records.Conversation) -> int:
+        """Of its messages, as items."""
+        return first_number(await self._head(conversation) is not None)
 
     async def messages(
         self, conversation: records.Conversation, start: int = 0, stop: int | None = None
@@ -119,28 +128,36 @@ class Pasts:
                 found.append(message_of(stored))
             else:
                 cutter = self._bodies.pieces_of(conversation.tools)
-                found.append(reply_as_sent_back(stored, Place(tag, stored.index), cutter))
+                place = Place(tag, past.first_number + stored.index)
+                found.append(reply_as_sent_back(stored, place, cutter))
         if past.is_of_response and last_revision != past.revision:
             raise no_previous(TAKEN_BACK)
         return tuple(found)
 
     # -- inside --
 
-    async def _last_calls(self, conversation: records.Conversation) -> set[str]:
+    async def _last_calls(self, conversation: records.Conversation, first: int) -> set[str]:
         """Of its last reply."""
         last = max(0, conversation.num_messages - 1)
         found = set[str]()
+        tag = tag_of(conversation.tenant, conversation.conversation_id)
         async for stored in self.messages(conversation, last):
-            place = Place(tag_of(conversation.tenant, conversation.conversation_id), stored.index)
+            place = Place(tag, first + stored.index)
             cutter = self._bodies.pieces_of(conversation.tools)
             found |= calls_of(items_of(stored, place, cutter))
         return found
 
-    async def _system_prompt(self, conversation: records.Conversation) -> str:
+    async def _head(self, conversation: records.Conversation) -> records.Message | None:
+        """The system prompt that it began with."""
         async for first in self.messages(conversation, 0, min(1, conversation.num_messages)):
             if first.role == "system" and not first.revision:
-                return first.content
-        return ""
+                return first
+        return None
+
+
+def first_number(has_head: bool) -> int:
+    """Of the messages of a conversation, as items: 0 is its system prompt's."""
+    return 0 if has_head else 1
 
 
 def as_stored(

@@ -75,14 +75,16 @@ def digest(*words: object) -> str:
     return hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=12).hexdigest()
 
 
-def reply_of(live: LiveTurn) -> Reply:
-    """The whole of a turn that has ended."""
+def reply_of(live: LiveTurn, finish: FinishReason | None = None, tail: str | None = None) -> Reply:
+    """The whole of a turn that has ended, or is about to: then it is said how."""
+    finish = live.finish if finish is None else finish
+    tail = live.tail if tail is None else tail
     count = live.num_tokens
     texts = list(live.texts[:count])
-    if live.tail and texts:
-        texts[-1] += live.tail
+    if tail and texts:
+        texts[-1] += tail
     logprobs = [live.logprobs[each] for each in range(count)] if live.logprobs else ()
-    finish = FinishReason.LENGTH if live.finish is FinishReason.LENGTH else FinishReason.STOP
+    finish = FinishReason.LENGTH if finish is FinishReason.LENGTH else FinishReason.STOP
     return Reply(live.token_ids[:count], texts, finish, live.parts[:count], logprobs)
 
 

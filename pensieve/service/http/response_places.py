@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from pensieve.core.turn import TurnOptions
+from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import NotFound, PensieveError, StaleRevision, TurnRunning
 from pensieve.service.binding.binder import Binder, Chat
 from pensieve.service.binding.chain import ChainEnd
@@ -35,7 +36,14 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, ConversationSettings, SettingsCheck
 from pensieve.service.heads import message_of
 from pensieve.service.http.bodies import Bodies
-from pensieve.service.http.pasts import TAKEN_BACK, Past, Pasts, as_stored, no_previous
+from pensieve.service.http.pasts import (
+    TAKEN_BACK,
+    Past,
+    Pasts,
+    as_stored,
+    first_number,
+    no_previous,
+)
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai import Refusal, Request
 from pensieve.service.openai.item_ids import Place, tag_of
@@ -50,6 +58,20 @@ PAGE_SIZE = 100
 
 
 @dataclass(frozen=True, slots=True)
+class Where:
+    """Where a response's turn is."""
+
+    conversation_id: str
+    began_at_revision: int
+    place: Place  # of its reply
+    tools: Sequence[Mapping[str, Any]]  # the conversation's, by which its reply is cut
+    is_ours: bool  # the conversation was made for responses
+
+
+Ended = Callable[[Where, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """A request, with what its conversation begins with apart from its messages."""
 
@@ -61,6 +83,7 @@ class Wish:
     given_sampling: Mapping[str, Any]
     session_key: str = ""  # the client's own name for the conversation
     chain: ChainEnd | None = None  # by which its history is found again, where all of it is known
+    ended: Ended | None = None  # what is stored with its reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +91,9 @@ class Placed:
     """A response's turn."""
 
     live: LiveTurn
-    conversation_id: str
-    place: Place  # of its reply
-    how: str  # appended, forked, new
-    tools: Sequence[Mapping[str, Any]]  # the conversation's, by which its reply is cut
-    is_ours: bool  # the conversation was made for responses
+    where: Where
+    how: str = "appended"  # or forked, or new
     is_made: bool = False  # for this one
-    has_pending: bool = False  # it brought what was pending
     recompute_reason: str = ""
 
 
@@ -155,14 +174,16 @@ class ResponsePlaces:
             fork = await self._daemon.writable_by(tenant).fork(
                 conversation_id, drawn_id(), match.revision, tenant=tenant
             )
-            live = await self._first_turn(wish, fork)
-            return _placed(live, fork, wish, "forked", is_ours=True, is_made=True)
+            first = await self._pasts.first_number(fork)
+            where = _where(wish, fork, first, is_ours=True)
+            return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
         conversation = await self._pasts.conversation(conversation_id, tenant)
         if conversation.revision != match.present_revision:
             raise StaleRevision(match.present_revision, conversation.revision)
         is_ours = await self._stored.is_made_for(conversation_id, tenant)
-        live = await self._turn(wish, conversation)
-        return _placed(live, conversation, wish, "appended", is_ours=is_ours)
+        first = await self._pasts.first_number(conversation)
+        where = _where(wish, conversation, first, is_ours=is_ours)
+        return Placed(await self._turn(wish, where), where)
 
     # -- behind a response --
 
@@ -175,16 +196,16 @@ class ResponsePlaces:
             return await self._new(wish, await self._pasts.as_sent_back(past), reason)
         if conversation.revision == past.revision and conversation.running_turn_id is None:
             with contextlib.suppress(StaleRevision, TurnRunning):
-                live = await self._turn(wish, conversation)
-                return _placed(live, conversation, wish, "appended", is_ours=past.is_ours)
+                where = _where(wish, conversation, past.first_number, is_ours=past.is_ours)
+                return Placed(await self._turn(wish, where), where)
         try:
             fork = await self._daemon.writable_by(tenant).fork(
                 conversation.conversation_id, drawn_id(), past.revision, tenant=tenant
             )
         except NotFound:  # of its revision
             raise no_previous(TAKEN_BACK) from None
-        live = await self._first_turn(wish, fork)
-        return _placed(live, fork, wish, "forked", is_ours=True, is_made=True)
+        where = _where(wish, fork, past.first_number, is_ours=True)
+        return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
 
     # -- in a conversation that the client names --
 
@@ -199,27 +220,19 @@ class ResponsePlaces:
 
     async def _append_once(self, wish: Wish) -> Placed:
         past, wish, pending = await self._end_of_conversation(wish)
-        conversation, tenant = past.conversation, wish.tenant
+        conversation = past.conversation
         if conversation.running_turn_id is not None:
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
         _check_outputs(wish, past.calls)
+        first = past.first_number
         if is_empty(conversation):
             conversation = await self._begun_with(wish, conversation)
+            first = first_number(bool(wish.instructions))
         else:
             _check_same(wish, past)
-        if pending:
-            await self._stored.take_pending(
-                conversation.conversation_id, conversation.revision, pending, tenant
-            )
-        try:
-            live = await self._turn(wish, conversation)
-        except PensieveError:
-            if pending:
-                await self._stored.give_back_pending(conversation.conversation_id, tenant)
-            raise
-        placed = _placed(live, conversation, wish, "appended", is_ours=False)
-        return replace(placed, has_pending=bool(pending))
+        where = _where(wish, conversation, first, is_ours=False)
+        return Placed(await self._turn(wish, where, pending), where)
 
     async def _end_of_conversation(
         self, wish: Wish
@@ -262,16 +275,16 @@ class ResponsePlaces:
             )
         )
         wish = replace(wish, messages=(*before, *wish.messages))
-        live = await self._first_turn(wish, created)
-        placed = _placed(live, created, wish, "new", is_ours=True, is_made=True)
-        return replace(placed, recompute_reason=reason)
+        where = _where(wish, created, first_number(bool(wish.instructions)), is_ours=True)
+        live = await self._first_turn(wish, where)
+        return Placed(live, where, "new", is_made=True, recompute_reason=reason)
 
-    async def _first_turn(self, wish: Wish, made: records.Conversation) -> LiveTurn:
+    async def _first_turn(self, wish: Wish, made: Where) -> LiveTurn:
         """Of a conversation that was made for it."""
         try:
             return await self._turn(wish, made)
         except BaseException:
-            await self.discard(made.conversation_id, made.revision, wish.tenant)
+            await self.discard(made.conversation_id, made.began_at_revision, wish.tenant)
             raise
 
     async def discard(self, conversation_id: str, revision: int, tenant: str) -> None:
@@ -279,16 +292,23 @@ class ResponsePlaces:
         with contextlib.suppress(PensieveError):  # then it stays
             await self._daemon.writable.delete(conversation_id, tenant, revision)
 
-    async def _turn(self, wish: Wish, conversation: records.Conversation) -> LiveTurn:
+    async def _turn(
+        self,
+        wish: Wish,
+        where: Where,
+        pending: tuple[records.NewMessage, ...] = (),
+    ) -> LiveTurn:
         return await self._daemon.begin(
             Ask(
-                conversation.conversation_id,
+                where.conversation_id,
                 wish.messages,
                 wish.options,
                 wish.tenant,
-                expected_revision=conversation.revision,
+                expected_revision=where.began_at_revision,
                 given_sampling=wish.given_sampling,
                 chain=wish.chain,
+                pending=pending,
+                response=None if wish.ended is None else partial(wish.ended, where),
             )
         )
 
@@ -314,19 +334,12 @@ def is_empty(conversation: records.Conversation) -> bool:
     )
 
 
-def _placed(
-    live: LiveTurn,
-    conversation: records.Conversation,
-    wish: Wish,
-    how: str,
-    *,
-    is_ours: bool,
-    is_made: bool = False,
-) -> Placed:
-    index = conversation.num_messages + len(wish.messages)
-    place = Place(tag_of(wish.tenant, conversation.conversation_id), index)
-    tools = conversation.tools
-    return Placed(live, conversation.conversation_id, place, how, tools, is_ours, is_made)
+def _where(wish: Wish, conversation: records.Conversation, first: int, *, is_ours: bool) -> Where:
+    """At the end of a conversation whose messages, as items, have numbers from `first` on."""
+    number = first + conversation.num_messages + len(wish.messages)
+    place = Place(tag_of(wish.tenant, conversation.conversation_id), number)
+    conversation_id, revision = conversation.conversation_id, conversation.revision
+    return Where(conversation_id, revision, place, conversation.tools, is_ours)
 
 
 def _difference(wish: Wish, past: Past) -> str:
@@ -371,7 +384,7 @@ def _check_outputs(wish: Wish, calls: frozenset[str]) -> None:
 
 
 def stored_response(
-    placed: Placed,
+    where: Where,
     response_id: str,
     body: Mapping[str, Any],
     request: str,
@@ -380,11 +393,11 @@ def stored_response(
 ) -> StoredResponse:
     return StoredResponse(
         response_id,
-        placed.conversation_id,
+        where.conversation_id,
         body,
         request,
         revision,
-        placed.is_ours,
-        placed.live.first_revision,
+        where.is_ours,
+        where.began_at_revision,
         tenant,
     )

@@ -19,6 +19,8 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed
@@ -77,6 +79,7 @@ class Responses:
                     heading = Heading(answer_id, int(time.time()), request.model)
                     known = Running(request, heading, requested, by.tenant)
                     self._running.add(known)
+                    wish = replace(wish, ended=partial(self._running.ended, known))
                     await self._daemon.threads.whole(self._begin(known, wish))
             if not isinstance(known, Running):
                 return await self._replay(exchange, request, known)
@@ -160,11 +163,11 @@ class Responses:
         self, exchange: Exchange, running: Running, placed: Placed, *, stays: bool
     ) -> None:
         request, live = running.request, placed.live
-        stream = self._stream_of(request, placed.place)
+        stream = self._stream_of(request, placed.where.place)
         write = _writer(exchange)
         await write(stream.begin(running.present))
         try:
-            cutter = self._bodies.pieces_of(placed.tools)
+            cutter = self._bodies.pieces_of(placed.where.tools)
             await self._tokens(exchange, stream, cutter, live, write, stays=stays)
             running.has_ended.set()
             await running.kept.wait()
@@ -310,7 +313,7 @@ class Responses:
             if running is None:
                 raise
             if running.placed is not None and running.placed.is_made:
-                removed = running.placed.conversation_id
+                removed = running.placed.where.conversation_id
         exchange.values = {**exchange.values, "conversation_id": removed}  # for the audit log
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -362,7 +365,7 @@ def _of_error(
 
 
 def _say_where(exchange: Exchange, placed: Placed) -> None:
-    exchange.out["x-pensieve-conversation-id"] = placed.conversation_id
+    exchange.out["x-pensieve-conversation-id"] = placed.where.conversation_id
     exchange.out["x-pensieve-bound"] = placed.how
     if placed.recompute_reason:
         exchange.out["x-pensieve-recompute-reason"] = placed.recompute_reason

@@ -1,15 +1,14 @@
 """Responses whose turn has begun and that are not stored yet, and how each comes to its end.
 
     begun      its turn runs; whoever knows its id may read it, fetch its state, or cancel it
-    ended      so has its turn; a task of its own makes the whole answer and stores it
-    kept       it is stored, or its turn came to nothing and what was made for it is deleted; here it is
-               forgotten
+    ended      so has its turn: the whole answer was made of it, and stored in the reply's transaction
+    kept       its turn's end is known, or the turn came to nothing and what was made for it is deleted; here
+               it is forgotten
 
-The task waits for the end of the turn whether somebody reads or not, so there is one place where a response
-is stored. Of a response in the background it is a reader that takes nothing, so that the turn goes on.
-What lives here does not outlive the process: then a response in the background is stored as one that runs,
-and is taken for one that has failed (`as_it_is_now`); any other was never stored, and its turn is in the
-history or it is not.
+A task of its own waits for the end of the turn, whether somebody reads or not.  Of a response in the
+background it is a reader that takes nothing, so that the turn goes on.  What lives here does not outlive the
+process: then a response in the background is stored as one that runs, and is taken for one that has failed
+(`as_it_is_now`); any other is stored with its turn's reply or, as that, not at all.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.service.daemon import Daemon
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.replies import prompt_of, reply_of
-from pensieve.service.http.response_places import Placed, ResponsePlaces, stored_response
+from pensieve.service.http.response_places import Placed, ResponsePlaces, Where, stored_response
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai import Heading, Request
 from pensieve.service.openai.item_ids import Place
@@ -37,6 +36,7 @@ from pensieve.service.openai.response_stream import (
     unfinished,
 )
 from pensieve.service.stored_responses import StoredResponses
+from pensieve.store.responses import StoredResponse
 from pensieve.text.reply_pieces import ReplyPieces
 
 log = logging.getLogger("pensieve")
@@ -52,6 +52,7 @@ class Running:
         self.digest, self.tenant = digest, tenant  # the digest: of what was asked for
         self.is_cancelled = False
         self.placed: Placed | None = None
+        self.made: dict[str, Any] | None = None  # what is stored with the reply
         self.body: dict[str, Any] | None = None  # once it has ended
         self.begun = asyncio.Event()  # or it will never
         self.has_ended = asyncio.Event()  # its turn, as a reader knows
@@ -103,6 +104,17 @@ class RunningResponses:
         self._daemon.threads.spawn(self._keep(running, placed))
         running.begun.set()
 
+    def ended(
+        self, running: Running, where: Where, live: LiveTurn, finish: FinishReason, tail: str
+    ) -> StoredResponse:
+        """What is stored in the transaction of its reply."""
+        cutter = self._bodies.pieces_of(where.tools)
+        running.made = self.whole(
+            running.request, running.heading, where.place, live, cutter, finish, tail
+        )
+        response_id, tenant = running.response_id, running.tenant
+        return stored_response(where, response_id, running.made, running.digest, tenant, None)
+
     async def cancel(self, running: Running) -> None:
         """Its turn leaves nothing."""
         assert running.placed is not None
@@ -115,21 +127,16 @@ class RunningResponses:
         try:
             await self._until_ended(running, live)
             if live.failure is None:
-                cutter = self._bodies.pieces_of(placed.tools)
-                running.body = self.whole(
-                    running.request, running.heading, placed.place, live, cutter
-                )
-                await self._save(running, running.body, live.revision)
+                running.body = running.made
+                if running.body is None:  # a fault of ours when it was to be made
+                    running.body = failed(running.request, running.heading, "server_error", LOST)
             elif running.request.background:
                 running.body = self._without_reply(running, live.failure)
                 await self._save(running, running.body, None)
             elif placed.is_made:
                 await self._places.discard(
-                    placed.conversation_id, live.first_revision, running.tenant
+                    placed.where.conversation_id, live.first_revision, running.tenant
                 )
-            if live.failure is not None and placed.has_pending:
-                with contextlib.suppress(PensieveError):
-                    await self._stored.give_back_pending(placed.conversation_id, running.tenant)
         except Exception:  # a fault of ours: its readers must not wait for ever
             log.exception("a response could not be ended")
         finally:
@@ -152,13 +159,15 @@ class RunningResponses:
         place: Place,
         live: LiveTurn,
         cutter: ReplyPieces,
+        finish: FinishReason | None = None,
+        tail: str | None = None,
     ) -> dict[str, Any]:
-        """The answer, of a turn that has ended; `cutter` has seen nothing of it."""
-        reply = reply_of(live)
+        """The answer, of a turn that has ended, or is about to; `cutter` has seen nothing of it."""
+        reply = reply_of(live, finish, tail)
         stream = ResponseStream(request, place, self._bodies.template.tokenizer)
         stream.tokens(cutter, reply)
         stream.pieces(cutter.end())
-        is_cut = live.finish is FinishReason.CANCELLED
+        is_cut = (finish or live.finish) is FinishReason.CANCELLED
         items = stream.items(is_whole=reply.finish is FinishReason.STOP and not is_cut)
         return finished(request, heading, reply, prompt_of(live), items, is_cut=is_cut)
 
@@ -172,8 +181,9 @@ class RunningResponses:
     async def _save(self, running: Running, body: Mapping[str, Any], revision: int | None) -> None:
         """Its turn is in the history, whatever becomes of this."""
         assert running.placed is not None
+        where = running.placed.where
         response = stored_response(
-            running.placed, running.response_id, body, running.digest, running.tenant, revision
+            where, running.response_id, body, running.digest, running.tenant, revision
         )
         try:
             await self._stored.save(response)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pensieve.service.openai.item_ids import Place
 from pensieve.service.openai.output_items import OutputItems
+from pensieve.store.bodies import canonical_json
 from pensieve.store.records import Message as StoredMessage
 from pensieve.text.message import Message, ToolCall
 from pensieve.text.parts import Part
-from pensieve.text.reply_pieces import Piece, ReplyPieces
+from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
 
 
 def reply_items(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[dict[str, Any]]:
@@ -114,9 +116,36 @@ def reply_as_sent_back(stored: StoredMessage, place: Place, cutter: ReplyPieces)
     )
 
 
+def in_parts(stored: StoredMessage, cutter: ReplyPieces) -> StoredMessage:
+    """A reply with what it thought and whom it called beside its text, as if a client had given it.
+
+    One with a call that broke off stays as it is: no client could give it otherwise.
+    """
+    if stored.finish_reason is None:
+        return stored
+    pieces = _cut(stored, cutter)
+    if cutter.num_calls != len(cutter.calls):
+        return stored
+    extra = {name: each for name, each in stored.extra.items() if name != "parts"}
+    if thinking := "".join(each.text for each in pieces if isinstance(each, Thinking)):
+        extra["thinking"] = thinking
+    if cutter.calls:
+        extra["tool_calls"] = [
+            {"id": None, "name": each.name, "arguments": _as_stored(each.arguments)}
+            for each in cutter.calls
+        ]
+    text = "".join(each.text for each in pieces if isinstance(each, Text))
+    return replace(stored, content=text, extra=extra)
+
+
 def calls_of(items: Sequence[Mapping[str, Any]]) -> set[str]:
     """The ids of the calls among them."""
     return {item["call_id"] for item in items if item["type"] == "function_call"}
+
+
+def _as_stored(arguments: Mapping[str, Any]) -> Any:
+    """As the store has those that a client gave: their members in its order."""
+    return json.loads(canonical_json(dict(arguments)))
 
 
 def _cut(stored: StoredMessage, cutter: ReplyPieces) -> list[Piece]:

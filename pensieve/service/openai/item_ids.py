@@ -3,8 +3,8 @@
     msg_1f0c53a9d2b7e684-3-1     the second part of the fourth message of the conversation with this tag
 
 A message that a client sent is one item; a reply may be several: what it thought, its text, its calls.  An
-id stays what it is as long as the message has its place.  The tag keeps items of different conversations
-apart.
+id stays what it is as long as the message has its place.  Number 0 is kept for the instructions, which a
+conversation may get when it has items already.  The tag keeps items of different conversations apart.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PATTERN = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{16})-([0-9]{1,9})-([0-9]{1,6}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A message of a conversation."""
+    """A message of a conversation, by its number."""
 
     tag: str
-    index: int
+    number: int
 
     def item_id(self, prefix: str, part: int = 0) -> str:
-        return f"{prefix}_{self.tag}-{self.index}-{part}"
+        return f"{prefix}_{self.tag}-{self.number}-{part}"
 
     def call_id(self, number: int) -> str:
         """Of the calls of a reply."""
-        return call_id(f"{self.tag}-{self.index}", 0, number)
+        return call_id(f"{self.tag}-{self.number}", 0, number)
 
 
 def tag_of(tenant: str, conversation_id: str) -> str:

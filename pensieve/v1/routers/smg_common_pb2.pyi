@@ -4,7 +4,9 @@ isort:skip_file
 Messages that vllm_engine.proto shares with the protocols of other engines; see there."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
 import typing
@@ -52,6 +54,7 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
 
     START_SEQUENCE_NUMBER_FIELD_NUMBER: builtins.int
     start_sequence_number: builtins.int
+    """of the last batch that the caller has; the stream counts on from there"""
     def __init__(
         self,
         *,
@@ -63,18 +66,160 @@ Global___SubscribeKvEventsRequest: typing_extensions.TypeAlias = SubscribeKvEven
 
 @typing.final
 class KvEventBatch(google.protobuf.message.Message):
+    """A stream begins with a batch that clears, and with all that is held."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_NUMBER_FIELD_NUMBER: builtins.int
     TIMESTAMP_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    DP_RANK_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
+    """one more than that of the batch before it in the stream"""
     timestamp: builtins.float
+    """when it was sent, in seconds since 1970"""
+    dp_rank: builtins.int
+    """always 0"""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvCacheEvent]:
+        """in this order"""
+
     def __init__(
         self,
         *,
         sequence_number: builtins.int = ...,
         timestamp: builtins.float = ...,
+        events: collections.abc.Iterable[Global___KvCacheEvent] | None = ...,
+        dp_rank: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sequence_number", b"sequence_number", "timestamp", b"timestamp"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "events", b"events", "sequence_number", b"sequence_number", "timestamp", b"timestamp"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_dp_rank", b"_dp_rank"]) -> typing.Literal["dp_rank"] | None: ...
 
 Global___KvEventBatch: typing_extensions.TypeAlias = KvEventBatch
+
+@typing.final
+class KvCacheEvent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENT_ID_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
+    REMOVED_FIELD_NUMBER: builtins.int
+    CLEARED_FIELD_NUMBER: builtins.int
+    event_id: builtins.int
+    """counts the events of a stream, from 1"""
+    @property
+    def stored(self) -> Global___KvBlocksStored: ...
+    @property
+    def removed(self) -> Global___KvBlocksRemoved: ...
+    @property
+    def cleared(self) -> Global___KvCacheCleared: ...
+    def __init__(
+        self,
+        *,
+        event_id: builtins.int = ...,
+        stored: Global___KvBlocksStored | None = ...,
+        removed: Global___KvBlocksRemoved | None = ...,
+        cleared: Global___KvCacheCleared | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cleared", b"cleared", "data", b"data", "removed", b"removed", "stored", b"stored"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "data", b"data", "event_id", b"event_id", "removed", b"removed", "stored", b"stored"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["data", b"data"]) -> typing.Literal["stored", "removed", "cleared"] | None: ...
+
+Global___KvCacheEvent: typing_extensions.TypeAlias = KvCacheEvent
+
+@typing.final
+class KvBlocksStored(google.protobuf.message.Message):
+    """Held from now on; each block follows the one before it in the list."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    PARENT_BLOCK_HASH_FIELD_NUMBER: builtins.int
+    parent_block_hash: builtins.int
+    """what the first one follows; absent: a prompt begins with it"""
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvBlock]: ...
+    def __init__(
+        self,
+        *,
+        blocks: collections.abc.Iterable[Global___KvBlock] | None = ...,
+        parent_block_hash: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_parent_block_hash", b"_parent_block_hash", "parent_block_hash", b"parent_block_hash"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_parent_block_hash", b"_parent_block_hash", "blocks", b"blocks", "parent_block_hash", b"parent_block_hash"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_parent_block_hash", b"_parent_block_hash"]) -> typing.Literal["parent_block_hash"] | None: ...
+
+Global___KvBlocksStored: typing_extensions.TypeAlias = KvBlocksStored
+
+@typing.final
+class KvBlock(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_HASH_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: builtins.int
+    LORA_ID_FIELD_NUMBER: builtins.int
+    CACHE_LEVEL_FIELD_NUMBER: builtins.int
+    block_hash: builtins.int
+    """of its tokens and all before them, for this server alone"""
+    block_size: builtins.int
+    lora_id: builtins.int
+    """never given"""
+    cache_level: builtins.int
+    """never given: a block may be in either tier"""
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        block_hash: builtins.int = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        block_size: builtins.int = ...,
+        lora_id: builtins.int | None = ...,
+        cache_level: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cache_level", b"_cache_level", "_lora_id", b"_lora_id", "cache_level", b"cache_level", "lora_id", b"lora_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cache_level", b"_cache_level", "_lora_id", b"_lora_id", "block_hash", b"block_hash", "block_size", b"block_size", "cache_level", b"cache_level", "lora_id", b"lora_id", "token_ids", b"token_ids"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cache_level", b"_cache_level"]) -> typing.Literal["cache_level"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lora_id", b"_lora_id"]) -> typing.Literal["lora_id"] | None: ...
+
+Global___KvBlock: typing_extensions.TypeAlias = KvBlock
+
+@typing.final
+class KvBlocksRemoved(google.protobuf.message.Message):
+    """No longer held."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    CACHE_LEVEL_FIELD_NUMBER: builtins.int
+    cache_level: builtins.int
+    """never given: it is in no tier"""
+    @property
+    def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        block_hashes: collections.abc.Iterable[builtins.int] | None = ...,
+        cache_level: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cache_level", b"_cache_level", "cache_level", b"cache_level"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cache_level", b"_cache_level", "block_hashes", b"block_hashes", "cache_level", b"cache_level"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_cache_level", b"_cache_level"]) -> typing.Literal["cache_level"] | None: ...
+
+Global___KvBlocksRemoved: typing_extensions.TypeAlias = KvBlocksRemoved
+
+@typing.final
+class KvCacheCleared(google.protobuf.message.Message):
+    """Nothing is held of what was stored before."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___KvCacheCleared: typing_extensions.TypeAlias = KvCacheCleared

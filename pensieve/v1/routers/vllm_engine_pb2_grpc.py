@@ -144,7 +144,7 @@ class VllmEngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """Not answered: a page here may hold KV of conversations, whose tokens are nobody else's.
+        """Which blocks of tokens a Generate of the caller's tenant would find in memory, as they come and go.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -283,7 +283,7 @@ class VllmEngineStub(typing.Generic[_VllmEngineGenerateType, _VllmEngineEmbedTyp
     """The files of the tokenizer, as a zip archive."""
 
     SubscribeKvEvents: _VllmEngineSubscribeKvEventsType
-    """Not answered: a page here may hold KV of conversations, whose tokens are nobody else's."""
+    """Which blocks of tokens a Generate of the caller's tenant would find in memory, as they come and go."""
 
 VllmEngineAsyncStub: typing_extensions.TypeAlias = VllmEngineStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -397,6 +397,6 @@ class VllmEngineServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.routers.smg_common_pb2.SubscribeKvEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pensieve.v1.routers.smg_common_pb2.KvEventBatch], collections.abc.AsyncIterator[pensieve.v1.routers.smg_common_pb2.KvEventBatch]]:
-        """Not answered: a page here may hold KV of conversations, whose tokens are nobody else's."""
+        """Which blocks of tokens a Generate of the caller's tenant would find in memory, as they come and go."""
 
 def add_VllmEngineServicer_to_server(servicer: VllmEngineServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -47,7 +47,7 @@ def test_a_stream_says_what_one_answer_says(client: openai.OpenAI) -> None:
 
 
 def test_a_prompt_may_be_token_ids(client: openai.OpenAI, rig: HttpRig) -> None:
-    tokenizer = rig.rig.daemon._texts.template.tokenizer
+    tokenizer = rig.rig.daemon.texts.template.tokenizer
     ids = list(tokenizer.encode_prompt(PROMPT))
     assert (
         complete(client, prompt=ids).choices[0].text

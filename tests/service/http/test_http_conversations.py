@@ -225,3 +225,42 @@ def test_what_a_conversation_cannot_be_is_refused(door: HttpRig, client: openai.
     refused = door.ask("POST", "/v1/conversations", {"items": [image]})
     assert (refused.status, refused.error["param"]) == (400, "items[0].type")
     assert door.ask("GET", "/v1/conversations/prefix%3Arules").status == 404
+
+
+def test_a_long_history_is_computed_again_under_other_instructions(
+    door: HttpRig, client: openai.OpenAI
+) -> None:
+    talk = [user("Hm."), {"role": "assistant", "content": "Yes?"}] * 150
+    first = client.responses.create(input=[*talk, user("And?")], instructions="Be brief.", **SHORT)
+    answer = client.responses.with_raw_response.create(
+        input="Go on.", instructions="Be long.", previous_response_id=first.id, **SHORT
+    )
+    assert answer.headers["x-pensieve-recompute-reason"] == "instructions"
+    name = answer.headers["x-pensieve-conversation-id"]
+    assert len(door.rig.messages(name)) == 1 + 300 + 2 + 2
+
+
+def test_ids_of_items_stay_when_the_conversation_gets_its_instructions(
+    client: openai.OpenAI,
+) -> None:
+    made = client.conversations.create(items=[user("One."), user("Two.")])
+    before = [each.id for each in client.conversations.items.list(made.id, order="asc")]
+    unstored = client.responses.create(
+        conversation=made.id, input="Three.", instructions="Be brief.", store=False, **SHORT
+    )
+    assert unstored.output_text
+    response = client.responses.create(
+        conversation=made.id, input="Three.", instructions="Be brief.", **SHORT
+    )
+    items = list(client.conversations.items.list(made.id, order="asc"))
+    assert [each.id for each in items][1:3] == before
+    assert [each.id for each in items][4:] == [each.id for each in response.output]
+    assert len({each.id for each in items}) == len(items)
+    for each in items:
+        assert client.conversations.items.retrieve(each.id or "", conversation_id=made.id) == each
+    pages = client.conversations.items.list(made.id, order="asc", limit=1)
+    assert [each.id for each in pages] == [each.id for each in items]
+    again = client.responses.create(conversation=made.id, input="Four.", **SHORT)
+    assert [each.id for each in client.conversations.items.list(made.id, order="asc")][6:] == [
+        each.id for each in again.output
+    ]

@@ -192,6 +192,18 @@ def test_a_response_in_the_background_of_a_server_that_stopped_has_failed(tmp_pa
         assert door.ask("GET", path).status == 404
 
 
+def test_a_response_is_on_the_disk_with_its_turn(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with http_rig(data, model=True) as door:
+        door.rig.call(_stop_keeping(door))  # behind the reply's own transaction
+        first = respond(door, "One.")
+    with http_rig(data, model=True) as door:
+        path = f"/v1/responses/{first.value['id']}"
+        assert door.ask("GET", path).value == first.value
+        second = respond(door, "Two.", previous_response_id=first.value["id"])
+        assert second.headers["x-pensieve-bound"] == "appended"
+
+
 async def _stop_keeping(door: HttpRig) -> None:
     """As if the process died: nothing that happens from now on is written down."""
     door.rig.daemon.store.responses.save = lambda response: None  # type: ignore[method-assign]
