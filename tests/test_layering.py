@@ -34,7 +34,7 @@ ROOMS = {
     "engine": room("core gc_pause", never="sqlite3 asyncio"),
     "sim": room("core engine", never="sqlite3"),
     "text": room("extras", "tokenizers jinja2"),
-    "store": room(packages="sqlite_utils pysqlite3"),
+    "store": room("extras", "sqlite_utils pysqlite3 psycopg"),
     "kernels": room(packages="torch cupy"),
     "model": room(
         "core kernels text config extras",

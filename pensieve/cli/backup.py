@@ -63,7 +63,7 @@ def back_up(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
     folder, data = arguments.folder.absolute(), resolved.values["data"]
     if not (data / DATABASE_NAME).exists():
-        raise ConfigError(f"{data} has no history; see --data")
+        raise ConfigError(f"{data} has no history; see --data (PostgreSQL has backups of its own)")
     generation = _copied(data, folder)
     path = folder / f"generation-{generation:06}"
     if problems := check_database(path / BASE_NAME):

@@ -106,3 +106,20 @@ def switch(text: str) -> bool:
 
 def file(text: str) -> Path:
     return Path(text).expanduser()
+
+
+# Every part is what libpq takes it for, so no piece of a password can get into an error as a host's name.
+_WORD = r"[^:@/?#\s,]*"
+_HOST = rf"(?:{_WORD}|\[[0-9a-fA-F:.%]*\])(?::[0-9]*)?"
+STORE_URL = re.compile(
+    rf"postgres(?:ql)?://(?:{_WORD}(?::{_WORD})?@)?{_HOST}(?:,{_HOST})*(?:/{_WORD})?(?:\?[^@#\s]*)?"
+)
+
+
+def store_url(text: str) -> str:
+    """The address of a database; special letters in names and passwords are percent-encoded."""
+    if not STORE_URL.fullmatch(text):
+        raise ValueError(
+            "is an address such as postgresql://user@host/name, with special letters percent-encoded"
+        )
+    return text

@@ -47,6 +47,7 @@ class Settings:
     threads: int
     tensor_parallel: int
     data: Path
+    store: str | None  # with its password, if it has one
     journal: Path | None
 
 
@@ -96,7 +97,7 @@ class Resolved:
     tables: tuple[Table, ...]
     values: dict[str, Any]  # by name; None where there is none
     sources: dict[str, str]  # by name: "flag", "PENSIEVE_…", the file, or "default"
-    written: dict[str, str]  # settings as they were written; what is not given is missing
+    written: dict[str, str]  # settings as they were written; without secrets and what is not given
     texts: dict[str, str]  # of every table, as they were written; "" where nothing was
 
     @property
@@ -134,9 +135,10 @@ def resolve(
         try:
             values[setting.name] = setting.parse(text) if text else None
         except ValueError as error:
-            raise ConfigError(f"{named} {error}, not {text!r}") from None
+            but = "" if setting.secret else f", not {text!r}"
+            raise ConfigError(f"{named} {error}{but}") from None
         sources[setting.name], texts[setting.name] = source, text
-        if text and setting in SETTINGS:
+        if text and setting in SETTINGS and not setting.secret:
             written[setting.name] = text
     for name, default in (("model", ""), ("data", default_data_folder(environ))):
         if name in values:

@@ -9,6 +9,7 @@ from pensieve.config.parsing import (
     names,
     number,
     parse_tier_size,
+    store_url,
     switch,
     whole,
 )
@@ -23,6 +24,15 @@ TURNS_WAITING_MAX = 1024
 CONNECTIONS_MAX = 512
 BACKUP_SECONDS = 60.0
 BACKUP_KEEP_DAYS = 7.0
+STORE = Setting(
+    "store",
+    store_url,
+    "",
+    "a PostgreSQL database for the history, in the place of SQLite in the data folder: "
+    "postgresql://USER@HOST/NAME (its password is better in a file: docs/postgresql.md)",
+    "URL",
+    secret=True,
+)
 DATA = Setting("data", file, "", "folder of the history (default: the user's data folder)", "DIR")
 SETTINGS: Table = (
     Setting(
@@ -192,6 +202,7 @@ SETTINGS: Table = (
         "N",
     ),
     DATA,
+    STORE,
     Setting("journal", file, "", "append a journal of all iterations to this file", "FILE"),
 )
 SERVING: Table = (

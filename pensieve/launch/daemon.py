@@ -86,6 +86,10 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             "prefill_ahead",
             "is not for --ttft: how long ready turns wait for a place would be taken for the time of prompts",
         )
+    if serving.backup is not None and resolved.settings.store:
+        raise InvalidArgument(
+            "backup", "is for a history in the data folder; PostgreSQL has backups of its own"
+        )
     listening = Listening(
         address=serving.address,
         http=_http_address(serving.http),
@@ -155,13 +159,18 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
     settings = setup.resolved.settings
     folder = resolve_model(settings.model, report)
     store = ConversationStore.open(
-        settings.data, setup.holder, statement_seconds=setup.statement_seconds
+        settings.data,
+        setup.holder,
+        statement_seconds=setup.statement_seconds,
+        url=settings.store or "",
     )
     try:
         if setup.check_history_first and store.integrity_check_due:
             report("checking the history after an unclean stop")
             if problems := store.integrity_check():
                 raise ConfigError(f"the history in {settings.data} is damaged: {problems[0]}")
+        if settings.store and store.folder.database_path.exists():
+            report(f"the history in {settings.data} is not served, since --store names another one")
         if store.folder.is_open_to_others:
             report(
                 f"other users may look into the data folder {settings.data}, which has other files too; "

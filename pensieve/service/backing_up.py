@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from pensieve.errors import PensieveError, StoreUnavailable, whole_line
 from pensieve.service.daemon_config import BackupConfig
 from pensieve.service.threads import Threads
+from pensieve.store.backend import Source
 from pensieve.store.backup.capture import Feed
-from pensieve.store.backup.source import BackupSource
 from pensieve.store.backup.writing import BackupFolder, BaseCopy, Chain
 
 log = logging.getLogger("pensieve")
@@ -41,7 +41,7 @@ class BackingUp:
     """Belongs to the loop."""
 
     def __init__(
-        self, source: BackupSource, threads: Threads, config: BackupConfig | None = None
+        self, source: Source, threads: Threads, config: BackupConfig | None = None
     ) -> None:
         self.problem = ""  # why the folder lacks what it should have
         self._source = source

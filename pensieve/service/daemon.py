@@ -55,7 +55,6 @@ from pensieve.service.turn_spans import TurnSpan, span_of
 from pensieve.service.turns import Turns, failure_of
 from pensieve.service.unstored import checked
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.scrub import Scrub
 
 log = logging.getLogger("pensieve")
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
@@ -101,7 +100,7 @@ class Daemon:
         self._erasing = Erasing(store.erasure, self.threads)
         self.backing_up = BackingUp(store.backup_source, self.threads, self.config.backup)
         self.scrubbing = Scrubbing(
-            Scrub(store.folder.database_path),
+            store.scrub(),
             self.threads,
             self.config.scrub_seconds,
             lambda: store.erasure.pending,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from pensieve.errors import ErasurePending, PensieveError
 from pensieve.service.threads import Threads
-from pensieve.store.erasure import Erasure
+from pensieve.store.backend import Erasing as Erasure
 
 log = logging.getLogger("pensieve")
 PAUSE_SECONDS = 0.02

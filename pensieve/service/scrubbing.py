@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from pensieve.errors import PensieveError
 from pensieve.service.threads import Threads
-from pensieve.store.scrub import Scrub
+from pensieve.store.backend import Scrubbing as Scrub
 
 log = logging.getLogger("pensieve")
 NOBODY = "/scrubbing"  # no tenant has this name

@@ -77,13 +77,12 @@ def insert_body(
 
 def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: bytes) -> int:
     """The same, of the bytes of both parts."""
-    cursor = conn.execute(
-        "INSERT INTO bodies (crc, private, tokens) VALUES (?, ?, ?)",
+    ((body,),) = conn.execute(
+        "INSERT INTO bodies (crc, private, tokens) VALUES (?, ?, ?) RETURNING body",
         (body_crc(fields, tokens), fields, tokens),
-    )
-    assert cursor.lastrowid is not None
+    ).fetchall()
     stored_bytes.count(conn, tenant, len(fields) + len(tokens) + stored_bytes.ROW_BYTES)
-    return cursor.lastrowid
+    return int(body)
 
 
 def checked_body(
@@ -105,14 +104,10 @@ def read_private(owner: str, crc: int | None, private: bytes | None, tokens: byt
 def shorten_body(conn: Connection, tenant: str, body: int, private: Mapping[str, Any]) -> None:
     """Replace the JSON of a body without tokens by less, and count the space that this wastes."""
     fields = canonical_json(private)
-    conn.execute(
-        "UPDATE space SET wiped_bytes = wiped_bytes + coalesce((SELECT"
-        " max(0, min(?, length(private)) - ?) FROM bodies WHERE body = ?), 0)",
-        (LOCAL_BYTES_MAX, len(fields), body),
-    )
     ((num_bytes,),) = conn.execute(
         "SELECT coalesce(sum(length(private)), 0) FROM bodies WHERE body = ?", (body,)
     ).fetchall()
+    _waste(conn, max(0, min(LOCAL_BYTES_MAX, num_bytes) - len(fields)))
     stored_bytes.count(conn, tenant, len(fields) - num_bytes)
     conn.execute(
         "UPDATE bodies SET crc = ?, private = ? WHERE body = ?",
@@ -125,18 +120,17 @@ def wipe_bodies(conn: Connection, tenant: str, bodies: Iterable[int]) -> None:
     numbers = [str(int(body)) for body in bodies]
     for first in range(0, len(numbers), WIPED_AT_ONCE):
         some = ",".join(numbers[first : first + WIPED_AT_ONCE])
-        conn.execute(
-            "UPDATE space SET wiped_bytes = wiped_bytes + coalesce((SELECT"
-            " sum(min(?, length(private) + length(tokens)))"
-            f" FROM bodies WHERE body IN ({some})), 0)",
-            (LOCAL_BYTES_MAX,),
-        )
-        ((num_bytes,),) = conn.execute(
-            "SELECT coalesce(sum(length(private) + length(tokens) + ?), 0)"
-            f" FROM bodies WHERE body IN ({some})",
-            (stored_bytes.ROW_BYTES,),
+        lengths = conn.execute(
+            f"SELECT length(private) + length(tokens) FROM bodies WHERE body IN ({some})"
+            " AND private IS NOT NULL AND tokens IS NOT NULL"
         ).fetchall()
+        _waste(conn, sum(min(LOCAL_BYTES_MAX, num_bytes) for (num_bytes,) in lengths))
+        num_bytes = sum(num_bytes + stored_bytes.ROW_BYTES for (num_bytes,) in lengths)
         stored_bytes.count(conn, tenant, -num_bytes)
         conn.execute(
             f"UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body IN ({some})"
         )
+
+
+def _waste(conn: Connection, num_bytes: int) -> None:
+    conn.execute("UPDATE space SET wiped_bytes = wiped_bytes + ?", (num_bytes,))

@@ -72,7 +72,7 @@ def holders(conn: Connection, message: int) -> list[Holder]:
         "SELECT h.conversation, h.revision, NOT EXISTS (SELECT 1 FROM history l"
         " WHERE l.conversation = h.conversation AND l.position > h.position),"
         " (SELECT turn_id FROM turns t WHERE t.conversation = h.conversation"
-        " AND t.state = 'running')"
+        " AND t.state = 'running' LIMIT 1)"
         " FROM history h WHERE h.message = ? ORDER BY h.conversation LIMIT ?",
         (message, HOLDERS_MAX),
     )

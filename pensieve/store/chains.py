@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.store import chain_rows, conversation_rows
-from pensieve.store.connection import Writer
+from pensieve.store.backend import Transactions
 from pensieve.store.records import ChainMatch, ChainRequest
 from pensieve.store.running_rows import RunningRows
 
@@ -42,7 +42,7 @@ class _Found(NamedTuple):
 class Chains:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Writer, running: RunningRows) -> None:
+    def __init__(self, writer: Transactions, running: RunningRows) -> None:
         self._writer = writer
         self._running = running
 

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import ErasurePending, StaleRevision, TurnRunning
 from pensieve.store import message_rows
+from pensieve.store.backend import Erasing, Transactions
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
-from pensieve.store.connection import Writer
 from pensieve.store.conversation_rows import require_conversation
-from pensieve.store.erasure import Erasure
 from pensieve.store.records import Conversation, NewMessage, check_text
 from pensieve.store.running_rows import RunningRows
 
@@ -49,7 +48,7 @@ class PendingChange(NamedTuple):
 class ConversationChanges:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Writer, running: RunningRows, erasure: Erasure) -> None:
+    def __init__(self, writer: Transactions, running: RunningRows, erasure: Erasing) -> None:
         self._writer = writer
         self._running = running
         self._erasure = erasure

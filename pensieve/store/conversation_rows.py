@@ -29,7 +29,8 @@ def digest(*words: str) -> bytes:
 
 CONVERSATION = """
     SELECT c.conversation, c.tenant, c.revision, c.fingerprint, c.created_at, c.updated_at,
-        (SELECT turn_id FROM turns t WHERE t.conversation = c.conversation AND t.state = 'running'),
+        (SELECT turn_id FROM turns t WHERE t.conversation = c.conversation AND t.state = 'running'
+            LIMIT 1),
         (SELECT h.position + 1 FROM history h WHERE h.conversation = c.conversation
             ORDER BY h.position DESC LIMIT 1),
         (SELECT h.first_token + m.num_tokens FROM history h JOIN messages m USING (message)
@@ -173,9 +174,9 @@ def insert_conversation(conn: Connection, conversation: Conversation) -> int:
     body = insert_body(conn, conversation.tenant, private)
     # Whose prefix is declared does not say what others under the same name begin with.
     prefix_id = "" if is_declared else conversation.prefix_id
-    cursor = conn.execute(
+    ((number,),) = conn.execute(
         "INSERT INTO conversations (key, tenant, prefix_key, revision, fingerprint, created_at,"
-        " updated_at, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        " updated_at, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?) RETURNING conversation",
         (
             conversation_key(conversation.conversation_id, conversation.tenant),
             conversation.tenant,
@@ -186,9 +187,8 @@ def insert_conversation(conn: Connection, conversation: Conversation) -> int:
             conversation.updated_at,
             body,
         ),
-    )
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid
+    ).fetchall()
+    return int(number)
 
 
 def set_revision(conn: Connection, conversation: int, revision: int, now: float) -> None:

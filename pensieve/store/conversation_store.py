@@ -18,8 +18,8 @@ Invariants, whatever happens to the process or the disk:
 * Revisions only grow.  A rewind takes the next one, and the messages it cuts stay readable through the
   turn that made them until the conversation is deleted or the request is forgotten (forgetting.py).
 * Messages are shared by reference and never changed, and are wiped when nothing holds them any more;
-  after `delete_conversation` no byte of them is left in the files.  Until `erasure` has done what is `due`,
-  the owner calls its `step` from time to time.
+  after `delete_conversation` no byte of them is left in SQLite's files (PostgreSQL: postgres/erasure.py).
+  Until `erasure` has done what is `due`, the owner calls its `step` from time to time.
 
 The caller uses the store from one thread at a time; `verify`, `integrity_check` and what `reader` returns
 open their own read-only connection and may run in another.
@@ -35,21 +35,19 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.errors import InvalidArgument, NotFound, StaleRevision
-from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows, verify
-from pensieve.store.backup.source import BackupSource
+from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows
+from pensieve.store.backend import Scrubbing, open_backend
 from pensieve.store.chain_rows import insert_state
 from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
-from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
+from pensieve.store.connection import BUSY_TIMEOUT_SECONDS
 from pensieve.store.conversation_changes import ConversationChanges, take_pending
 from pensieve.store.conversation_rows import refuse_running, require_conversation
 from pensieve.store.declared_prefixes import DeclaredPrefixes
-from pensieve.store.erasure import Erasure
 from pensieve.store.folder import DataFolder
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
 from pensieve.store.logprob_rows import insert_logprobs
-from pensieve.store.migrations import migrate
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
     Begun,
@@ -82,32 +80,32 @@ class ConversationStore:
         self,
         folder: DataFolder,
         now: Callable[[], float] = time.time,
-        driver: Any = preferred_driver,
+        driver: Any = None,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         compact_bytes_min: int = COMPACT_BYTES_MIN,
         statement_seconds: float = STATEMENT_SECONDS,
+        url: str = "",
     ) -> None:
+        """`url` is the address of a PostgreSQL database; without it the history is in the folder."""
         self.folder = folder
-        self.integrity_check_due = folder.stopped_unclean or folder.is_damaged
+        self.integrity_check_due = folder.is_damaged or (folder.stopped_unclean and not url)
         self.now = now
-        self._writer = Writer(
-            folder.database_path,
-            lambda db: migrate(db, folder.database_path),
-            now,
-            driver,
-            busy_timeout_seconds,
-            statement_seconds,
-        )
-        self.figures = self._writer.figures
-        self.erasure = Erasure(self._writer, compact_bytes_min)
-        self.backup_source = BackupSource(folder, self._writer, now)
+        times = busy_timeout_seconds, compact_bytes_min, statement_seconds
+        self._backend = open_backend(folder, url, now, driver, *times)
+        self._writer = self._backend.writer
+        self.figures, self.erasure = self._backend.figures, self._backend.erasure
+        self.backup_source = self._backend.backup_source
         self._running = RunningRows(self._writer, now)
         self.forgetting = Forgetting(self._writer, self._running)
         self.prefixes = DeclaredPrefixes(self._writer, self._running, now)
         self.chains = Chains(self._writer, self._running)
         self.responses = Responses(self._writer, self._running, self.erasure)
         self.changes = ConversationChanges(self._writer, self._running, self.erasure)
-        interrupted = self._running.interrupt_dead()
+        try:
+            interrupted = self._running.interrupt_dead()
+        except BaseException:
+            self._backend.give_up()
+            raise
         self.erasure.resume()
         self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
 
@@ -119,7 +117,7 @@ class ConversationStore:
         After an unclean stop `integrity_check_due` is true until an `integrity_check` has passed, also
         after later starts.
         """
-        folder = DataFolder.open(path, holder)
+        folder = DataFolder.open(path, holder, has_database=not options.get("url"))
         try:
             return cls(folder, **options)
         except BaseException:
@@ -429,18 +427,21 @@ class ConversationStore:
 
     def reader(self) -> HistoryReader:
         """For reading in another thread."""
-        return HistoryReader(self._writer, self._running, lambda: self.erasure.pending)
+        return HistoryReader(self._backend.snapshots(), self._running, lambda: self.erasure.pending)
+
+    def scrub(self) -> Scrubbing:
+        """For reading all of it, in the thread of reads."""
+        return self._backend.scrub()
 
     # -- checking --
 
     def verify(self, conversation_id: str | None = None, *, tenant: str = "") -> list[str]:
         """Check that the records agree with each other; returns the problems found."""
-        path = self.folder.database_path
-        return verify.verify(path, self._writer.driver, conversation_id, tenant)
+        return self._backend.verify(conversation_id, tenant)
 
     def integrity_check(self) -> list[str]:
-        """SQLite's own check of every page and index, and `verify` where damage was found before."""
-        problems = verify.integrity_check(self.folder.database_path, self._writer.driver)
+        """The database's own check of what it holds, and `verify` where damage was found before."""
+        problems = self._backend.integrity_check()
         if not problems and self.folder.is_damaged:
             problems = self.verify()
         if not problems:

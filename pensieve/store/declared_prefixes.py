@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from pensieve.errors import AlreadyExists, NotFound, StoreCorrupt
 from pensieve.store import conversation_rows, message_rows
-from pensieve.store.connection import Writer
+from pensieve.store.backend import Transactions
 from pensieve.store.records import (
     PAGE_BYTES_MAX,
     Conversation,
@@ -50,7 +50,9 @@ def stored_id(prefix_id: str) -> str:
 class DeclaredPrefixes:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Writer, running: RunningRows, now: Callable[[], float]) -> None:
+    def __init__(
+        self, writer: Transactions, running: RunningRows, now: Callable[[], float]
+    ) -> None:
         self._writer = writer
         self._running = running
         self._now = now
@@ -126,7 +128,7 @@ class DeclaredPrefixes:
         """(tenant, id) of the prefixes that are to be kept warm, in the order of their declaration."""
         with self._writer.reading() as conn:
             rows = conn.execute(
-                "SELECT conversation FROM prefixes WHERE keep_warm ORDER BY conversation"
+                "SELECT conversation FROM prefixes WHERE keep_warm <> 0 ORDER BY conversation"
             ).fetchall()
             found = []
             for (number,) in rows:

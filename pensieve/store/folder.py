@@ -41,16 +41,22 @@ OUR_NAMES = (
 class DataFolder:
     """A folder that this process holds; `DataFolder.open` makes one, and `close` releases it."""
 
-    def __init__(self, path: Path, lock: int, database: int, stopped_unclean: bool) -> None:
+    def __init__(
+        self, path: Path, lock: int, database: int | None, stopped_unclean: bool, holder: str
+    ) -> None:
         self.path = path
+        self.holder = holder
         self.stopped_unclean = stopped_unclean  # the holder before us did not close
         self.is_open_to_others = _is_open_to_others(path)
         self._lock: int | None = lock
         self._database = database
 
     @classmethod
-    def open(cls, path: Path, holder: str) -> DataFolder:
-        """Lock the folder, creating it if it is missing; another process that tries is shown `holder`."""
+    def open(cls, path: Path, holder: str, *, has_database: bool = True) -> DataFolder:
+        """Lock the folder, creating it if it is missing; another process that tries is shown `holder`.
+
+        Without a database the history is somewhere else, and one that is in the folder is left alone.
+        """
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -63,7 +69,11 @@ class DataFolder:
             # Other users must not read conversations; SQLite gives its side files the same mode.
             with contextlib.suppress(FileNotFoundError):
                 (path / RESTORING_NAME).unlink()  # of a restore that was killed
-            database = os.open(path / DATABASE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            database = None
+            if has_database:
+                database = os.open(
+                    path / DATABASE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+                )
         except OSError as error:
             os.close(lock)
             raise StoreUnavailable(
@@ -72,7 +82,7 @@ class DataFolder:
         except StoreLocked:
             os.close(lock)
             raise
-        return cls(path, lock, database, stopped_unclean)
+        return cls(path, lock, database, stopped_unclean, holder)
 
     @property
     def database_path(self) -> Path:
@@ -95,11 +105,11 @@ class DataFolder:
     @property
     def database_bytes(self) -> int:
         """The length of the file of the database."""
-        return os.fstat(self._database).st_size
+        return 0 if self._database is None else os.fstat(self._database).st_size
 
     def read_database(self, num_bytes: int, offset: int) -> bytes:
         """From the file itself, in any thread; the write-ahead log may hold newer pages."""
-        if self._lock is None:
+        if self._lock is None or self._database is None:
             raise StoreUnavailable("the history is closed")
         return os.pread(self._database, num_bytes, offset)
 
@@ -127,7 +137,8 @@ class DataFolder:
             with contextlib.suppress(OSError):
                 _write(self._lock, b"")
         os.close(self._lock)
-        os.close(self._database)
+        if self._database is not None:
+            os.close(self._database)
         self._lock = None
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pensieve.store.backend import Transactions
 from pensieve.store.bodies import shorten_body, wipe_bodies
-from pensieve.store.connection import Writer
 from pensieve.store.conversation_rows import KEY_BYTES
 from pensieve.store.logprob_rows import wipe_logprobs
 from pensieve.store.running_rows import RunningRows
@@ -33,7 +33,7 @@ FORGOTTEN = {"request_id": "", "sampling": {}, "content_hash": ""}
 class Forgetting:
     """Used outside of transactions."""
 
-    def __init__(self, writer: Writer, running: RunningRows) -> None:
+    def __init__(self, writer: Transactions, running: RunningRows) -> None:
         self._writer = writer
         self._running = running
         self._first = 0  # turns up to here are forgotten

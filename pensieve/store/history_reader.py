@@ -3,8 +3,7 @@
 A read sees what was committed when it began, all of it and nothing newer; it waits for no writer, and no
 writer waits for it.  Its snapshot ends with it: one that stayed open would keep deleted text in the
 write-ahead log.  While deleted text waits to be erased (erasure.py), a read begins a moment later now and
-then, so that reads without a pause between them do not keep it.  The connection stays open, since there may
-be no file descriptor for another one; after an error it is opened anew.  One thread reads at a time.
+then, so that reads without a pause between them do not keep it.  One thread reads at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pensieve.store import (
     stored_bytes,
     turn_rows,
 )
-from pensieve.store.connection import Writer, explained, open_read_only
+from pensieve.store.backend import Reads
 from pensieve.store.conversation_changes import Pending, pending_of
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import (
@@ -39,7 +38,6 @@ from pensieve.store.records import (
 )
 from pensieve.store.responses import StoredResponse
 from pensieve.store.running_rows import RunningRows
-from pensieve.store.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -52,15 +50,12 @@ PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
 class HistoryReader:
     def __init__(
-        self, writer: Writer, running: RunningRows, is_pending: Callable[[], bool]
+        self, snapshots: Reads, running: RunningRows, is_pending: Callable[[], bool]
     ) -> None:
         """`is_pending`: deleted text waits for a moment without a reader, to be erased."""
-        self._limit = TimeLimit(writer.limit.seconds)
+        self._snapshots = snapshots
         self._is_pending = is_pending
-        self._path = writer.path
         self._running = running
-        self._driver = writer.driver
-        self._conn: Connection | None = None
         self._makes_way_at = 0.0  # not before
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
@@ -154,10 +149,7 @@ class HistoryReader:
             return message_rows.read_page(conn, *found, start, start + size, include_token_ids)
 
     def close(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            with contextlib.suppress(self._driver.Error):
-                conn.close()
+        self._snapshots.close()
 
     def _make_way(self) -> None:
         """Leave a moment without a reader where one is waited for."""
@@ -172,22 +164,8 @@ class HistoryReader:
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[Connection]:
         self._make_way()
-        try:
-            if self._conn is None:
-                self._conn = open_read_only(self._path, self._driver)
-                self._limit.watch(self._conn)
-            with self._limit.counting():
-                self._conn.execute("BEGIN")
-                yield self._conn
-        except self._driver.Error as error:
-            self.close()
-            raise explained(error, self._path) from error
-        finally:
-            if self._conn is not None and self._conn.in_transaction:
-                try:
-                    self._conn.execute("ROLLBACK")
-                except self._driver.Error:  # what was read is right; the next read opens it anew
-                    self.close()
+        with self._snapshots.snapshot() as conn:
+            yield conn
 
 
 def page_of_conversations(

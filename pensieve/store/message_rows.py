@@ -44,9 +44,9 @@ def insert_message(
 ) -> int:
     """Insert a message that no history holds yet; returns its row number."""
     body = insert_body(conn, tenant, message.private(), message.token_ids)
-    cursor = conn.execute(
+    ((number,),) = conn.execute(
         "INSERT INTO messages (turn_id, role, finish_reason, num_tokens, body)"
-        " VALUES (?, ?, ?, ?, ?)",
+        " VALUES (?, ?, ?, ?, ?) RETURNING message",
         (
             turn_id,
             str(message.role),
@@ -54,9 +54,8 @@ def insert_message(
             len(message.token_ids),
             body,
         ),
-    )
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid
+    ).fetchall()
+    return int(number)
 
 
 def insert_messages(

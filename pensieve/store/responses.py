@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import AlreadyExists, NotFound
 from pensieve.store import conversation_rows
+from pensieve.store.backend import Erasing, Transactions
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
-from pensieve.store.connection import Writer
 from pensieve.store.conversation_rows import digest
-from pensieve.store.erasure import Erasure
 from pensieve.store.running_rows import RunningRows
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 OF_RESPONSES = "response"  # sets their keys apart from those of conversations
+RAISED = "last_revision = CASE WHEN last_revision < ? THEN ? ELSE last_revision END"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Removed(NamedTuple):
 class Responses:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Writer, running: RunningRows, erasure: Erasure) -> None:
+    def __init__(self, writer: Transactions, running: RunningRows, erasure: Erasing) -> None:
         self._writer = writer
         self._running = running
         self._erasure = erasure
@@ -125,9 +125,8 @@ def put_response(conn: Connection, number: int, response: StoredResponse) -> Non
         return
     wipe_bodies(conn, tenant, (row[2],))
     conn.execute(
-        "UPDATE responses SET revision = ?, last_revision = max(last_revision, ?),"
-        " body = ? WHERE response = ?",
-        (response.revision, last_revision, body, row[0]),
+        f"UPDATE responses SET revision = ?, {RAISED}, body = ? WHERE response = ?",
+        (response.revision, last_revision, last_revision, body, row[0]),
     )
 
 
@@ -142,8 +141,8 @@ def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
     wipe_bodies(conn, tenant, (body,))
     conn.execute("DELETE FROM responses WHERE response = ?", (response,))
     conn.execute(
-        "UPDATE responses SET last_revision = max(last_revision, ?) WHERE conversation = ?",
-        (last_revision, number),
+        f"UPDATE responses SET {RAISED} WHERE conversation = ?",
+        (last_revision, last_revision, number),
     )
     has_others = conn.execute(
         "SELECT 1 FROM responses WHERE conversation = ? LIMIT 1", (number,)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pensieve.store import turn_rows
-from pensieve.store.connection import Writer
+from pensieve.store.backend import Transactions
 from pensieve.store.records import Conversation, StoredTurn, TurnState
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class RunningRows:
     """The live turns of this process, and the transactions that keep the `running` rows theirs."""
 
-    def __init__(self, writer: Writer, now: Callable[[], float]) -> None:
+    def __init__(self, writer: Transactions, now: Callable[[], float]) -> None:
         self._writer = writer
         self._now = now
         self._live: set[int] = set()

@@ -164,7 +164,7 @@ def _conversations(conn: Connection, after: int, problems: list[str]) -> int | N
     return number
 
 
-def _bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
+def look_at_bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
     last, num_bytes = None, 0
     for body, crc, private, tokens in conn.execute(
         "SELECT body, crc, private, tokens FROM bodies WHERE body > ? ORDER BY body LIMIT ?",
@@ -215,7 +215,7 @@ def _small_tables(conn: Connection, after: int, problems: list[str]) -> int | No
 
 WALKS: tuple[Walk, ...] = (
     _conversations,
-    _bodies,
+    look_at_bodies,
     *(partial(_indexed, index) for index in INDEXES),
     _small_tables,
 )

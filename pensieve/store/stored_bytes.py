@@ -21,7 +21,7 @@ def count(conn: Connection, tenant: str, num_bytes: int) -> None:
     """So much more for a tenant, or less."""
     conn.execute(
         "INSERT INTO tenants (tenant, stored_bytes) VALUES (?, ?)"
-        " ON CONFLICT (tenant) DO UPDATE SET stored_bytes = stored_bytes + excluded.stored_bytes",
+        " ON CONFLICT (tenant) DO UPDATE SET stored_bytes = tenants.stored_bytes + excluded.stored_bytes",
         (tenant, num_bytes),
     )
 

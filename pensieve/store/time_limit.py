@@ -30,7 +30,7 @@ class TimeLimit:
         self._end = math.inf
 
     def watch(self, conn: Connection) -> None:
-        conn.set_progress_handler(self._is_over, INSTRUCTIONS)
+        conn.set_progress_handler(self.is_over, INSTRUCTIONS)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -40,5 +40,5 @@ class TimeLimit:
         finally:
             self._end = math.inf
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         return time.monotonic() > self._end

@@ -129,14 +129,13 @@ def insert_turn(
             "content_hash": content_hash,
         },
     )
-    cursor = conn.execute(
+    ((turn_id,),) = conn.execute(
         "INSERT INTO turns (conversation, request_key, state, attempts, seed, usage, created_at,"
-        " body) VALUES (?, ?, 'running', 1, ?, '{}', ?, ?)",
+        " body) VALUES (?, ?, 'running', 1, ?, '{}', ?, ?) RETURNING turn_id",
         (number, digest(request.request_id), str(request.seed), now, body),
-    )
-    assert cursor.lastrowid is not None
+    ).fetchall()
     return StoredTurn(
-        turn_id=cursor.lastrowid,
+        turn_id=turn_id,
         conversation_id=conversation.conversation_id,
         tenant=conversation.tenant,
         request_id=request.request_id,

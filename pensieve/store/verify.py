@@ -9,6 +9,9 @@ refers to a missing row, and what each tenant stores is counted right.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +31,19 @@ def verify(
     path: Path, driver: Any, conversation_id: str | None, tenant: str, *, immutable: bool = False
 ) -> list[str]:
     """The problems found, at most PROBLEMS_MAX sentences; none if all is well."""
+    opened = partial(read_only, path, driver, immutable=immutable)
+    return verified(opened, conversation_id, tenant)
+
+
+def verified(
+    opened: Callable[[], AbstractContextManager[Connection]],
+    conversation_id: str | None,
+    tenant: str,
+) -> list[str]:
+    """The same, over any connection that reads."""
     problems: list[str] = []
     try:
-        with read_only(path, driver, immutable=immutable) as conn:
+        with opened() as conn:
             if conversation_id is not None:
                 number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
                 verify_conversation(conn, number, problems)
@@ -119,7 +132,7 @@ TURN_QUERY = """
                 AND h.conversation = c.conversation WHERE m.turn_id = t.turn_id) AS num_held
         FROM turns t JOIN conversations c USING (conversation) WHERE t.conversation = ?
     )
-    SELECT turn_id, CASE
+    SELECT turn_id, sentence FROM (SELECT turn_id, CASE
         WHEN state IN ('completed', 'cancelled') AND (revision IS NULL OR revision > present)
             THEN 'ended without a revision of its conversation'
         WHEN state IN ('completed', 'cancelled') AND num_replies <> 1 THEN 'ended without one reply'
@@ -129,8 +142,8 @@ TURN_QUERY = """
             THEN 'did not end and is in the history'
         WHEN state NOT IN ('running', 'completed', 'cancelled', 'interrupted', 'failed')
             THEN 'has an unknown state'
-        END AS sentence
-    FROM made WHERE sentence IS NOT NULL
+        END AS sentence FROM made) judged
+    WHERE sentence IS NOT NULL
 """
 
 STORE_QUERIES = (
@@ -173,9 +186,10 @@ STORE_QUERIES = (
             UNION ALL SELECT logprobs FROM turns WHERE logprobs IS NOT NULL
             UNION ALL SELECT body FROM responses
         ), held AS (SELECT body, count(*) AS num FROM holders GROUP BY body)
-        SELECT b.body, coalesce(held.num, 0), iif(b.crc IS NULL, 'wiped', 'not wiped')
+        SELECT b.body, coalesce(held.num, 0),
+            CASE WHEN b.crc IS NULL THEN 'wiped' ELSE 'not wiped' END
         FROM bodies b LEFT JOIN held USING (body)
-        WHERE coalesce(held.num, 0) <> (b.crc IS NOT NULL)
+        WHERE coalesce(held.num, 0) <> CASE WHEN b.crc IS NULL THEN 0 ELSE 1 END
         UNION ALL
         SELECT held.body, held.num, 'missing'
         FROM held WHERE NOT EXISTS (SELECT 1 FROM bodies b WHERE b.body = held.body)

@@ -14,7 +14,7 @@ COMMITS_MAX = 1024  # whose times are kept
 
 
 class WriteFigures:
-    def __init__(self, journal: Path) -> None:
+    def __init__(self, journal: Path | None = None) -> None:
         self.num_commits = 0
         self.on_commit: Callable[[float], None] = lambda seconds: None  # in the writer's thread
         self._journal = journal
@@ -33,7 +33,9 @@ class WriteFigures:
 
     @property
     def journal_bytes(self) -> int:
-        """The length of the write-ahead log."""
+        """The length of the write-ahead log; 0 where it is another program's (PostgreSQL's)."""
+        if self._journal is None:
+            return 0
         try:
             return self._journal.stat().st_size
         except FileNotFoundError:

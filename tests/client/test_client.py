@@ -97,6 +97,7 @@ def test_errors_come_as_the_classes_they_left_as(client: Client) -> None:
     with pytest.raises(errors.StaleRevision) as stale:
         talk.ask("hello", expected_revision=9)
     assert (stale.value.expected, stale.value.actual) == (9, 0)
+    talk.create()  # what was refused has made none
     with pytest.raises(errors.AlreadyExists):
         talk.create()
     with pytest.raises(errors.ContextFull) as full:

@@ -247,6 +247,15 @@ ROWS = (
 )
 
 NOT_RUN = {
+    "pip install '.[postgres]'": "needs a package index",
+    **dict.fromkeys(
+        (
+            "pensieve serve --data /var/lib/pensieve --store postgresql://pensieve@db.example/pensieve",
+            "pensieve serve --store 'postgresql://pensieve@primary.example,standby.example/pensieve'",
+        ),
+        "needs servers of PostgreSQL; tests/store/test_postgres_crash.py and"
+        " tests/service/test_postgres.py start their own",
+    ),
     "pensieve chat --address chat.example:50051 --tls": "needs a server with a certificate that the system"
     " trusts; tests/cli/test_flags.py has one with an authority of its own",
     "pensieve simulate --plan trace.jsonl --cost cost.json --device-tokens 60k --tbt-p99 0.2"

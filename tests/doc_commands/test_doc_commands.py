@@ -73,7 +73,9 @@ def check_script(words: list[str]) -> None:
     assert script.stat().st_mode & 0o111, f"{words[0]} cannot be run"
     source = script.read_text(encoding="utf-8")
     for module in re.findall(r"-m (tests[.\w]*)", source):
-        source += (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+        folder = ROOT / module.replace(".", "/")
+        file = folder / "__main__.py" if folder.is_dir() else folder.with_suffix(".py")
+        source += file.read_text(encoding="utf-8")
     for file in re.findall(r"tests/[\w/]*\.py", source):
         source += (ROOT / file).read_text(encoding="utf-8")
     for flag in words[1:]:

@@ -275,8 +275,8 @@ PROTECTIONS = (
     protection(
         "reads make way for an erasure",
         "store/history_reader.py",
-        "        self._make_way()\n        try:\n",
-        "        try:\n",
+        "        self._make_way()\n        with self._snapshots",
+        "        with self._snapshots",
         "store/test_deletion.py::test_a_read_makes_way_for_an_erasure_and_not_for_ever",
     ),
     protection(

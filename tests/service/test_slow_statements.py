@@ -31,7 +31,9 @@ def test_it_ends_with_unavailable_and_the_next_call_is_answered(
     """In the store thread and in the read thread."""
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("tea", "hello")
-        rig.daemon.store._writer.limit.seconds = rig.daemon.reads._reader._limit.seconds = 0.05
+        rig.daemon.store._writer.limit.seconds = (
+            rig.daemon.reads._reader._snapshots._limit.seconds
+        ) = 0.05
         with monkeypatch.context() as patch:
             patch.setattr(turn_rows, "insert_turn", takes_long)
             patch.setattr(conversation_rows, "conversations_before", takes_long)

@@ -1,4 +1,9 @@
-"""A store in a folder of its own, over each SQLite there is, with a clock that counts."""
+"""A store in a folder of its own, over each SQLite there is and over PostgreSQL, with a clock that counts.
+
+A test that uses `store` or `open_store` runs on all of them, unless it is marked `sqlite`, which says that it
+is about SQLite's own files.  The server of PostgreSQL is started once, by the first test that needs it; where
+it cannot be, those tests are skipped.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,9 @@ from typing import Any
 import pytest
 
 from pensieve.store import ConversationStore
+from tests.store import postgres_server
 from tests.store.faulty import world
+from tests.store.postgres_server import PostgresServer
 from tests.store.talk import DRIVERS
 
 MEMORY = Path("/dev/shm")  # these tests sync a lot, and what that costs is not their subject
@@ -28,20 +35,59 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.fixture(params=DRIVERS)
-def driver(request: pytest.FixtureRequest) -> Any:
-    return importlib.import_module(request.param)
+POSTGRES = "postgres"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "driver" not in metafunc.fixturenames or any("driver" in names for names in named):
+        return
+    is_of_files = any(metafunc.definition.iter_markers("sqlite"))
+    is_on_both = "open_store" in metafunc.fixturenames and not is_of_files
+    metafunc.parametrize("driver", DRIVERS + [POSTGRES] * is_on_both, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """The server, for all tests of a process; those that stop or kill one make their own."""
+    if problem := postgres_server.missing():
+        pytest.skip(problem)
+    server = PostgresServer(MEMORY if os.access(MEMORY, os.W_OK) else None)
+    try:
+        server.initialise()
+        server.start()
+        yield server
+    finally:
+        server.close()
 
 
 @pytest.fixture
-def open_store(tmp_path: Path, driver: Any) -> Iterator[Callable[..., ConversationStore]]:
-    """Opens tmp_path/data; every store it gave out is closed in the end."""
+def driver(request: pytest.FixtureRequest) -> Any:
+    """What the store is opened with: a driver of SQLite, or None where it is PostgreSQL."""
+    return None if request.param == POSTGRES else importlib.import_module(request.param)
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, driver: Any) -> Iterator[str]:
+    """Of a database of the test's own; empty where it is SQLite."""
+    if driver is not None:
+        yield ""
+        return
+    server: PostgresServer = request.getfixturevalue("postgres")
+    made = server.new_database()
+    yield made
+    server.drop(made)
+
+
+@pytest.fixture
+def open_store(tmp_path: Path, driver: Any, url: str) -> Iterator[Callable[..., ConversationStore]]:
+    """Opens tmp_path/data, or the database; every store it gave out is closed in the end."""
     opened = []
     seconds = itertools.count(1000)
 
     def open_one(**options: Any) -> ConversationStore:
-        options = {"driver": driver, "now": lambda: float(next(seconds)), **options}
-        store = ConversationStore.open(tmp_path / "data", "pensieve test", **options)
+        given = {"driver": driver, "now": lambda: float(next(seconds)), "url": url}
+        store = ConversationStore.open(tmp_path / "data", "pensieve test", **{**given, **options})
         opened.append(store)
         return store
 

@@ -12,6 +12,7 @@ from pensieve.store import (
     NewMessage,
 )
 from pensieve.store.connection import Writer
+from pensieve.store.postgres.connection import Session
 from tests.store.talk import begin, reply, say, user
 
 NEVER = 10**9
@@ -68,6 +69,14 @@ HEAD = NewMessage("system", "Be brief.", (1, 2))
 def writer_of(store: ConversationStore) -> Writer:
     """The connection under a store, for tests that damage the database, starve it or look into it."""
     return store._writer
+
+
+def without_foreign_keys(conn: Any) -> None:
+    """For damage that they would refuse."""
+    is_postgres = isinstance(conn, Session)
+    conn.execute(
+        "SET session_replication_role = replica" if is_postgres else "PRAGMA foreign_keys = OFF"
+    )
 
 
 def database_of(store: ConversationStore) -> Any:

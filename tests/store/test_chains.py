@@ -119,6 +119,7 @@ def test_a_rewind_takes_states_back_and_what_a_fork_has_stays(store: Conversatio
     assert found(store, "ac", "a") == ("cup", 4, True)
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_deletion_leaves_no_row_but_what_a_fork_has(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "a")

@@ -19,6 +19,8 @@ from tests.store.faulty import FaultyDriver, history, writer_of
 from tests.store.talk import create, reply, say, user
 from tests.store.test_disk_faults import FULL, IO_ERROR
 
+pytestmark = pytest.mark.sqlite  # it is about pages of SQLite's file
+
 Open = Callable[..., ConversationStore]
 
 

@@ -122,6 +122,7 @@ def test_only_what_is_pending_is_taken_and_with_the_turn_or_not_at_all(
     assert pending(store) == Pending(TWO)
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_nothing_of_a_pending_message_that_is_deleted_is_on_the_disk(
     store: ConversationStore,
 ) -> None:
@@ -136,6 +137,7 @@ def test_nothing_of_a_pending_message_that_is_deleted_is_on_the_disk(
     assert b"SECRET" not in raw(store)
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_a_deletion_whose_erasure_waits_says_so(store: ConversationStore) -> None:
     create(store, "tea")
     add(store, NewMessage("user", "SECRET"))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pensieve.store import ConversationStore, NewMessage, TurnState
 from tests.scale import SCALE
+from tests.store.postgres_server import PostgresServer
 
 NUM_KILLS = 15 * SCALE
 
@@ -37,7 +38,7 @@ while True:
     os.waitpid(worker, 0)
     tell("gone")
 round_number = int(line)
-store = ConversationStore.open(Path(sys.argv[1]), "pensieve test")
+store = ConversationStore.open(Path(sys.argv[1]), "pensieve test", url=sys.argv[2])
 names = [f"c{round_number}-{each}" for each in range(4)]
 fork = f"fork-{round_number}"
 for name in names:
@@ -83,40 +84,53 @@ def one_life(
 
 
 def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
+    campaign(tmp_path)
+
+
+def test_nor_where_they_are_in_postgresql(tmp_path: Path, postgres: PostgresServer) -> None:
+    campaign(tmp_path, postgres.new_database())
+
+
+def campaign(tmp_path: Path, url: str = "") -> None:
     seed = 20
     rng = random.Random(seed)
     acknowledged: list[tuple[str, str, int]] = []
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path)],
+        [sys.executable, "-c", CHILD, str(tmp_path), url],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as nursery:
         for kill in range(NUM_KILLS):
             acknowledged += one_life(nursery, kill, rng.randrange(12), rng.uniform(0.0, 0.01))
-            with ConversationStore.open(tmp_path, "pensieve test") as store:
-                assert store.integrity_check_due or kill % 5 == 0
+            with ConversationStore.open(tmp_path, "pensieve test", url=url) as store:
+                assert store.integrity_check_due or kill % 5 == 0 or url
                 assert store.integrity_check() == []
                 assert store.verify() == []
                 assert len(store.interrupted_at_open) <= 1
     assert len(acknowledged) > 2 * NUM_KILLS
-    with ConversationStore.open(tmp_path, "pensieve test") as store:
+    with ConversationStore.open(tmp_path, "pensieve test", url=url) as store:
         assert not store.integrity_check_due
-        for name, request_id, number in acknowledged:
-            turn = store.find_turn(name, request_id)
-            assert turn is not None, (seed, name, request_id)
-            assert turn.state is TurnState.COMPLETED
-            prompt, reply = store.turn_messages(turn.turn_id)
-            assert [list(message.token_ids) for message in prompt] == [[number, number]]
-            assert isinstance(reply, NewMessage)
-            assert (reply.content, list(reply.token_ids)) == (
-                f"answer {number}" * 300,
-                [number] * 50,
-            )
-        for name in {name for name, _, _ in acknowledged}:
-            log = list(store.log(name))
-            assert log[0] == 1
-            assert len(log) % 52 == 1  # whole turns
-            numbers = log[1::52]
-            assert log[1:] == [number for number in numbers for _ in range(52)]
-            assert set(numbers) >= {n for other, _, n in acknowledged if other == name}
+        check(store, acknowledged, seed)
+
+
+def check(store: ConversationStore, acknowledged: list[tuple[str, str, int]], seed: int) -> None:
+    """They are there, whole, and so is everything else."""
+    for name, request_id, number in acknowledged:
+        turn = store.find_turn(name, request_id)
+        assert turn is not None, (seed, name, request_id)
+        assert turn.state is TurnState.COMPLETED
+        prompt, reply = store.turn_messages(turn.turn_id)
+        assert [list(message.token_ids) for message in prompt] == [[number, number]]
+        assert isinstance(reply, NewMessage)
+        assert (reply.content, list(reply.token_ids)) == (
+            f"answer {number}" * 300,
+            [number] * 50,
+        )
+    for name in {name for name, _, _ in acknowledged}:
+        log = list(store.log(name))
+        assert log[0] == 1
+        assert len(log) % 52 == 1  # whole turns
+        numbers = log[1::52]
+        assert log[1:] == [number for number in numbers for _ in range(52)]
+        assert set(numbers) >= {n for other, _, n in acknowledged if other == name}

@@ -12,6 +12,7 @@ from pensieve.store import ConversationStore
 from pensieve.store.records import NewConversation, NewMessage, NewPrefix
 from pensieve.store.verify import verify
 from tests.store.talk import create, reply, say, user
+from tests.store.test_responses import raw
 
 HEAD = (
     NewMessage("system", "Be kind.", [1, 2, 3]),
@@ -121,7 +122,7 @@ def test_what_was_made_under_a_prefix_outlives_it(store: ConversationStore) -> N
     store.delete_conversation("tea")
     assert store.verify() == []
     assert store.stored_bytes() == 0
-    assert b"Be kind" not in store.folder.database_path.read_bytes()
+    assert b"Be kind" not in raw(store)
 
 
 def test_no_rewind_removes_what_a_conversation_began_with(store: ConversationStore) -> None:
@@ -187,6 +188,7 @@ def test_prefixes_survive_a_restart(open_store: Callable[..., ConversationStore]
         assert store.prefixes.num_shared_tokens(store.get_conversation("tea")) == 6
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_a_prefix_without_its_conversation_is_damage(store: ConversationStore, driver: Any) -> None:
     declare(store)
     path = store.folder.database_path

@@ -20,9 +20,12 @@ from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnR
 from pensieve.store.bodies import pack_tokens
 from pensieve.store.connection import read_only
 from pensieve.store.history_reader import HistoryReader
+from pensieve.store.sqlite_backend import Snapshots
 from tests.store.faulty import FaultyDriver, writer_of
 from tests.store.talk import begin, create, reply, say, user
 from tests.store.test_disk_faults import FULL
+
+pytestmark = pytest.mark.sqlite  # it looks for text in SQLite's files
 
 
 def raw(store: ConversationStore) -> bytes:
@@ -270,10 +273,10 @@ def test_a_read_makes_way_for_an_erasure_and_not_for_ever(store: ConversationSto
     create(store, "tea", user("hi", 1))
     writer, running = writer_of(store), store._running
     pending = iter([True, True, True, False])
-    reader = HistoryReader(writer, running, lambda: next(pending))
+    reader = HistoryReader(Snapshots(writer), running, lambda: next(pending))
     assert reader.get_conversation("tea").num_messages == 1
     assert list(pending) == [], "it has waited until the erasure was done"
     reader.close()
-    reader = HistoryReader(writer, running, lambda: True)
+    reader = HistoryReader(Snapshots(writer), running, lambda: True)
     assert reader.get_conversation("tea").num_messages == 1
     reader.close()

@@ -16,10 +16,13 @@ from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
 from pensieve.store import ConversationStore, DataFolder
 from tests.store.talk import create
 
+pytestmark = pytest.mark.sqlite  # it is about the folder that holds SQLite's files
+
 CHILD = """
 import sys, time
 from pathlib import Path
 from pensieve.store import ConversationStore
+
 store = ConversationStore.open(Path(sys.argv[1]), "pensieve serve\\nx")
 print("open", flush=True)
 sys.stdin.read()

@@ -49,6 +49,7 @@ def test_an_old_request_is_new_again_and_the_history_stays(store: ConversationSt
     assert store.begin_turn("tea", TurnRequest("r1", [user("hi", 10)])).must_run is False
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_logprobs_are_the_turns_alone_and_go_with_its_request(
     store: ConversationStore, driver: Any
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_step_wipes_few_bytes_of_logprobs(
     assert store.find_turn("tea", "r5") is None
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_what_no_history_holds_goes_with_its_request(store: ConversationStore) -> None:
     """Turns that were interrupted, that failed, and that a rewind has cut; but not what a fork has."""
     create(store, "tea")
@@ -166,6 +168,7 @@ def test_a_pass_goes_in_small_steps_and_the_next_one_does_not_begin_at_the_front
     assert request_ids(store, driver) == 0
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_forgotten_conversations_are_deleted_and_compacted_like_others(
     open_store: Open, tmp_path: Path
 ) -> None:

@@ -23,6 +23,8 @@ from pensieve.store.migrations import STEPS, migrate
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
+pytestmark = pytest.mark.sqlite  # PostgreSQL's schema is in test_postgres.py
+
 Open = Callable[..., ConversationStore]
 NEWEST = 7
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from pensieve.store import ConversationStore
 from pensieve.store.records import ChainState, NewConversation, NewPrefix
 from pensieve.store.responses import StoredResponse
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
+
+pytestmark = pytest.mark.sqlite  # SQLite's plans
 
 WHOLE_ON_PURPOSE = {"sqlite_schema", "space", "_sqlite_migrations"}
 

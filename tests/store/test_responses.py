@@ -8,8 +8,9 @@ import pytest
 
 from pensieve.errors import AlreadyExists, NotFound
 from pensieve.store import ConversationStore
+from pensieve.store.postgres.connection import PostgresWriter
 from pensieve.store.responses import StoredResponse
-from tests.store.faulty import writer_of
+from tests.store.faulty import without_foreign_keys, writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 
@@ -22,6 +23,11 @@ def found(store: ConversationStore, response_id: str, tenant: str = "") -> Store
 
 
 def raw(store: ConversationStore) -> bytes:
+    """What is in SQLite's files, or what PostgreSQL can be asked for."""
+    if isinstance(writer := writer_of(store), PostgresWriter):
+        with writer.reading() as conn:
+            rows = conn.execute("SELECT coalesce(private, '') || coalesce(tokens, '') FROM bodies")
+            return b"".join(private for (private,) in rows)
     names = ("conversations.db", "conversations.db-wal")
     return b"".join((store.folder.path / name).read_bytes() for name in names)
 
@@ -68,6 +74,7 @@ def test_a_response_needs_its_conversation(spoken: ConversationStore) -> None:
         spoken.responses.save(dataclasses.replace(of_tea(), conversation_id="cup"))
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_nothing_of_a_deleted_response_is_on_the_disk(spoken: ConversationStore) -> None:
     spoken.responses.save(of_tea())
     assert b"SECRET" in raw(spoken)
@@ -115,7 +122,7 @@ def test_a_conversation_that_a_client_made_stays(spoken: ConversationStore) -> N
 def test_verify_finds_a_response_without_its_conversation(spoken: ConversationStore) -> None:
     spoken.responses.save(of_tea())
     with writer_of(spoken).reading() as conn:
-        conn.execute("PRAGMA foreign_keys = OFF")
+        without_foreign_keys(conn)
         conn.execute("UPDATE responses SET conversation = 77")
     assert "response number 1: its conversation does not exist" in spoken.verify()
 

@@ -15,6 +15,8 @@ from pensieve.store.scrub import Scrub
 from tests.store.faulty import world, writer_of
 from tests.store.talk import create, reply, say, user
 
+pytestmark = pytest.mark.sqlite  # it damages SQLite's file; PostgreSQL's is in test_postgres.py
+
 Open = Callable[..., ConversationStore]
 
 

@@ -12,6 +12,8 @@ from pensieve.store import ConversationStore, NewConversation, TurnRequest
 from tests.store.faulty import writer_of
 from tests.store.talk import user
 
+pytestmark = pytest.mark.sqlite  # it counts the instructions of SQLite's machine
+
 PROBES: dict[str, Callable[[ConversationStore, str], object]] = {
     "get": lambda store, name: store.get_conversation(name, tenant="b"),
     "begin": lambda store, name: store.begin_turn(

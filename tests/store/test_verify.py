@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import ConversationStore
-from tests.store.faulty import writer_of
+from pensieve.store.postgres.connection import Session
+from tests.store.faulty import without_foreign_keys, writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 
@@ -28,9 +30,17 @@ def spoken(store: ConversationStore) -> ConversationStore:
 
 def change(store: ConversationStore, *statements: str) -> None:
     with writer_of(store).reading() as conn:
-        conn.execute("PRAGMA foreign_keys = OFF")
+        without_foreign_keys(conn)
         for statement in statements:
-            conn.execute(statement)
+            conn.execute(on_postgres(statement) if isinstance(conn, Session) else statement)
+
+
+def on_postgres(statement: str) -> str:
+    """Blobs and their texts are written otherwise there."""
+    return re.sub("x'([0-9a-f]*)'", r"'\\x\1'::bytea", statement).replace(
+        "CAST(replace(private, 'hello', 'jello') AS BLOB)",
+        "convert_to(replace(convert_from(private, 'UTF8'), 'hello', 'jello'), 'UTF8')",
+    )
 
 
 BODY = "(SELECT body FROM messages WHERE message = 3)"  # hello
@@ -173,6 +183,7 @@ def test_a_log_with_a_gap_is_not_served(spoken: ConversationStore, statement: st
         spoken.log("tea")
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_a_flipped_byte_in_the_file_is_found(
     spoken: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
@@ -188,6 +199,7 @@ def test_a_flipped_byte_in_the_file_is_found(
     assert store.integrity_check() == []
 
 
+@pytest.mark.sqlite  # it looks into SQLite's files
 def test_a_damaged_page_is_found_and_stays_due(
     spoken: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:

@@ -26,6 +26,7 @@ from threading import Lock
 from typing import IO
 
 from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
+from pensieve.store.backend import Source
 from pensieve.store.backup.capture import Changes, Feed
 from pensieve.store.backup.files import (
     BASE_NAME,
@@ -36,7 +37,6 @@ from pensieve.store.backup.files import (
     write_base_description,
     write_segment,
 )
-from pensieve.store.backup.source import BackupSource
 from pensieve.store.durable import new_file, sync
 
 IDENTITY_NAME = "history"
@@ -104,7 +104,7 @@ class BackupFolder:
                 os.close(lock)
                 raise
 
-    def begin(self, source: BackupSource, feed: Feed) -> BaseCopy:
+    def begin(self, source: Source, feed: Feed) -> BaseCopy:
         """A base of the source, as it is at the feed's latest change when the copy is finished."""
         with explained(self.path):
             needed, free = source.num_bytes, shutil.disk_usage(self.path).free
@@ -137,7 +137,7 @@ class BaseCopy:
     def __init__(
         self,
         folder: BackupFolder,
-        source: BackupSource,
+        source: Source,
         feed: Feed,
         generation: Generation,
         partial: Path,
@@ -228,7 +228,7 @@ class BaseCopy:
                 base.write(block[(number - first) * page_bytes :][:page_bytes])
 
 
-def write_copy(source: BackupSource, path: Path) -> Chain:
+def write_copy(source: Source, path: Path) -> Chain:
     """A generation of a base alone, of a history that nobody else uses meanwhile."""
     folder = BackupFolder.open(path, source.identity)
     try:

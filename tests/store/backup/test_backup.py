@@ -29,6 +29,8 @@ from pensieve.store.backup.writing import BackupFolder, Chain, write_copy
 from tests.store.faulty import database_of, history, world, writer_of
 from tests.store.talk import begin, create, reply, say, user
 
+pytestmark = pytest.mark.sqlite  # it is about copies of SQLite's file
+
 Open = Callable[..., ConversationStore]
 
 

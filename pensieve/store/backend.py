@@ -1,0 +1,131 @@
+"""What a database gives to the history: SQLite in the data folder, or PostgreSQL.
+
+    SqliteBackend     sqlite_backend.py, over connection.py; the default
+    PostgresBackend   postgres/backend.py
+
+The SQL of the store is the same on both (postgres/dialect.py has the little that is not), and so are the
+invariants of conversation_store.py.  What only one of them has (a write-ahead log to truncate, compaction,
+backups) is in its own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pensieve.store.backup.capture import Feed
+from pensieve.store.write_figures import WriteFigures
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+
+class Transactions(Protocol):
+    """The connection that writes; in one thread at a time."""
+
+    def writing(self) -> AbstractContextManager[Connection]:
+        """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
+
+    def reading(self) -> AbstractContextManager[Connection]:
+        """Statements outside a transaction."""
+
+    def close(self) -> None: ...
+
+
+class Reads(Protocol):
+    """A connection that reads beside it."""
+
+    def snapshot(self) -> AbstractContextManager[Connection]:
+        """What was committed when it began, all of it and nothing newer."""
+
+    def close(self) -> None: ...
+
+
+class Erasing(Protocol):
+    """What deletions have left to do; used outside of transactions, but for `prepare`."""
+
+    @property
+    def pending(self) -> bool: ...
+    @property
+    def due(self) -> bool: ...
+    def prepare(self) -> None: ...
+    def finish(self) -> None: ...
+    def resume(self) -> None: ...
+    def step(self) -> bool: ...
+
+
+class Scrubbing(Protocol):
+    """Reads everything, a little at a time."""
+
+    @property
+    def num_passes(self) -> int: ...
+    def num_steps(self) -> int: ...
+    def step(self) -> list[str]: ...
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """What a backup needs; StoreError where the database has backups of its own."""
+
+    now: Callable[[], float]
+
+    @property
+    def identity(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def read(self, num_bytes: int, offset: int) -> bytes: ...
+    def begin(self) -> Feed: ...
+    def collect(self) -> None: ...
+    def end(self, feed: Feed) -> None: ...
+
+
+class Backend(Protocol):
+    @property
+    def writer(self) -> Transactions: ...
+    @property
+    def figures(self) -> WriteFigures: ...
+    @property
+    def erasure(self) -> Erasing: ...
+    @property
+    def backup_source(self) -> Source: ...
+    def give_up(self) -> None:
+        """Leave it as it is; what was opened is closed."""
+
+    def snapshots(self) -> Reads: ...
+    def scrub(self) -> Scrubbing: ...
+    def verify(self, conversation_id: str | None, tenant: str) -> list[str]: ...
+    def integrity_check(self) -> list[str]: ...
+
+
+def open_backend(
+    folder: Any,
+    url: str,
+    now: Callable[[], float],
+    driver: Any,
+    busy_timeout_seconds: float,
+    compact_bytes_min: int,
+    statement_seconds: float,
+) -> Backend:
+    """Of the address of a PostgreSQL database, or of the data folder where there is none.
+
+    The first use opens it.
+    """
+    if url:
+        from pensieve.store.postgres.backend import PostgresBackend
+        from pensieve.store.postgres.connection import Address
+
+        return PostgresBackend(
+            Address(url, driver), folder.holder, now, busy_timeout_seconds, statement_seconds
+        )
+    from pensieve.store.connection import preferred_driver
+    from pensieve.store.sqlite_backend import SqliteBackend
+
+    return SqliteBackend(
+        folder,
+        now,
+        driver or preferred_driver,
+        busy_timeout_seconds,
+        compact_bytes_min,
+        statement_seconds,
+    )

@@ -1,0 +1,332 @@
+"""The only read-write connection to a history in PostgreSQL, and the connections of reads.
+
+One writer.  A session that may write holds an advisory lock of the database from its first statement to its
+end, so a second daemon is refused and is told who has the history.  The lock ends with the session, however
+the process or its host dies, once the server knows (keepalives; the socket of a process that was killed is
+closed by its system at once).  No transaction of a session can be committed after its lock is gone.
+
+Nobody in between.  The row of `owner` has a token of the process that had the lock last.  A connection that
+is opened again after an error takes the lock again, and if the token is not its own any more, another
+daemon has written since: what this process knows of running turns is worth nothing, and it writes no more.
+
+Durable on return.  `synchronous_commit` is on (or stronger), and a server with fsync off is refused.
+
+After an error the transaction is rolled back.  After a lost connection it is unknown whether a COMMIT that
+was under way has happened, and it may still be happening.  Nothing is retried; the next use opens a new
+connection, which gets the lock only when the old session has ended, and so reads how the commit ended.
+
+A job has the time of its TimeLimit, looked at before each statement, and no statement takes longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
+from pensieve.extras import need
+from pensieve.store.postgres import dialect
+from pensieve.store.postgres.failures import explained
+from pensieve.store.postgres.schema import SCHEMA, migrate
+from pensieve.store.time_limit import TimeLimit
+from pensieve.store.write_figures import WriteFigures
+
+VERSION_MIN = 14_00_00
+LOCK_KEY = 0x50656E7300000001  # "Pens"
+LOCK_PAUSE_SECONDS = 0.02
+# libpq's own names; an address that sets one keeps its own.
+CONNECTING = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+    "target_session_attrs": "read-write",  # of several hosts, the one that is no standby
+}
+SESSION = {
+    "client_encoding": "UTF8",
+    "search_path": SCHEMA,
+    "default_transaction_isolation": "repeatable read",
+    "idle_in_transaction_session_timeout": "60s",
+    "idle_session_timeout": "0",
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+}
+NOT_EVERYWHERE = {"client_connection_check_interval": "5s"}  # a server on macOS cannot
+SET = "SELECT set_config(%s, %s, false)"
+STRONGER = ("on", "remote_apply")  # of synchronous_commit
+
+
+def driver_of(given: Any = None) -> Any:
+    """psycopg, unless another one was given."""
+    return given or need("postgres", "psycopg", "a history in PostgreSQL")
+
+
+class Address:
+    """Where the history is; shown without its password."""
+
+    def __init__(self, url: str, driver: Any = None) -> None:
+        self.driver = driver_of(driver)
+        try:
+            self._parts = {**CONNECTING, **self.driver.conninfo.conninfo_to_dict(url)}
+        except self.driver.Error:
+            raise StoreError(
+                "--store is no address that PostgreSQL's library understands"
+            ) from None
+        parts = self._parts
+        host = parts.get("host") or parts.get("hostaddr") or ""
+        port = f":{parts['port']}" if parts.get("port") else ""
+        user = f"{parts['user']}@" if parts.get("user") else ""
+        self.shown = f"postgresql://{user}{host}{port}/{parts.get('dbname') or ''}"
+
+    def connect(self, name: str, statement_seconds: float, lock_seconds: float) -> Any:
+        """A connection without a transaction, whose session is as the history needs it."""
+        conn = self.driver.Connection.connect(
+            autocommit=True, **{"application_name": name, **self._parts}
+        )
+        try:
+            if conn.info.server_version < VERSION_MIN:
+                raise StoreError(
+                    f"{self.shown} is PostgreSQL {conn.info.server_version // 10000};"
+                    f" {VERSION_MIN // 10000} is needed"
+                )
+            times = {
+                "statement_timeout": f"{max(1, round(1000 * statement_seconds))}ms",
+                "lock_timeout": f"{max(1, round(1000 * lock_seconds))}ms",
+            }
+            for setting, value in {**SESSION, **times}.items():
+                conn.execute(SET, [setting, value])
+            for setting, value in NOT_EVERYWHERE.items():
+                with contextlib.suppress(self.driver.DataError):
+                    conn.execute(SET, [setting, value])
+            dialect.teach(conn)
+        except BaseException:
+            conn.close()
+            raise
+        return conn
+
+
+class Session:
+    """What the store's SQL runs on."""
+
+    def __init__(self, conn: Any, limit: TimeLimit | None = None) -> None:
+        self.conn = conn
+        self._limit = limit
+
+    def execute(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Any:
+        if self._limit is not None and self._limit.is_over():
+            raise StoreUnavailable("the history: a statement took too long and was ended")
+        return self.conn.execute(dialect.translated(sql), dialect.adapted(values))
+
+
+class PostgresWriter:
+    """The connection for one thread at a time; it opens again after an error."""
+
+    def __init__(
+        self,
+        address: Address,
+        holder: str,
+        busy_timeout_seconds: float,
+        statement_seconds: float,
+    ) -> None:
+        self.address = address
+        self.figures = WriteFigures()
+        self.limit = TimeLimit(statement_seconds)
+        self._holder = f"{holder}, pid {os.getpid()} on {socket.gethostname()}"
+        self._busy_timeout_seconds = busy_timeout_seconds
+        self._in_use = threading.Lock()
+        self._token = secrets.token_hex(16)
+        self._is_owner = False  # it was, once
+        self._backend: tuple[int, str] | None = None  # the last session: its process at the server
+        self._conn: Any = None
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Any]:
+        """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
+        with self._operation() as session:
+            session.conn.execute("BEGIN")
+            yield session
+            began = time.perf_counter()
+            ended = session.conn.execute("COMMIT").statusmessage
+            if ended != "COMMIT":  # a statement failed, and somebody passed over its error
+                raise StoreUnavailable(f"{self.address.shown} rolled a transaction back")
+            self.figures.committed(time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Any]:
+        """Statements outside a transaction."""
+        with self._operation() as session:
+            yield session
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            with contextlib.suppress(self.address.driver.Error):
+                conn.close()
+
+    @contextlib.contextmanager
+    def _operation(self) -> Iterator[Session]:
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("the history is being used by another thread")
+        try:
+            if self._conn is not None and is_lost(self._conn):
+                self.close()
+            if self._conn is None:
+                self._conn = self._open()
+            with self.limit.counting():
+                yield Session(self._conn, self.limit)
+        except self.address.driver.Error as error:
+            raise explained(error, self.address.shown) from error
+        finally:
+            self._end_transaction()
+            self._in_use.release()
+
+    def _end_transaction(self) -> None:
+        """Leave a connection without a transaction, or none."""
+        if self._conn is None or is_idle(self._conn):
+            return
+        with contextlib.suppress(self.address.driver.Error):
+            self._conn.execute("ROLLBACK")
+        if not is_idle(self._conn):
+            self.close()
+
+    def _open(self) -> Any:
+        conn = self.address.connect(self._holder, self.limit.seconds, self._busy_timeout_seconds)
+        try:
+            self._check(conn)
+            self._lock(conn)
+            migrate(conn, self.address.shown)
+            self._own(conn)
+            self._backend = conn.execute(
+                "SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()"
+            ).fetchone()
+        except BaseException:
+            conn.close()
+            raise
+        return conn
+
+    def _check(self, conn: Any) -> None:
+        """Refuse a server that would lose what it acknowledged."""
+
+        def setting(name: str) -> str:
+            value: str = conn.execute("SELECT current_setting(%s)", [name]).fetchone()[0]
+            return value
+
+        if setting("server_encoding") != "UTF8":
+            raise StoreError(f"{self.address.shown} is not a database in UTF8")
+        for name in ("fsync", "full_page_writes"):
+            if setting(name) != "on":
+                raise StoreError(
+                    f"{self.address.shown} runs with {name} = off, and would lose what it acknowledged"
+                )
+        if setting("synchronous_commit") not in STRONGER:
+            conn.execute("SET synchronous_commit = on")
+
+    def _lock(self, conn: Any) -> None:
+        """Take the history, or raise StoreLocked; what a dying session still holds is waited for."""
+        end = time.monotonic() + self._busy_timeout_seconds
+        has_ended_ours = False
+        while not conn.execute("SELECT pg_try_advisory_lock(%s)", [LOCK_KEY]).fetchone()[0]:
+            if self._backend is not None and not has_ended_ours:
+                # Our own, whose connection was lost, as the server does not know yet.
+                conn.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                    " WHERE pid = %s AND backend_start::text = %s",
+                    self._backend,
+                )
+                has_ended_ours = True
+            if time.monotonic() > end:
+                names = f"the history {self.address.shown} is in use by {_holder(conn)}"
+                raise StoreUnavailable(names) if self._is_owner else StoreLocked(names)
+            time.sleep(LOCK_PAUSE_SECONDS)
+
+    def _own(self, conn: Any) -> None:
+        """Say that this process has the history, or that it has lost it."""
+        if not self._is_owner:
+            conn.execute(
+                "UPDATE owner SET token = %s, name = %s, taken_at = now()",
+                dialect.adapted([self._token, self._holder]),
+            )
+            self._is_owner = True
+            return
+        token, name = conn.execute("SELECT token, name FROM owner").fetchone()
+        if token != self._token:
+            raise StoreLocked(
+                f"the history {self.address.shown} was taken over by {name}; this process writes no"
+                " more to it"
+            )
+
+
+class PostgresSnapshots:
+    """Reads beside the writer, each of what was committed when it began; in one thread at a time."""
+
+    def __init__(self, address: Address, statement_seconds: float, name: str) -> None:
+        self._address = address
+        self._limit = TimeLimit(statement_seconds)
+        self._name = name
+        self._conn: Any = None
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[Any]:
+        try:
+            if self._conn is not None and is_lost(self._conn):
+                self.close()
+            if self._conn is None:
+                self._conn = self._address.connect(self._name, self._limit.seconds, 5.0)
+            with self._limit.counting():
+                self._conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                yield Session(self._conn, self._limit)
+        except self._address.driver.Error as error:
+            raise explained(error, self._address.shown) from error
+        finally:
+            if self._conn is not None and not is_idle(self._conn):
+                with contextlib.suppress(self._address.driver.Error):
+                    self._conn.execute("ROLLBACK")
+                if not is_idle(self._conn):
+                    self.close()
+
+    def close(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            with contextlib.suppress(self._address.driver.Error):
+                conn.close()
+
+
+def is_idle(conn: Any) -> bool:
+    """Open and without a transaction."""
+    return not conn.closed and conn.info.transaction_status.name == "IDLE"
+
+
+def is_lost(conn: Any) -> bool:
+    """Whether the server has ended the connection; asks the socket, and not the server."""
+    if conn.closed:
+        return True
+    try:
+        poll = select.poll()  # `select` takes no descriptors above 1023
+        poll.register(conn.fileno(), select.POLLIN)
+        for _ in range(4):  # its last words, and then the end
+            if not poll.poll(0):
+                return False
+            conn.pgconn.consume_input()
+            if conn.pgconn.status.name != "OK":
+                return True
+    except Exception:  # whatever it is, a new one tells more
+        return True
+    return False
+
+
+def _holder(conn: Any) -> str:
+    """Who has the history now, by its row; the row may not be there yet."""
+    with contextlib.suppress(Exception):
+        (name,) = conn.execute("SELECT name FROM owner").fetchone()
+        return name or "another process"
+    return "another process"

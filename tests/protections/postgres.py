@@ -1,0 +1,49 @@
+"""Protections of a history in PostgreSQL."""
+
+from tests.protections import protection
+
+PROTECTIONS = (
+    protection(
+        "PostgreSQL: a server that is away is unavailable, and comes back",
+        "store/postgres/failures.py",
+        "(not code and _is_operational(error))",
+        "(not code and False)",
+        "store/test_postgres_crash.py::test_a_server_that_is_killed_loses_no_acknowledged_turn",
+    ),
+    protection(
+        "PostgreSQL: synchronous_commit = on",
+        "store/postgres/connection.py",
+        '            conn.execute("SET synchronous_commit = on")\n',
+        "            pass\n",
+        "store/test_postgres.py::test_a_session_is_durable_whatever_the_server_or_the_role_has_set",
+    ),
+    protection(
+        "PostgreSQL: the session before is ended first",
+        "store/postgres/connection.py",
+        "            if self._backend is not None and not has_ended_ours:\n",
+        "            if self._backend is not None and has_ended_ours:\n",
+        "store/test_postgres.py"
+        "::test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next",
+    ),
+    protection(
+        "PostgreSQL: who has lost the history writes no more",
+        "store/postgres/connection.py",
+        "        if token != self._token:\n",
+        "        if token != token:\n",
+        "store/test_postgres.py::test_who_has_lost_the_history_to_another_writes_no_more",
+    ),
+    protection(
+        "PostgreSQL: a server that loses what it acknowledged is refused",
+        "store/postgres/connection.py",
+        '            if setting(name) != "on":\n',
+        '            if setting(name) == "none":\n',
+        "store/test_postgres.py::test_a_server_that_would_lose_what_it_acknowledged_is_refused",
+    ),
+    protection(
+        "PostgreSQL: the server that is no standby is taken",
+        "store/postgres/connection.py",
+        '    "target_session_attrs": "read-write",  # of several hosts, the one that is no standby\n',
+        "",
+        "store/test_postgres_crash.py::test_a_standby_takes_over_with_every_acknowledged_turn",
+    ),
+)

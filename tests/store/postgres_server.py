@@ -1,0 +1,192 @@
+"""A PostgreSQL server of the tests' own: made, started, killed and started again, in a temporary folder.
+
+It is the distribution's, without its scripts.  PostgreSQL refuses to run as root, so where the tests do, it
+runs as `postgres` or `nobody`.  There is no network: a socket in its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PLACES = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda each: each.parent.name)
+START_SECONDS = 60.0
+USER = "pensieve"
+
+
+def programs() -> Path | None:
+    """The folder of `initdb` and `postgres`, the newest there is."""
+    for place in reversed(PLACES):
+        if (place / "initdb").exists() and (place / "postgres").exists():
+            return place
+    found = shutil.which("initdb")
+    return Path(found).resolve().parent if found and shutil.which("postgres") else None
+
+
+def missing() -> str:
+    """Why there is no server here; empty if there can be one."""
+    if programs() is None:
+        return "PostgreSQL is not installed: apt-get install postgresql"
+    try:
+        import psycopg  # noqa: F401
+    except ImportError as error:
+        return f"the extra `postgres` is not installed: {error}"
+    return ""
+
+
+class PostgresServer:
+    """`settings` are those of postgresql.conf; close it in the end."""
+
+    def __init__(self, parent: Path | None = None, **settings: str) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="pensieve-pg-", dir=parent))
+        self.data = self.path / "data"
+        self._settings = {
+            "listen_addresses": "",
+            "unix_socket_directories": str(self.path),
+            "shared_buffers": "32MB",
+            "max_connections": "40",
+            "autovacuum_naptime": "1s",
+            **settings,
+        }
+        self._numbers = itertools.count()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._own(self.path)
+
+    def initialise(self) -> None:
+        self.call(
+            *("initdb", "-D", str(self.data), "-U", USER, "-A", "trust", "-E", "UTF8"),
+            *("--locale=C", "--data-checksums", "--no-sync"),
+        )
+
+    def call(self, program: str, *arguments: str) -> str:
+        """One of PostgreSQL's programs, as the user that has the server."""
+        place = programs()
+        assert place is not None
+        done = subprocess.run(
+            [str(place / program), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=self.path,
+            **self._as_user(),
+        )
+        assert done.returncode == 0, f"{program}: {done.stdout} {done.stderr}"
+        return done.stdout
+
+    def start(self) -> None:
+        """Until it answers; what is left of a server that was killed is waited for."""
+        place = programs()
+        assert place is not None
+        end = time.monotonic() + START_SECONDS
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in self._settings.items()]
+        while True:
+            with (self.path / "log").open("ab") as log:
+                self._server = subprocess.Popen(
+                    [str(place / "postgres"), "-D", str(self.data), *given],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.path,
+                    **self._as_user(),
+                )
+            while self._server.poll() is None and time.monotonic() < end:
+                if self.answers():
+                    return
+                time.sleep(0.02)
+            if time.monotonic() >= end:
+                raise AssertionError((self.path / "log").read_text()[-2000:])
+            time.sleep(0.1)
+
+    def answers(self) -> bool:
+        import psycopg
+
+        with contextlib.suppress(psycopg.Error), psycopg.connect(self.url("postgres")):
+            return True
+        return False
+
+    def stop(self, fast: bool = True) -> None:
+        if self._server is not None:
+            self._server.send_signal(signal.SIGINT if fast else signal.SIGTERM)
+            self._server.wait(START_SECONDS)
+            self._server = None
+
+    def kill(self) -> None:
+        """All of its processes at once, as by a loss of power but for what the system still has."""
+        if self._server is None:
+            return
+        os.kill(self._server.pid, signal.SIGSTOP)  # it starts nothing meanwhile
+        for child in _children(self._server.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        self._server.kill()
+        self._server.wait(START_SECONDS)
+        self._server = None
+
+    def url(self, database: str) -> str:
+        return f"postgresql://{USER}@/{database}?host={self.path}"
+
+    def new_database(self, template: str = "template0", more: str = "") -> str:
+        """The address of a database without anything in it, or with what another one has."""
+        name = f"test{next(self._numbers)}"
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {template} {more}")
+        return self.url(name)
+
+    def drop(self, url: str) -> None:
+        name = url.split("/")[3].split("?")[0]
+        self.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+
+    def execute(self, sql: str, database: str = "postgres") -> Any:
+        import psycopg
+
+        with psycopg.connect(self.url(database), autocommit=True) as conn:
+            done = conn.execute(sql)
+            return done.fetchall() if done.description else None
+
+    def named(self) -> tuple[str, ...]:
+        """As PostgreSQL's programs are told where it is."""
+        return "-h", str(self.path), "-U", USER
+
+    def owned(self, path: Path) -> Path:
+        """A new folder of the server's."""
+        path.mkdir()
+        self._own(path)
+        return path
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _as_user(self) -> dict[str, Any]:
+        who = _user()
+        if who is None:
+            return {}
+        return {"user": who.pw_uid, "group": who.pw_gid, "extra_groups": []}
+
+    def _own(self, path: Path) -> None:
+        if (who := _user()) is not None:
+            os.chown(path, who.pw_uid, who.pw_gid)
+
+
+def _user() -> pwd.struct_passwd | None:
+    """Whom the server runs as, where we are root."""
+    if os.getuid():
+        return None
+    for name in ("postgres", "nobody"):
+        with contextlib.suppress(KeyError):
+            return pwd.getpwnam(name)
+    raise AssertionError("there is no user that the server could run as")
+
+
+def _children(pid: int) -> Iterator[int]:
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        yield from map(int, path.read_text().split())
