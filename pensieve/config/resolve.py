@@ -46,6 +46,7 @@ class Settings:
     turns_max: int
     threads: int
     tensor_parallel: int
+    pipeline_stages: int
     data: Path
     journal: Path | None
 
