@@ -29,7 +29,9 @@ class SchedulerConfig:
     stream: str = "auto"  # of STREAM: whether turns run whose KV lies on the host; see streaming.py
     copy_seconds: float = COPY_SECONDS  # of a chunk from the host to the device
     group_seconds: float = GROUP_SECONDS  # that a group of streamed turns adds to an iteration
-    stages: int = 1  # of a pipeline: so many iterations are uncommitted at once; see micro_batches.py
+    stages: int = (
+        1  # of a pipeline: so many iterations are uncommitted at once; see micro_batches.py
+    )
 
     def __post_init__(self) -> None:
         if self.stream not in STREAM:

@@ -38,8 +38,9 @@ take time, or reach what is allowed.
 
 The times are those that `plan` and `commit` are given, so the budget is as repeatable as the rest: a journal
 replays to the same pieces.  With pipeline stages a turn's next token comes with the last of as many
-iterations as there are stages, so each of them is allowed its part of the two limits.  An iteration in which somebody generates took from the last commit to its own,
-because that is what whoever generates waits for: all that is done between two iterations counts.
+iterations as there are stages, so each of them is allowed its part of the two limits.  An iteration in which
+somebody generates took from the last commit to its own, because that is what whoever generates waits for:
+all that is done between two iterations counts.
 """
 
 from __future__ import annotations

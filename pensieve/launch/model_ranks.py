@@ -74,7 +74,9 @@ def _check_staged(settings: Settings) -> None:
     if settings.tensor_parallel > 1:
         raise ConfigError(f"{stages} needs --tensor-parallel 1: a stage is one rank")
     if settings.stream == "on":
-        raise ConfigError(f"{stages} needs --stream auto or off: no turn is streamed through stages")
+        raise ConfigError(
+            f"{stages} needs --stream auto or off: no turn is streamed through stages"
+        )
     if settings.kv_dtype == "fp8":
         raise ConfigError(
             f"{stages} needs another --kv-dtype than fp8: its scales come from a prompt in all layers"

@@ -1,7 +1,7 @@
-"""A part of a model: some consecutive layers of it, and what stands before and behind the layers if it has these.
+"""A part of a model: some consecutive layers, and what stands before and behind all layers where it has that.
 
-The module of transformers stays as it is written, with all its lists of layers.  In front of its own code, and
-before any weight is read, each layer of another stage is replaced by one that does nothing:
+The module of transformers stays as it is written, with its list of layers.  Before any weight is read, each
+layer of another stage is replaced by one that does nothing:
 
     first stage     embeddings   0 … k-1              (nothing …)   norm
     another         (blank)      (nothing …) k … l-1  (nothing …)   norm
@@ -37,7 +37,7 @@ class LayerRange(NamedTuple):
     first: int
     stop: int
 
-    def __len__(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         return self.stop - self.first
 
 

@@ -65,14 +65,14 @@ def load(
     """
     name = os.fspath(path_or_id)
     device = torch.device(device)
-    shares_layers = rank is not None and rank.num_stages == 1
+    sharing = rank if rank is not None and rank.num_stages == 1 else None  # each layer
     with _quiet_transformers():
         report(f"loading {name}")
         config = _read_config(name)
         flat = _read_model(name, config, dtype, device, rank)
         report("probing its attention")
         try:
-            found = _probed(flat, context_max, not shares_layers, int8, kv_dtype)
+            found = _probed(flat, context_max, sharing is None, int8, kv_dtype)
             if isinstance(found, str):
                 # Nothing refers to the replaced layers by now, so one model is in memory at a time.
                 del flat
@@ -90,14 +90,14 @@ def load(
         f"{type(flat.module).__name__}: {shape.num_parameters / 1e6:.1f} M parameters, "
         f"{shape.num_layers} layers, {shape.kv_bytes_per_token} bytes of KV per token"
         f"{'' if kv_dtype == 'auto' else f' as {kv_dtype}'}"
-        f"{f' on each of {rank.num_ranks} ranks' if shares_layers else ''}"
-        f"{' in this stage' if rank and not shares_layers else ''}, context {shape.context_max}"
+        f"{f' on each of {sharing.num_ranks} ranks' if sharing else ''}"
+        f"{' in this stage' if rank and not sharing else ''}, context {shape.context_max}"
     )
-    if shares_layers:
+    if sharing is not None:
         flat.form = in_torch("several ranks compute each of them together")
     report(flat.form)
     num_heads = shape.num_heads
-    if shares_layers:
+    if sharing is not None:
         num_heads = int(config.get_text_config().num_attention_heads)
         if shape.num_heads == num_heads:
             report(
@@ -212,7 +212,9 @@ def _read_stage(
 
     body = {"__init__": cut_at_once, "__module__": whole.__module__}
     try:
-        module = _read_weights(name, config, dtype, model_class=type(whole.__name__, (whole,), body))
+        module = _read_weights(
+            name, config, dtype, model_class=type(whole.__name__, (whole,), body)
+        )
     except ModelError as error:
         if isinstance(error.__cause__, UnsupportedModel):
             raise error.__cause__ from None

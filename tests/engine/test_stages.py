@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -45,7 +46,9 @@ class Watch:
         return
 
 
-def watched(stages: int, config: SchedulerConfig = SCHEDULER, **options: object) -> tuple[Rig, Watch]:
+def watched(
+    stages: int, config: SchedulerConfig = SCHEDULER, **options: object
+) -> tuple[Rig, Watch]:
     rig = Rig(depth=stages, scheduler=staged(config, stages), **options)  # type: ignore[arg-type]
     watch = Watch()
     rig.engine.observe(watch)
@@ -60,7 +63,7 @@ def test_turns_that_generate_are_divided_among_the_iterations_in_flight() -> Non
     assert watch.turns[0] == [1, 2, 3, 4]  # their prompts
     halves = [tuple(each) for each in watch.turns[3:-3]]
     assert set(halves) == {(1, 2), (3, 4)}
-    assert all(one != other for one, other in zip(halves, halves[1:], strict=False))
+    assert all(one != other for one, other in pairwise(halves))
     assert watch.most_launched == 2
     for turn_id in range(1, 5):
         assert rig.sink.reply_of(turn_id) == reply_to([turn_id], 7, stops=False)

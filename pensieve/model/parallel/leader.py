@@ -179,9 +179,7 @@ class Leader(Rank):
                 for each in (values, of_ranks[0])
             )
             if kept != own:
-                raise UnsupportedModel(
-                    f"its parts differ: rank {index} has {kept}, rank 0 {own}"
-                )
+                raise UnsupportedModel(f"its parts differ: rank {index} has {kept}, rank 0 {own}")
             of_ranks.append(values)
         self.num_layers = [each["num_layers"] for each in of_ranks]
         if self.num_stages == 1:

@@ -40,7 +40,10 @@ class Rank(ABC):
         self.num_ranks = num_ranks
         self.num_stages = num_stages
         self.stage = (index - 1) % num_stages
-        self.before, self.after = self.stage, (self.stage + 2) % num_stages  # ranks, as stages follow
+        self.before, self.after = (
+            self.stage,
+            (self.stage + 2) % num_stages,
+        )  # ranks, as stages follow
         self._in_group = False
 
     @abstractmethod
@@ -117,8 +120,7 @@ def check_devices(device: torch.device, num_ranks: int, flag: str) -> None:
     """Raise ConfigError unless there is a GPU for each rank, where they are to be on GPUs."""
     if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ConfigError(
-            f"{flag} {num_ranks} needs as many GPUs; "
-            f"this machine shows {torch.cuda.device_count()}"
+            f"{flag} {num_ranks} needs as many GPUs; this machine shows {torch.cuda.device_count()}"
         )
 
 

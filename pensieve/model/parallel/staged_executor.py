@@ -3,16 +3,17 @@
     Engine ── launch(k + 1) ──pipe──> stage 1 ──> … ──> activations of k + 1
            ── collect() ────────────> own layers of k, and its samples
 
-Rank 0 is the last stage.  `launch` only hands an iteration to the others, and `collect` computes this stage's
-part of the oldest one: so while the engine waits for iteration k, the stage before computes k + 1, and so on.
-The tokens of an iteration are known when it is launched (core/micro_batches.py) and go with it.
+Rank 0 is the last stage.  `launch` only hands an iteration to the others, and `collect` computes this
+stage's part of the oldest one: so while the engine waits for iteration k, the stage before computes k + 1,
+and so on.  The tokens of an iteration are known when it is launched (core/micro_batches.py) and go with it.
 
-What executor.py says of ranks holds for stages, with send and receive for collectives: one order of iterations
-everywhere, the same page numbers, decisions on rank 0 alone, and a copy reported when all have finished it.
-A stage waits for the activations of the stage before, and that one for nothing but its next iteration.
+What executor.py says of ranks holds for stages, with send and receive for collectives: one order of
+iterations everywhere, the same page numbers, decisions on rank 0 alone, and a copy reported when all have
+finished it.  A stage waits for the activations of the stage before, and that one for nothing but its next
+iteration.
 
-A copy of an iteration begins on rank 0 when it is its turn there.  What it reads and writes is free for it from
-the launch on, as it is for copies that take their time.
+A copy of an iteration begins on each rank when it is its turn there.  The pages are its own from the launch
+on, as they are for a copy that takes its time.
 """
 
 from __future__ import annotations

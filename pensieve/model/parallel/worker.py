@@ -7,8 +7,8 @@
 With `--check-kv` it sums its own part of the host pages; where that has changed it fails, and all ranks
 start again, since rank 0 plans by its own part alone.
 
-It decides nothing and samples nothing; its part of the logits reaches rank 0 through the collectives, and as a
-stage it sends its activations to the next one (stages.py).
+It decides nothing and samples nothing; its part of the logits reaches rank 0 through the collectives, or, as
+a stage, its activations reach the next one (stages.py).
 When the pipe ends, rank 0 is gone and no one needs the results, so the process ends at once, even in the
 middle of a collective.
 """
@@ -66,8 +66,8 @@ def serve(sock: socket.socket) -> None:
 
 def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
     folder = Path(settings["rendezvous_folder"])
-    sizes = (settings[name] for name in ("index", "num_ranks", "num_stages"))
-    rank = WorkerRank(*sizes, pipe, folder)
+    index, num_ranks, num_stages = (settings[key] for key in ("index", "num_ranks", "num_stages"))
+    rank = WorkerRank(index, num_ranks, num_stages, pipe, folder)
     torch.set_num_threads(settings["num_threads"])
     cuda = settings["device"] == "cuda"
     device = torch.device("cuda", settings["index"]) if cuda else torch.device("cpu")
