@@ -3,19 +3,19 @@
 With P stages, P batches are in flight, each in another stage.  No turn's next token can be computed before
 the last one has been through all stages, so a turn is in one of these batches and no other.
 
-**One engine** has P iterations in flight, as the daemon's has with `--pipeline-stages` (core/micro_batches.py).
+**One engine** has P iterations in flight, as the daemon's with `--pipeline-stages` (core/micro_batches.py).
 
-**P engines** have a batch each: each has its scheduler and its part of the memory for KV, and every new request
-goes to the next one (vLLM calls them virtual engines).  What they share is the stages.
+**P engines** have a batch each: each has its scheduler and its part of the memory for KV, and every new
+request goes to the next one (vLLM calls them virtual engines).  What they share is the stages.
 
 An iteration goes through the stages in their order, and waits for each until it is free:
 
     begins in stage i  =  max(ends in stage i - 1, the stage's last iteration ended)
 
 So when iterations of different lengths alternate, a stage stands idle behind the longer one: a bubble.  With
-an engine for each batch that of another engine is the only one that it can meet, and stages are taken in the order in which iterations are
-launched, since the engine whose clock is furthest behind always steps first.  What stages send to one
-another takes no time.
+an engine for each batch that of another engine is the only one that it can meet, and stages are taken in the
+order in which iterations are launched, since the engine whose clock is furthest behind always steps first.
+What stages send to one another takes no time.
 """
 
 from __future__ import annotations

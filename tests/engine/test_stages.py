@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ import pytest
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.engine.journal import replay
 from pensieve.engine.messages import Message
 from tests.engine.rig import SCHEDULER, Rig, submit, traffic
 from tests.fakes import reply_to
@@ -130,6 +132,14 @@ def test_every_reply_is_right_with_a_pipeline(stages: int) -> None:
     never = sorted(each for each in wanted if not total[each])
     assert not never, f"never happened: {never} in {dict(total)}"
     assert total["deepest"] == stages
+
+
+def test_a_journal_of_stages_replays_to_the_same_iterations() -> None:
+    lines = io.StringIO()
+    rig, _ = watched(3, seed=1, journal=lines, failing=0.02)
+    traffic(rig, 1, 60)
+    lines.seek(0)
+    assert replay(lines) == rig.scheduler.counters.iterations > 60
 
 
 def test_no_turn_is_streamed_through_stages() -> None:

@@ -18,8 +18,8 @@ Each worker (rank 1 … n-1) is a program of its own with one inherited socket: 
     iteration, iteration, …          ──>        carries them out (executor.py)
                                      <──        finished, with the ids of copies
 
-Stages of a pipeline (stages.py) do the same, but each probes alone, with no collective, nor do they wait for all
-to have loaded.
+Stages of a pipeline (stages.py) do the same, but each probes alone, with no collective, and does not wait
+until all have loaded.
 
 Rank 0 has one thread per worker that receives, so no worker ever blocks while it sends, and the end of one
 is noticed at once.  The kernel closes the pipe of a worker that ends, for whatever reason; from then on
