@@ -102,7 +102,9 @@ class LedgerExecutor:
     # -- the port --
 
     def launch(self, iteration: Iteration) -> None:
-        assert len(self._launched) <= 1, "more is launched than the scheduler can plan ahead"
+        assert len(self._launched) < max(self.depth, 2), (
+            "more is launched than the scheduler can plan ahead"
+        )
         swapping_in = any(isinstance(copy, SwapIn) for copy in self._outstanding.values())
         assert not (iteration.swap_ins and iteration.swap_outs), "both directions in one iteration"
         assert not (iteration.swap_outs and swapping_in), "a swap-out starts during a swap-in"

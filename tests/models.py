@@ -56,6 +56,12 @@ SERVED: dict[str, Callable[[], Any]] = {
     "olmo2": _config("Olmo2Config"),
 }
 
+# With layers for more than two pipeline stages.
+DEEP: dict[str, Callable[[], Any]] = {
+    "deep": _config("Qwen3Config", head_dim=16, num_hidden_layers=5),
+    "deep-tied": _config("Qwen3Config", num_hidden_layers=4, tie_word_embeddings=True),
+}
+
 
 def tiny_model(config: Any, seed: int = 0, std: float = 0.25) -> Any:
     """A model with random weights of this standard deviation, in fp32."""

@@ -46,6 +46,7 @@ class Settings:
     turns_max: int
     threads: int
     tensor_parallel: int
+    pipeline_stages: int
     data: Path
     store: str | None  # with its password, if it has one
     journal: Path | None

@@ -201,6 +201,13 @@ SETTINGS: Table = (
         "ranks that share each layer: one GPU each, or processes on the CPU",
         "N",
     ),
+    Setting(
+        "pipeline_stages",
+        whole(1, 64),
+        "1",
+        "ranks that have some of the layers each, one after another: one GPU each, or processes on the CPU",
+        "N",
+    ),
     DATA,
     STORE,
     Setting("journal", file, "", "append a journal of all iterations to this file", "FILE"),

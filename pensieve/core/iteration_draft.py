@@ -43,6 +43,7 @@ class IterationDraft:
         self.num_tokens_max = config.batch_tokens_max
         self.num_tokens_left = config.batch_tokens_max
         self.num_decodes = 0  # of interactive turns
+        self.others_generate = False  # in uncommitted iterations; see micro_batches.py
         self.predicted_without = 0.0  # of its decodes alone; see time_budget.py
         self.num_interactive: int | None = None  # tokens before the background turns; None: all are
         self.holds_back = True  # also where there is room for one tile only

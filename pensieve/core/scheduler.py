@@ -15,9 +15,10 @@ So does one whose prompt was computed ahead of its place (prefill_ahead.py).
 
 `plan` may be called while one iteration is uncommitted.  A token that it will sample is then planned
 for as if it were known (`pending_tokens`; the executor resolves it); if the turn turns out finished,
-that slice was computed for nothing and is counted in `idle_tokens`.  A turn with an uncommitted slice
-keeps its pages: cancelling, suspending and finishing release them when the last such slice is
-committed.  Until then the turn is in `_releasing`, and a rewind or an eviction of its conversation waits.
+that slice was computed for nothing and is counted in `idle_tokens`.  With pipeline stages one for each may be
+uncommitted (micro_batches.py).  A turn with an uncommitted slice keeps its pages: cancelling, suspending and
+finishing release them when the last such slice is committed.  Until then the turn is in `_releasing`, and
+a rewind or an eviction of its conversation waits.
 
 Turns that find no room on the device may run with their KV on the host (streaming.py, streamed_pages.py).
 
@@ -37,6 +38,7 @@ from pensieve.core.cache_values import Admission, Shortage
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut
 from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
 from pensieve.core.lacking import Lacking
+from pensieve.core.micro_batches import MicroBatches
 from pensieve.core.pending_edits import PendingEdits
 from pensieve.core.preemption import Preemption, who_is_suspended
 from pensieve.core.prefill_ahead import PrefillAhead
@@ -69,6 +71,7 @@ class Scheduler(ScheduledTurns):
         self.streaming = Streaming(config, cache.config)
         self._groups = StreamGroups(cache.config, config, cache.path_of)
         self._edits = PendingEdits(cache)
+        self._micro_batches = MicroBatches(config, self._keeps_place)
         self._num_arrivals = self._index = 0
 
     # -- what happens to a scheduler --
@@ -88,8 +91,7 @@ class Scheduler(ScheduledTurns):
 
     def cancel(self, turn_id: int, keep_tokens: int, now: float) -> None:
         """End a turn; its conversation keeps the KV of the first `keep_tokens` positions."""
-        turn = self._turns.get(turn_id)
-        if turn is None or turn.finish is not None:
+        if (turn := self._turns.get(turn_id)) is None or turn.finish is not None:
             return
         turn.keep_tokens = keep_tokens
         self._finish(turn, FinishReason.CANCELLED, now)
@@ -186,11 +188,11 @@ class Scheduler(ScheduledTurns):
         self, draft: IterationDraft, now: float, background: bool = False
     ) -> tuple[int, list[Turn]]:
         """Decodes; how many pages have to become available for one of them, and the started prefills."""
-        required_pages = 0
+        required_pages, size = 0, self._size
         prefills: list[Turn] = []
-        size = self._size
         # The highest level and the oldest first: as a rule whoever is suspended for a page comes later.
-        for turn in sorted(self.running.values(), key=QUEUE_ORDER):
+        ordered = sorted(self.running.values(), key=QUEUE_ORDER)
+        for turn in self._micro_batches.chosen(ordered, draft, background):
             if turn.is_background != background or not self._keeps_place(turn):
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens

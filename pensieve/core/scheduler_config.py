@@ -29,12 +29,19 @@ class SchedulerConfig:
     stream: str = "auto"  # of STREAM: whether turns run whose KV lies on the host; see streaming.py
     copy_seconds: float = COPY_SECONDS  # of a chunk from the host to the device
     group_seconds: float = GROUP_SECONDS  # that a group of streamed turns adds to an iteration
+    stages: int = (
+        1  # of a pipeline: so many iterations are uncommitted at once; see micro_batches.py
+    )
 
     def __post_init__(self) -> None:
         if self.stream not in STREAM:
             raise ValueError(f"stream is one of {', '.join(STREAM)}, not {self.stream!r}")
         if self.batch_tokens_max < 1 or self.turns_max < 1:
             raise ValueError("batch_tokens_max and turns_max are at least 1")
+        if self.stages < 1:
+            raise ValueError("stages is at least 1")
+        if self.stages > 1 and self.stream == "on":
+            raise ValueError("no turn is streamed through pipeline stages")
         for name in (
             *("prompt_seconds_max", "tbt_seconds", "time_share", "prefill_ahead"),
             *("copy_seconds", "group_seconds"),

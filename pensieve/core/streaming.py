@@ -53,7 +53,7 @@ class _Planned(NamedTuple):
 
 class Streaming:
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
-        possible = cache.staging_pages > 0 and cache.host_pages > 0
+        possible = cache.staging_pages > 0 and cache.host_pages > 0 and config.stages == 1
         self.mode = config.stream if possible else "off"
         self._size, self._pages_max = cache.chunk_tokens, cache.staging_pages
         self._device_pages, self._reserve_pages = cache.device_pages, cache.reserve_pages

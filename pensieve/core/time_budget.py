@@ -37,8 +37,10 @@ that was measured lately, and no more than that where the last one took its time
 take time, or reach what is allowed.
 
 The times are those that `plan` and `commit` are given, so the budget is as repeatable as the rest: a journal
-replays to the same pieces.  An iteration in which somebody generates took from the last commit to its own,
-because that is what whoever generates waits for: all that is done between two iterations counts.
+replays to the same pieces.  With pipeline stages a turn's next token comes with the last of as many
+iterations as there are stages, so each of them is allowed its part of the two limits.  An iteration in which
+somebody generates took from the last commit to its own, because that is what whoever generates waits for:
+all that is done between two iterations counts.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class _Measured(NamedTuple):
 
 class TimeBudget:
     def __init__(self, config: SchedulerConfig) -> None:
-        self._tbt, self._added_max = config.tbt_seconds, config.prompt_seconds_max
+        self._stages = config.stages
+        self._tbt = config.tbt_seconds / config.stages
+        self._added_max = config.prompt_seconds_max / config.stages
         self._turns_max = min(config.turns_max, config.batch_tokens_max)
         self._prefill_ahead = config.prefill_ahead > 0
         self._limits = self._tbt > 0.0 or self._added_max > 0.0
@@ -99,7 +103,8 @@ class TimeBudget:
         draft.num_decodes = len(draft.slices)
         without = draft.predicted() if draft.num_decodes else self._predict(1, 0, 0, 1)
         draft.predicted_without = without
-        if not self._limits or not draft.num_decodes or not without:
+        somebody_waits = draft.num_decodes > 0 or draft.others_generate
+        if not self._limits or not somebody_waits or not without:
             return  # nobody waits, or nothing takes time
         a = self._without
         if a is None or self._num_with >= PROBE_AFTER:
@@ -125,7 +130,8 @@ class TimeBudget:
         alone = len(turn.tokens)
         num_positions = alone + sum(len(each.tokens) for each in running)
         most = self._tbt / (self._without or 1.0)
-        num_turns = len(running) + 1
+        num_turns = -(-(len(running) + 1) // self._stages)  # of one iteration
+        num_positions //= self._stages
         together = self._predict(num_turns, num_positions, num_positions, num_turns)
         return together <= most or most < self._predict(1, alone, alone, 1)
 

@@ -45,8 +45,10 @@ def chosen_device(settings: Settings) -> torch.device:
     index = int(name.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
-    if index and settings.tensor_parallel > 1:
-        raise ConfigError("--tensor-parallel takes the first GPUs: --device cuda")
+    for name in ("tensor_parallel", "pipeline_stages"):
+        if index and getattr(settings, name) > 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} takes the first GPUs: --device cuda")
     return torch.device("cuda", index)
 
 

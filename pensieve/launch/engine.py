@@ -90,9 +90,9 @@ def build_engine(
             settings, folder, template.tokenizer, template.end_of_turn_ids, report, undo
         )
         executor, ranks, tiers, checksums = built
-        shape = ranks.model.shape
+        shape = ranks.whole.shape
         computed_by = _computed_by(settings, folder, ranks)
-        costs = costs_of(settings, folder, ranks.model, computed_by)
+        costs = costs_of(settings, folder, ranks.whole, computed_by)
         report(costs.in_words)
         configs = EngineConfigs.fitted(
             CacheConfig(*tiers.pages, settings.chunk_tokens, staging_pages=tiers.staging_pages),
@@ -109,6 +109,7 @@ def build_engine(
                 settings.stream,
                 costs.copy_seconds,
                 costs.group_seconds,
+                settings.pipeline_stages,
             ),
             shape.context_max,
             ttft_seconds=settings.ttft,
@@ -166,7 +167,7 @@ def build_engine(
 
 def _computed_by(settings: Settings, folder: Path, ranks: ModelRanks) -> dict[str, Any]:
     """The model and the device, for a journal and for predictions."""
-    shape = ranks.model.shape
+    shape = ranks.whole.shape
     return {
         "name": folder.name,
         "device": str(ranks.model.flat.module.device),

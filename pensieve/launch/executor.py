@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import IN_PLACE, KVMemory
 from pensieve.model.parallel.executor import ParallelExecutor
+from pensieve.model.parallel.staged_executor import StagedExecutor
+from pensieve.model.parallel.stages import StageModel
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.text import Tokenizer
 
@@ -41,7 +44,7 @@ class Tiers(NamedTuple):
 def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report) -> Tiers:
     """Allocate both tiers and the staging arenas, in all ranks; on a GPU the device tier is sized by the
     memory that is left."""
-    model, leader = ranks
+    model, leader, whole = ranks
     device: torch.device = model.flat.module.device
     sizes = (settings.token_budget, turns_max(settings), settings.chunk_tokens)
     num_ranks = settings.tensor_parallel
@@ -52,9 +55,11 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
             leader.start_measuring(*sizes)
         device_bytes = free_for_kv(model, *sizes, device, sampler)
         if leader is not None:
-            device_bytes = num_ranks * min(device_bytes, *leader.measured_bytes())
-    page_bytes = num_ranks * model.shape.kv_bytes_per_page(settings.chunk_tokens)
-    num_layers, left = model.shape.num_layers, None
+            measured = zip((device_bytes, *leader.measured_bytes()), leader.num_layers, strict=True)
+            of_a_layer = min(num_bytes // num_layers for num_bytes, num_layers in measured)
+            device_bytes = num_ranks * of_a_layer * whole.shape.num_layers
+    page_bytes = num_ranks * whole.shape.kv_bytes_per_page(settings.chunk_tokens)
+    num_layers, left = whole.shape.num_layers, None
     pages = tier_pages(settings, page_bytes, device_bytes, num_layers)
     if device_bytes is not None:
         left = device_bytes - pages.device * page_bytes
@@ -72,7 +77,7 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
     if in_place:
         num_staged = pages.host
     elif num_staged:
-        staged_bytes = STAGING_ARENAS * num_staged * page_bytes // model.shape.num_layers
+        staged_bytes = STAGING_ARENAS * num_staged * page_bytes // num_layers
         longest = num_staged * settings.chunk_tokens
         report(f"staging: {size_text(staged_bytes)}, for contexts of up to {longest:,} tokens")
     return Tiers(memory, pages, page_bytes, num_staged)
@@ -97,7 +102,7 @@ def _graphs(
 
 
 class BuiltExecutor(NamedTuple):
-    executor: TorchExecutor | ParallelExecutor
+    executor: TorchExecutor | ParallelExecutor | StagedExecutor
     ranks: ModelRanks
     tiers: Tiers
     checksums: PageChecksums | None
@@ -112,6 +117,8 @@ def build_executor(
     undo: ExitStack,
 ) -> BuiltExecutor:
     """`undo` gets callbacks that close all of it."""
+    if settings.pipeline_stages > 1 and settings.stream == "auto":
+        settings = replace(settings, stream="off")
     ranks = load_model(settings, folder, report, undo)
     shape = ranks.model.shape
     if tokenizer.vocab_size > shape.vocab_size:
@@ -126,7 +133,11 @@ def build_executor(
         ranks.model, tiers.memory, sampler, tokenizer, graphs=graphs, checksums=checksums
     )
     undo.callback(own.close)
-    executor: TorchExecutor | ParallelExecutor = own
-    if ranks.leader is not None:
+    executor: TorchExecutor | ParallelExecutor | StagedExecutor = own
+    if isinstance(ranks.model.flat, StageModel):
+        assert ranks.leader is not None
+        ranks.model.flat.connect()
+        executor = StagedExecutor(own, ranks.model.flat, ranks.leader)
+    elif ranks.leader is not None:
         executor = ParallelExecutor(own, ranks.leader)
     return BuiltExecutor(executor, ranks, tiers, checksums)

@@ -1,8 +1,9 @@
-"""Loads the model on one device, or its first part with the other ranks beside it."""
+"""Loads the model on one device, or this rank's part with the other ranks beside it."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,14 +15,15 @@ from pensieve.launch import programs
 from pensieve.launch.device import usable_device
 from pensieve.launch.memory_nodes import spread_memory
 from pensieve.launch.model_folder import Report
-from pensieve.model.loader import LoadedModel, check_divisible, load
+from pensieve.model.loader import LoadedModel, check_divisible, check_stages, load
 from pensieve.model.parallel.leader import Leader
-from pensieve.model.parallel.ranks import check_machine
+from pensieve.model.parallel.ranks import check_devices, check_machine
 
 
 class ModelRanks(NamedTuple):
-    model: LoadedModel
+    model: LoadedModel  # this rank's part
     leader: Leader | None  # of the other ranks; None where there is one rank
+    whole: LoadedModel  # with the layers of all stages in its shape
 
 
 def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack) -> ModelRanks:
@@ -33,7 +35,7 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
     if device.type == "cpu":
         spread_memory(report)
     int8 = settings.weights == "int8"
-    if settings.tensor_parallel == 1:
+    if settings.tensor_parallel == settings.pipeline_stages == 1:
         model = load(
             folder,
             dtype=dtype,
@@ -43,8 +45,10 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
             context_max=settings.context_max,
             report=report,
         )
-        return ModelRanks(model, None)
-    if int8:
+        return ModelRanks(model, None, model)
+    if settings.pipeline_stages > 1:
+        _check_staged(settings)
+    elif int8:
         raise ConfigError("--weights int8 is for one rank: --tensor-parallel 1")
     leader = _start_ranks(settings, folder, device, report, undo)
     try:
@@ -52,6 +56,7 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
             folder,
             dtype=dtype,
             device=device,
+            int8=int8,
             kv_dtype=settings.kv_dtype,
             context_max=settings.context_max,
             rank=leader,
@@ -60,16 +65,35 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
     except (ModelError, RuntimeError) as error:  # perhaps only because another rank has ended
         leader.explain(error)
         raise
-    leader.check_shapes(model.shape)
-    return ModelRanks(model, leader)
+    whole = leader.check_shapes(model.shape)
+    return ModelRanks(model, leader, replace(model, shape=whole))
+
+
+def _check_staged(settings: Settings) -> None:
+    stages = f"--pipeline-stages {settings.pipeline_stages}"
+    if settings.tensor_parallel > 1:
+        raise ConfigError(f"{stages} needs --tensor-parallel 1: a stage is one rank")
+    if settings.stream == "on":
+        raise ConfigError(
+            f"{stages} needs --stream auto or off: no turn is streamed through stages"
+        )
+    if settings.kv_dtype == "fp8":
+        raise ConfigError(
+            f"{stages} needs another --kv-dtype than fp8: its scales come from a prompt in all layers"
+        )
 
 
 def _start_ranks(
     settings: Settings, folder: Path, device: torch.device, report: Report, undo: ExitStack
 ) -> Leader:
-    num_ranks = settings.tensor_parallel
-    check_machine(device, num_ranks)
-    check_divisible(folder, num_ranks)
+    num_stages = settings.pipeline_stages
+    num_ranks = settings.tensor_parallel * num_stages
+    if num_stages > 1:
+        check_devices(device, num_ranks, "--pipeline-stages")
+        check_stages(folder, num_stages)
+    else:
+        check_machine(device, num_ranks)
+        check_divisible(folder, num_ranks)
     num_threads = max(torch.get_num_threads() // num_ranks, 1)
     torch.set_num_threads(num_threads)
     report(f"starting {num_ranks - 1} more rank{'s' if num_ranks > 2 else ''}")
@@ -80,7 +104,8 @@ def _start_ranks(
         "context_max": settings.context_max,
         "num_threads": num_threads,
         "check_kv": bool(settings.check_kv),
+        "int8": settings.weights == "int8",
     }
-    leader = Leader(num_ranks, device, worker_settings, programs.RANK)
+    leader = Leader(num_ranks, device, worker_settings, programs.RANK, num_stages)
     undo.callback(leader.close)
     return leader

@@ -79,6 +79,7 @@ def key_of(settings: Settings, folder: Path, model: LoadedModel) -> Key:
         "weights": settings.weights,
         "tensor_parallel": settings.tensor_parallel,
         "chunk_tokens": settings.chunk_tokens,
+        **({"pipeline_stages": stages} if (stages := settings.pipeline_stages) > 1 else {}),
     }
     name = folder.resolve().name
     return Key(name, measured_with, {"pensieve": __version__, "torch": torch.__version__})

@@ -55,7 +55,6 @@ from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
-from pensieve.model.parallel.ranks import ParallelModel
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Drawn, Sampler
 from pensieve.text.reply import ReplyText
@@ -102,8 +101,8 @@ class TorchExecutor:
         self._tokenizer = tokenizer
         self._copier = copier_for(memory)
         self._checksums = checksums
-        alone = not isinstance(model.flat, ParallelModel)
-        self._forward = Forward(model.flat, memory, self._copier, halves=alone, graphs=graphs)
+        flat = model.flat
+        self._forward = Forward(flat, memory, self._copier, halves=flat.alone, graphs=graphs)
         self._replies: dict[int, _Reply] = {}  # by turn_id
         self.constraints = Constraints(tokenizer, sampler.eos_token_ids, sampler.vocab_size)
         self._launched: deque[_Launched] = deque()

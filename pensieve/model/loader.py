@@ -7,6 +7,7 @@ refuses it, with the reason, if it cannot be served exactly.  Each error is one 
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
@@ -24,7 +25,10 @@ from transformers.utils import logging as transformers_logging
 from pensieve.errors import DeviceError, ModelError, UnsupportedModel, one_line
 from pensieve.model.attention import FlatModel
 from pensieve.model.fuse import in_torch
+from pensieve.model.fuse.record import decoder_layers
+from pensieve.model.layer_range import Part, cut, number_from_zero
 from pensieve.model.parallel.ranks import ParallelModel, Rank
+from pensieve.model.parallel.stages import StageModel
 from pensieve.model.probe import FusionFailed, probe
 from pensieve.model.shape import ModelShape
 
@@ -55,19 +59,20 @@ def load(
 
     `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers; `kv_dtype` is how
     its KV is kept (`kernels.kv_format`); `context_max` lowers the context that it is served with.  With a
-    `rank` only this rank's part is loaded, and all ranks load at the same time; the layers are not
-    replaced, since transformers' hooks in them combine the ranks' results.
+    `rank` only this rank's part is loaded, and all ranks load at the same time.  Where each layer is shared
+    the layers are not replaced, since transformers' hooks in them combine the ranks' results.
     `report` receives one line per stage.
     """
     name = os.fspath(path_or_id)
     device = torch.device(device)
+    sharing = rank if rank is not None and rank.num_stages == 1 else None  # each layer
     with _quiet_transformers():
         report(f"loading {name}")
         config = _read_config(name)
         flat = _read_model(name, config, dtype, device, rank)
         report("probing its attention")
         try:
-            found = _probed(flat, context_max, rank is None, int8, kv_dtype)
+            found = _probed(flat, context_max, sharing is None, int8, kv_dtype)
             if isinstance(found, str):
                 # Nothing refers to the replaced layers by now, so one model is in memory at a time.
                 del flat
@@ -85,13 +90,14 @@ def load(
         f"{type(flat.module).__name__}: {shape.num_parameters / 1e6:.1f} M parameters, "
         f"{shape.num_layers} layers, {shape.kv_bytes_per_token} bytes of KV per token"
         f"{'' if kv_dtype == 'auto' else f' as {kv_dtype}'}"
-        f"{f' on each of {rank.num_ranks} ranks' if rank else ''}, context {shape.context_max}"
+        f"{f' on each of {sharing.num_ranks} ranks' if sharing else ''}"
+        f"{' in this stage' if rank and not sharing else ''}, context {shape.context_max}"
     )
-    if rank is not None:
+    if sharing is not None:
         flat.form = in_torch("several ranks compute each of them together")
     report(flat.form)
     num_heads = shape.num_heads
-    if rank is not None:
+    if sharing is not None:
         num_heads = int(config.get_text_config().num_attention_heads)
         if shape.num_heads == num_heads:
             report(
@@ -160,17 +166,63 @@ def check_divisible(path_or_id: str | os.PathLike[str], num_ranks: int) -> None:
         )
 
 
+def check_stages(path_or_id: str | os.PathLike[str], num_stages: int) -> None:
+    """Raise UnsupportedModel unless a model has a layer for each of so many stages."""
+    name = os.fspath(path_or_id)
+    with _quiet_transformers():
+        num_layers = _read_config(name).get_text_config().num_hidden_layers
+    if num_layers < num_stages:
+        raise UnsupportedModel(
+            f"cannot divide {name} into {num_stages} stages: it has {num_layers} layers, "
+            f"so {num_layers} is the most"
+        )
+
+
 def _read_model(
     name: str, config: Any, dtype: torch.dtype | None, device: torch.device, rank: Rank | None
 ) -> FlatModel:
     if rank is None:
         return FlatModel(_on(device, _read_weights(name, config, dtype), name))
+    if rank.num_stages > 1:
+        return _read_stage(name, config, dtype, device, rank)
     from transformers.distributed import DistributedConfig
 
     parts = {"distributed_config": DistributedConfig(tp_size=rank.num_ranks)}
     module = _read_weights(name, config, dtype, parts)
     rank.wait_until_all_loaded()  # may take one rank minutes longer than another: no collective
     return ParallelModel(module, rank)
+
+
+def _read_stage(
+    name: str, config: Any, dtype: torch.dtype | None, device: torch.device, rank: Rank
+) -> StageModel:
+    config = copy.deepcopy(config)
+    is_last = rank.stage == rank.num_stages - 1
+    if not is_last:  # its table of embeddings is no output product
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    whole: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    parts: list[Part] = []
+
+    def cut_at_once(module: Any, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(module, *args, **kwargs)  # which allocates no weights yet
+        layers = decoder_layers(module)
+        if len(layers) < rank.num_stages:
+            raise UnsupportedModel(f"it has {len(layers)} layers for {rank.num_stages} stages")
+        parts.append(cut(module, layers, rank.stage, rank.num_stages))
+
+    body = {"__init__": cut_at_once, "__module__": whole.__module__}
+    try:
+        module = _read_weights(
+            name, config, dtype, model_class=type(whole.__name__, (whole,), body)
+        )
+    except ModelError as error:
+        if isinstance(error.__cause__, UnsupportedModel):
+            raise error.__cause__ from None
+        raise
+    module = _on(device, module, name)
+    own = [each.module for each in decoder_layers(module)]
+    number_from_zero(module, own, parts[-1].layers.first)
+    return StageModel(module, parts[-1], rank)
 
 
 def _on(device: torch.device, module: Any, name: str) -> Any:
@@ -183,11 +235,15 @@ def _on(device: torch.device, module: Any, name: str) -> Any:
 
 
 def _read_weights(
-    name: str, config: Any, dtype: torch.dtype | None, parts: Mapping[str, Any] | None = None
+    name: str,
+    config: Any,
+    dtype: torch.dtype | None,
+    parts: Mapping[str, Any] | None = None,
+    model_class: Any = AutoModelForCausalLM,
 ) -> Any:
     with _logged_by_transformers() as logged:
         try:
-            module, loading = AutoModelForCausalLM.from_pretrained(
+            module, loading = model_class.from_pretrained(
                 name,
                 config=config,
                 dtype="auto" if dtype is None else dtype,

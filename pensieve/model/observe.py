@@ -109,7 +109,9 @@ def observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
     )
     module = flat.module
     config = module.config.get_text_config()
-    num_layers = getattr(config, "num_hidden_layers", len(observer.layers))
+    num_layers: int = getattr(config, "num_hidden_layers", len(observer.layers))
+    if flat.num_layers is not None:
+        num_layers = flat.num_layers
     silent = sorted(
         set(range(num_layers)) - {layer for layer in observer.layers if layer is not None}
     )

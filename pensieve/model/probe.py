@@ -40,6 +40,7 @@ from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.fuse import Fused, fuse
 from pensieve.model.kv.memory import KVMemory
+from pensieve.model.layer_range import BlankTable
 from pensieve.model.observe import observe
 from pensieve.model.shape import ModelShape
 
@@ -279,7 +280,8 @@ def _check_far_neighbor(
 
     Where the operator has lowered the context, no token lies beyond it, and the last position is enough.
     """
-    embeddings = [each for each in flat.module.modules() if isinstance(each, torch.nn.Embedding)]
+    kinds = torch.nn.Embedding | BlankTable
+    embeddings = [each for each in flat.module.modules() if isinstance(each, kinds)]
     # A second table is one of positions: it has no rotary frequencies, and nothing past its end.
     is_last = len(embeddings) > 1 or shape.context_max < own_max
     far = shape.context_max - 1 if is_last else 4 * shape.context_max

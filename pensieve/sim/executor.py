@@ -54,7 +54,7 @@ class ModelledExecutor:
         self._clock = clock
         self._watcher = watcher
         self._separate = phases == "separate"
-        self._launched: tuple[Iteration, float, float] | None = None  # begun, ends
+        self._launched: deque[tuple[Iteration, float, float]] = deque()  # begun, ends
         self._turns: dict[int, tuple[int, SampledToken]] = {}  # end of the prompt, all its tokens
         self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order
         self._outward: deque[tuple[float, int]] = deque()
@@ -66,7 +66,7 @@ class ModelledExecutor:
         self._cost = cost
 
     def launch(self, iteration: Iteration) -> None:
-        assert self._launched is None, "an earlier iteration was not collected"
+        assert len(self._launched) < self.depth, "an earlier iteration was not collected"
         for start in iteration.started:
             token = SampledToken(start.turn_id, 0)  # all of a turn's tokens are alike
             self._turns[start.turn_id] = (len(start.context), token)
@@ -79,11 +79,11 @@ class ModelledExecutor:
         self._swap_out(iteration, now)
         for turn_id in iteration.ended:
             self._turns.pop(turn_id, None)
-        self._launched = (iteration, now, ends)
+        self._launched.append((iteration, now, ends))
 
     def collect(self) -> Outcome:
-        assert self._launched is not None, "no iteration is launched"
-        (iteration, begun, ends), self._launched = self._launched, None
+        assert self._launched, "no iteration is launched"
+        iteration, begun, ends = self._launched.popleft()
         if not iteration.slices:
             ends = min(
                 (queue[0][0] for queue in (self._inward, self._outward) if queue), default=ends

@@ -1,18 +1,21 @@
-"""A model in pipeline stages, served by one of our engines for each batch that is in flight.
+"""A model in pipeline stages, served by one of our engines, or by one for each batch that is in flight.
 
 With P stages, P batches are in flight, each in another stage.  No turn's next token can be computed before
-the last one has been through all stages, so a turn is in one of these batches and no other: there are P
-engines, each with its scheduler and its part of the memory for KV, and every new request goes to the next
-one (vLLM calls them virtual engines).  The engines are the daemon's own; what they share is the stages.
+the last one has been through all stages, so a turn is in one of these batches and no other.
+
+**One engine** has P iterations in flight, as the daemon's with `--pipeline-stages` (core/micro_batches.py).
+
+**P engines** have a batch each: each has its scheduler and its part of the memory for KV, and every new
+request goes to the next one (vLLM calls them virtual engines).  What they share is the stages.
 
 An iteration goes through the stages in their order, and waits for each until it is free:
 
     begins in stage i  =  max(ends in stage i - 1, the stage's last iteration ended)
 
-So when iterations of different lengths alternate, a stage stands idle behind the longer one: a bubble.  That
-of another engine is the only one that it can meet, and stages are taken in the order in which iterations are
-launched, since the engine whose clock is furthest behind always steps first.  What stages send to one
-another takes no time.
+So when iterations of different lengths alternate, a stage stands idle behind the longer one: a bubble.  With
+an engine for each batch that of another engine is the only one that it can meet, and stages are taken in the
+order in which iterations are launched, since the engine whose clock is furthest behind always steps first.
+What stages send to one another takes no time.
 """
 
 from __future__ import annotations
@@ -57,11 +60,13 @@ class Stages:
 
 
 class StagedExecutor(ModelledExecutor):
-    """Iterations of one engine, in stages that it shares with the others."""
+    """Iterations of one engine, `depth` of them in flight, in stages that it shares with the others."""
 
-    def __init__(self, stages: Stages, cost: CostModel, clock: VirtualClock, phases: str) -> None:
+    def __init__(
+        self, stages: Stages, cost: CostModel, clock: VirtualClock, phases: str, depth: int
+    ) -> None:
         super().__init__(cost, clock, None, phases)
-        self._stages = stages
+        self._stages, self.depth = stages, depth
 
     def _compute_seconds(self, slices: Sequence[Slice]) -> float:
         seconds, now = super()._compute_seconds(slices), self._clock.now()
@@ -70,21 +75,30 @@ class StagedExecutor(ModelledExecutor):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Replicas over the same stages; `engine` is one of them, and its cost that of a stage."""
+    """Replicas over the same stages; `engine` is one of them, and its cost that of a stage.
+
+    It is the only one if it has the stages itself.
+    """
 
     engine: Replica
     num_stages: int
 
+    @property
+    def num_engines(self) -> int:
+        return self.num_stages // self.engine.stages
+
 
 def run_pipeline(pipeline: Pipeline, arrivals: Iterable[Arrival], window: Window) -> Row:
     """The figures of all engines together."""
-    number, stages = pipeline.num_stages, Stages(pipeline.num_stages)
+    number, stages = pipeline.num_engines, Stages(pipeline.num_stages)
     admitted = Admitted(window.counted_from)
     simulators: list[Simulator] = []
     for index, part in enumerate(tee(arrivals, number)):
         simulator = pipeline.engine.simulator(window)
         engine = pipeline.engine
-        executor = StagedExecutor(stages, engine.cost, simulator.clock, engine.phases)
+        executor = StagedExecutor(
+            stages, engine.cost, simulator.clock, engine.phases, engine.stages
+        )
         simulator.executor = simulator.engine.executor = executor
         simulator.engine.observe(admitted)
         if simulators:

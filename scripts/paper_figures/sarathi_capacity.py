@@ -3,8 +3,9 @@
 Figures 9 and 10: the highest load (requests per second, each of a conversation of its own, of which nothing
 is in memory) at which the P99 between tokens is within an objective and the median time in the queue within
 2 s.  Mistral-7B on one A100-80GB and Yi-34B on two (figure 9); LLaMA2-70B on eight A40 and Falcon-180B on
-eight A100-80GB, in two pipeline stages of four each (figure 10; pipeline.py).  Two data sets, and these
-systems, all of them our scheduler and cache:
+eight A100-80GB, in two pipeline stages of four each (figure 10; pipeline.py: the first two systems are one
+engine, as the daemon with `--pipeline-stages 2`, the others an engine for each batch in flight).  Two data
+sets, and these systems, all of them our scheduler and cache:
 
     Sarathi         a token budget of 512 (strict) or 2,048 (relaxed; LLaMA2-70B 1,536), as in the paper
     by objective    `--tbt`: as many prompt tokens as are predicted to end within 0.9 of the objective
@@ -88,10 +89,11 @@ class Machine:
         context_max, stages = HABITS[workload].context_max, self.num_stages
         tokens = self.device_tokens // stages
         plain = Replica(self.cost, tokens, 0, "value")
+        ours = replace(plain, device_tokens=self.device_tokens, stages=stages)
         tbt = AIM * TIMES[slo] * self.decode_seconds
         found = {
-            OURS: replace(plain, token_budget=self.budgets[slo]),
-            BY_OBJECTIVE: replace(plain, token_budget=BY_OBJECTIVE_TOKENS, tbt_seconds=tbt),
+            OURS: replace(ours, token_budget=self.budgets[slo]),
+            BY_OBJECTIVE: replace(ours, token_budget=BY_OBJECTIVE_TOKENS, tbt_seconds=tbt),
             VLLM: replace(plain, token_budget=context_max, phases="separate"),
             ORCA: replace(plain, token_budget=1 << 20, turns_max=max(tokens // context_max, 1)),
         }

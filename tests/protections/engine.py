@@ -145,6 +145,13 @@ PROTECTIONS = (
         "core/test_traffic.py::test_every_reply_is_right_whatever_happens",
     ),
     protection(
+        "a turn whose token a later stage still samples is in no further iteration",
+        "core/micro_batches.py",
+        "        ready = [turn for turn in turns if not turn.pending_tokens]\n",
+        "        ready = list(turns)\n",
+        "engine/test_stages.py::test_a_turn_that_is_alone_waits_for_its_own_token",
+    ),
+    protection(
         "a cut inside a chunk leaves the KV behind it to nobody",
         "core/scheduler.py",
         "            keep = len(turn.tokens) + 1 if turn.keep_tokens is None else turn.keep_tokens\n",

@@ -16,7 +16,7 @@ from pensieve.core.turn import FinishReason
 from pensieve.engine.messages import Answer, CheckIntegrity, GetStats
 from pensieve.errors import ContextFull
 from pensieve.service.live_turn import LiveTurn
-from tests.models import SERVED, tiny_model
+from tests.models import DEEP, SERVED, tiny_model
 from tests.service.in_process import Runtime, start
 from tests.text.families import Family, write_folder
 
@@ -27,7 +27,7 @@ def write_model(folder: Path, family: Family, kind: str = "llama-gqa", seed: int
     """A checkpoint with a tokenizer and a chat template, as a user would bring it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_folder(folder, family)
-    config = SERVED[kind]()
+    config = (SERVED | DEEP)[kind]()
     config.vocab_size = 512
     config.eos_token_id = None
     config.bos_token_id = None

@@ -164,3 +164,16 @@ def test_two_ranks_go_together_with_every_other_setting(
     played = play(model, tmp_path / "data", row)
     gap_max = GAPS_MAX["int8" if row["kv_dtype"] == "int8" else row["dtype"]]
     assert largest_gap(reference, played) <= gap_max
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(3 if SCALE > 1 else 1))
+def test_two_stages_go_together_with_every_other_setting(
+    number: int, model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    row = {name: values[number % len(values)] for name, values in OPTIONS.items()}
+    row |= {"pipeline_stages": "2", "turns_max": "12"}
+    played = play(model, tmp_path / "data", row)
+    rounded = "int8" in (row["weights"], row["kv_dtype"])
+    assert largest_gap(reference, played) <= GAPS_MAX["int8" if rounded else row["dtype"]]

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pensieve.kernels.layer.protocol import Heads, LayerKernels, PagedRows
 from pensieve.model.attention import FlatModel
+from pensieve.model.layer_range import LayerElsewhere
 
 
 class ModuleCall(NamedTuple):
@@ -102,12 +103,19 @@ class CausalPass:
 
 
 def decoder_layers(module: torch.nn.Module) -> list[Child]:
-    """The outermost list of modules whose members each hold one attention; empty where there is none."""
+    """The outermost list of modules whose members each hold one attention; empty where there is none.
+
+    Layers of other stages are left out.
+    """
     for parent in module.modules():
-        if isinstance(parent, torch.nn.ModuleList) and len(parent):
-            holders = [attention_of(layer) for layer in parent]
-            if all(each is not None for each in holders):
-                return [Child(parent, name, layer) for name, layer in parent.named_children()]
+        if isinstance(parent, torch.nn.ModuleList):
+            layers = [
+                Child(parent, name, layer)
+                for name, layer in parent.named_children()
+                if not isinstance(layer, LayerElsewhere)
+            ]
+            if layers and all(attention_of(each.module) is not None for each in layers):
+                return layers
     return []
 
 

@@ -18,6 +18,9 @@ Each worker (rank 1 … n-1) is a program of its own with one inherited socket: 
     iteration, iteration, …          ──>        carries them out (executor.py)
                                      <──        finished, with the ids of copies
 
+Stages of a pipeline (stages.py) do the same, but each probes alone, with no collective, and does not wait
+until all have loaded.
+
 Rank 0 has one thread per worker that receives, so no worker ever blocks while it sends, and the end of one
 is noticed at once.  The kernel closes the pipe of a worker that ends, for whatever reason; from then on
 nothing can be launched or collected, and every call that waits here raises DeviceError.  The other way
@@ -38,7 +41,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,7 @@ from pensieve.model.parallel.ranks import Rank
 from pensieve.model.shape import ModelShape
 
 STOP_SECONDS = 5.0
+STAGES_DIFFER = ("num_layers", "vocab_size")  # the last one alone has logits
 EXPLANATION_SECONDS = (
     2.0  # how long after a broken collective the pipe of the rank that ended closes
 )
@@ -117,10 +121,12 @@ class Leader(Rank):
         device: torch.device,
         settings: Mapping[str, Any],
         program: tuple[str, ...],
+        num_stages: int = 1,
     ) -> None:
         """Start the workers; `settings` are what `worker.py` reads."""
-        super().__init__(0, num_ranks)
+        super().__init__(0, num_ranks, num_stages)
         self.tally = Tally(num_ranks)
+        self.num_layers: list[int] = []  # by rank, when all have loaded their parts
         self._closing = False
         self._refused = False  # a worker has found that the model cannot be served
         self._folder = Path(tempfile.mkdtemp(prefix="pensieve-ranks-"))  # its user's alone
@@ -134,6 +140,7 @@ class Leader(Rank):
                     "settings",
                     index=each.index,
                     num_ranks=num_ranks,
+                    num_stages=num_stages,
                     device=device.type,
                     rendezvous_folder=str(self._folder),
                     **settings,
@@ -162,16 +169,27 @@ class Leader(Rank):
         if reason is not None and not self._refused:
             raise DeviceError(reason) from error
 
-    def check_shapes(self, shape: ModelShape) -> None:
-        """Raise UnsupportedModel unless every rank's part has the shape of this one.
+    def check_shapes(self, shape: ModelShape) -> ModelShape:
+        """The shape of the whole model; UnsupportedModel unless every rank's part fits to this one.
 
-        The ranks use the same page numbers, so a page must have as many bytes on each.
+        The ranks use the same page numbers, so a page of a layer must have as many bytes on each.
         """
+        of_ranks = [parts_of(shape) | sizes_of(shape)]
         for index, values in enumerate(self._receive("probed"), 1):
-            if values != parts_of(shape):
-                raise UnsupportedModel(
-                    f"its parts differ: rank {index} has {values}, rank 0 {parts_of(shape)}"
-                )
+            differ = STAGES_DIFFER if self.num_stages > 1 else ()
+            kept, own = (
+                {name: each[name] for name in parts_of(shape) if name not in differ}
+                for each in (values, of_ranks[0])
+            )
+            if kept != own:
+                raise UnsupportedModel(f"its parts differ: rank {index} has {kept}, rank 0 {own}")
+            of_ranks.append(values)
+        self.num_layers = [each["num_layers"] for each in of_ranks]
+        if self.num_stages == 1:
+            return shape
+        return replace(
+            shape, **{name: sum(each[name] for each in of_ranks) for name in sizes_of(shape)}
+        )
 
     def start_measuring(self, token_budget: int, turns_max: int, chunk_tokens: int) -> None:
         """Have every worker run the largest batch; rank 0 must run it at the same time."""
@@ -289,4 +307,13 @@ def parts_of(shape: ModelShape) -> dict[str, Any]:
         "vocab_size": shape.vocab_size,
         "dtype": str(shape.dtype),
         "kv_dtype": shape.kv_dtype,
+    }
+
+
+def sizes_of(shape: ModelShape) -> dict[str, int]:
+    """The figures of a part that add up over stages."""
+    return {
+        "num_layers": shape.num_layers,
+        "num_parameters": shape.num_parameters,
+        "weight_bytes": shape.weight_bytes,
     }

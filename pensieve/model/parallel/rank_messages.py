@@ -3,14 +3,14 @@
 A frame is a kind, a length and a body.  A control message is JSON (settings, what was reached, what
 failed).  An iteration, which is what is sent thousands of times, is written as 64-bit integers:
 
-    index, and the numbers of slices, turns, groups, copies, swap-ins and swap-outs
-    each slice      its turn_id, start, stop, whether it needs a token
+    index, and the numbers of slices, turns, groups, copies, swap-ins and swap-outs; whether tokens come
+    each slice      its turn_id, start, stop, whether it needs a token; with tokens, their ids
     each movement   as in core.iteration
     each turn       its turn_id, the number of its pages that its slices reach, and those pages
     each group      its first slice and its end, the number of its pages; pages, slots to load, slots to store
 
-It holds no token ids.  Some are not known when an iteration is launched, so all of them are sent with the
-batch itself, from device to device (`ranks.ParallelModel`).
+Ranks that share each layer get no token ids this way.  Some are not known when an iteration is launched, so
+all of them are sent with the batch itself, from device to device (`ranks.ParallelModel`).
 
 Nothing is pickled, and the two sides need to agree on nothing but this module.
 """
@@ -90,8 +90,8 @@ class RankPipe:
         return body
 
 
-def pack(iteration: Iteration) -> array[int]:
-    """What another rank needs of an iteration."""
+def pack(iteration: Iteration, with_tokens: bool = False) -> array[int]:
+    """What another rank needs of an iteration; with its tokens, all of them are known."""
     tables: dict[int, array[int]] = {}  # by turn_id: the longest page table of its slices
     for piece in iteration.slices:
         if len(piece.page_table) >= len(tables.get(piece.turn_id, ())):
@@ -101,8 +101,12 @@ def pack(iteration: Iteration) -> array[int]:
         "q", (iteration.index, len(iteration.slices), len(tables), len(iteration.groups))
     )
     packed.extend(map(len, movements))
+    packed.append(with_tokens)
     for piece in iteration.slices:
         packed.extend((piece.turn_id, piece.start, piece.stop, piece.needs_token))
+        if with_tokens:
+            assert not piece.awaits_token, "a token is not known yet"
+            packed.extend(piece.token_ids.tolist())
     for movement in movements:
         for each in movement:
             packed.extend(each)
@@ -117,10 +121,16 @@ def pack(iteration: Iteration) -> array[int]:
 
 
 def unpack(packed: array[int]) -> Iteration:
-    """The iteration again, with 0 for every token id (rank 0's device sends the ids)."""
+    """The iteration again, with 0 for every token id if they were not packed."""
     numbers = iter(packed)
     index, num_slices, num_turns, num_groups, num_copies, num_ins, num_outs = islice(numbers, 7)
-    slices = list(_rows(numbers, num_slices, 4))
+    with_tokens = next(numbers)
+    slices = []
+    for _ in range(num_slices):
+        turn_id, start, stop, needs_token = islice(numbers, 4)
+        length = stop - start
+        token_ids = array("I", islice(numbers, length)) if with_tokens else _blank(length)
+        slices.append((turn_id, start, stop, token_ids, bool(needs_token)))
     copies = [PageCopy(*row) for row in _rows(numbers, num_copies, 3)]
     swap_ins = [SwapIn(*row) for row in _rows(numbers, num_ins, 4)]
     swap_outs = [SwapOut(*row) for row in _rows(numbers, num_outs, 4)]
@@ -136,8 +146,8 @@ def unpack(packed: array[int]) -> Iteration:
     return Iteration(
         index,
         tuple(
-            Slice(turn_id, start, stop, _blank(stop - start), tables[turn_id], bool(needs_token))
-            for turn_id, start, stop, needs_token in slices
+            Slice(turn_id, start, stop, token_ids, tables[turn_id], needs_token)
+            for turn_id, start, stop, token_ids, needs_token in slices
         ),
         tuple(copies),
         tuple(swap_ins),

@@ -29,11 +29,21 @@ COLLECTIVE_SECONDS = 60.0  # after so long without a rank a collective fails
 
 
 class Rank(ABC):
-    """This process as one of `num_ranks`."""
+    """This process as one of `num_ranks`: a part of each layer, or a stage with some of the layers.
 
-    def __init__(self, index: int, num_ranks: int) -> None:
+    Rank 0 is the last stage, where tokens are sampled; the others follow in the order of the stages.
+    """
+
+    def __init__(self, index: int, num_ranks: int, num_stages: int = 1) -> None:
+        assert num_stages in (1, num_ranks), "a stage is one rank"
         self.index = index
         self.num_ranks = num_ranks
+        self.num_stages = num_stages
+        self.stage = (index - 1) % num_stages
+        self.before, self.after = (
+            self.stage,
+            (self.stage + 2) % num_stages,
+        )  # ranks, as stages follow
         self._in_group = False
 
     @abstractmethod
@@ -78,6 +88,7 @@ class ParallelModel(FlatModel):
 
     def __init__(self, module: Any, rank: Rank) -> None:
         super().__init__(module)
+        self.alone = False
         self._rank = rank
         # transformers makes this group itself, with a timeout of half an hour.
         timeout = timedelta(seconds=COLLECTIVE_SECONDS)
@@ -94,18 +105,22 @@ class ParallelModel(FlatModel):
 
 
 def check_machine(device: torch.device, num_ranks: int) -> None:
-    """Raise ConfigError unless this machine can be that many ranks."""
+    """Raise ConfigError unless this machine can be that many ranks that share each layer."""
     need("parallel", "accelerate", "--tensor-parallel")
-    if device.type == "cuda":
-        if torch.cuda.device_count() < num_ranks:
-            raise ConfigError(
-                f"--tensor-parallel {num_ranks} needs as many GPUs; "
-                f"this machine shows {torch.cuda.device_count()}"
-            )
-    elif torch.accelerator.is_available():  # where transformers would put the parts
+    check_devices(device, num_ranks, "--tensor-parallel")
+    if device.type == "cpu" and torch.accelerator.is_available():
+        # where transformers would put the parts
         raise ConfigError(
             "--tensor-parallel on the CPU needs CUDA_VISIBLE_DEVICES to be empty: "
             "transformers puts the parts of a model on accelerators where there are any"
+        )
+
+
+def check_devices(device: torch.device, num_ranks: int, flag: str) -> None:
+    """Raise ConfigError unless there is a GPU for each rank, where they are to be on GPUs."""
+    if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
+        raise ConfigError(
+            f"{flag} {num_ranks} needs as many GPUs; this machine shows {torch.cuda.device_count()}"
         )
 
 

@@ -7,7 +7,8 @@
 With `--check-kv` it sums its own part of the host pages; where that has changed it fails, and all ranks
 start again, since rank 0 plans by its own part alone.
 
-It decides nothing and samples nothing; its part of the logits reaches rank 0 through the collectives.
+It decides nothing and samples nothing; its part of the logits reaches rank 0 through the collectives, or, as
+a stage, its activations reach the next one (stages.py).
 When the pipe ends, rank 0 is gone and no one needs the results, so the process ends at once, even in the
 middle of a collective.
 """
@@ -35,9 +36,10 @@ from pensieve.model.free_memory import free_for_kv
 from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
-from pensieve.model.parallel.leader import parts_of
+from pensieve.model.parallel.leader import parts_of, sizes_of
 from pensieve.model.parallel.rank_messages import ControlMessage, Frame, RankPipe
 from pensieve.model.parallel.ranks import Rank
+from pensieve.model.parallel.stages import StageModel
 
 
 def serve(sock: socket.socket) -> None:
@@ -64,7 +66,8 @@ def serve(sock: socket.socket) -> None:
 
 def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
     folder = Path(settings["rendezvous_folder"])
-    rank = WorkerRank(settings["index"], settings["num_ranks"], pipe, folder)
+    index, num_ranks, num_stages = (settings[key] for key in ("index", "num_ranks", "num_stages"))
+    rank = WorkerRank(index, num_ranks, num_stages, pipe, folder)
     torch.set_num_threads(settings["num_threads"])
     cuda = settings["device"] == "cuda"
     device = torch.device("cuda", settings["index"]) if cuda else torch.device("cpu")
@@ -75,11 +78,12 @@ def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
         settings["folder"],
         dtype=None if dtype is None else getattr(torch, dtype),
         device=device,
+        int8=settings["int8"],
         kv_dtype=settings["kv_dtype"],
         context_max=settings["context_max"],
         rank=rank,
     )
-    pipe.send("probed", **parts_of(model.shape))
+    pipe.send("probed", **(parts_of(model.shape) | sizes_of(model.shape)))
     message = rank.next_message()
     if message.name == "measure":
         pipe.send("measured", num_bytes=free_for_kv(model, **message.values, device=device))
@@ -88,6 +92,8 @@ def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
     memory = KVMemory(model.shape, **message.values, device=device)
     checksums = PageChecksums(memory.host_arena) if settings["check_kv"] else None
     executor = WorkerExecutor(model, memory, pipe, checksums)
+    if isinstance(model.flat, StageModel):
+        model.flat.connect()
     pipe.send("ready")
     while True:
         iteration = rank.next_frame()
@@ -98,8 +104,10 @@ def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
 class WorkerRank(Rank):
     """This process as one of the ranks, and its end of the pipe."""
 
-    def __init__(self, index: int, num_ranks: int, pipe: RankPipe, folder: Path) -> None:
-        super().__init__(index, num_ranks)
+    def __init__(
+        self, index: int, num_ranks: int, num_stages: int, pipe: RankPipe, folder: Path
+    ) -> None:
+        super().__init__(index, num_ranks, num_stages)
         self._pipe = pipe
         self._folder = folder
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()

@@ -77,6 +77,7 @@ class Replica:
     turns_max: int = 256
     tbt_seconds: float = 0.0  # objective of the scheduler's; 0: none
     phases: str = "unified"
+    stages: int = 1  # of a pipeline, with an iteration in each; the cost is that of one
 
     def simulator(self, window: Window) -> Simulator:
         return Simulator(
@@ -88,6 +89,7 @@ class Replica:
                 self.turns_max,
                 tbt_seconds=self.tbt_seconds,
                 cost=self.cost.computing,
+                stages=self.stages,
             ),
             keep_gaps=True,
             count_from=window.counted_from,

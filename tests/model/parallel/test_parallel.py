@@ -59,6 +59,7 @@ class ParallelWorld(Streaming):
             "num_threads": 1,
             "kv_dtype": kv_dtype,
             "check_kv": False,
+            "int8": False,
         }
         self.leader = Leader(2, CPU, worker_settings, programs.RANK)
         try:

@@ -1,0 +1,74 @@
+"""Which turns that generate are in the next iteration, where a model is divided into pipeline stages.
+
+With S stages up to S iterations are in flight, each in another stage.  The first stage needs a turn's last
+token, and the last stage samples it: so a turn whose token is not known yet (`Turn.pending_tokens`) is in no
+further iteration, and those that generate are divided into *micro-batches* which take turns.  A prompt needs
+no token that is sampled: its pieces follow each other through the stages without waiting.
+
+    stage 1    A  B  A  B  …        A, B: micro-batches of two stages;
+    stage 2       A  B  A  …        A's tokens are known when it begins again
+
+A stage stands idle behind an iteration that takes longer in the next one (a *bubble*), so micro-batches are
+to take the same time: what turns add to an iteration is predicted (iteration_cost.py), and each micro-batch
+has an S-th of what all that generate add, to the nearest turn, and one turn at least.  Those that have
+waited longest come first.  So turns that come and go change the micro-batches one by one, and none is left
+out for longer than a round.
+
+With one stage nothing is chosen: an iteration has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.turn import Turn
+
+
+class MicroBatches:
+    def __init__(self, config: SchedulerConfig, keeps_place: Callable[[Turn], bool]) -> None:
+        self._stages, self._cost, self._keeps_place = config.stages, config.cost, keeps_place
+        self._chosen: dict[int, int] = {}  # by turn_id: when it was chosen last
+        self._num_chosen = 0
+
+    def chosen(
+        self, running: Sequence[Turn], draft: IterationDraft, background: bool
+    ) -> Sequence[Turn]:
+        """Of turns that run, background turns or the others, who may be in this iteration, in their order."""
+        if self._stages == 1:
+            return running  # the scheduler leaves out who may not
+        turns = [turn for turn in running if turn.is_background == background]
+        turns = [turn for turn in turns if self._keeps_place(turn)]
+        ready = [turn for turn in turns if not turn.pending_tokens]
+        generating = [turn for turn in turns if turn.pending_tokens or generates(turn)]
+        draft.others_generate |= len(ready) < len(turns)
+        self._chosen = {each.turn_id: self._chosen.get(each.turn_id, 0) for each in running}
+        added = self._added_seconds(generating)
+        share, taken = sum(added.values()) / self._stages, 0.0
+        there: set[int] = set()
+        for turn in sorted(ready, key=lambda each: self._chosen[each.turn_id]):
+            if turn.turn_id not in added:
+                there.add(turn.turn_id)  # a prefill
+            elif not taken or taken + added[turn.turn_id] / 2 <= share:
+                taken += added[turn.turn_id]
+                there.add(turn.turn_id)
+                self._num_chosen += 1
+                self._chosen[turn.turn_id] = self._num_chosen
+        return [turn for turn in ready if turn.turn_id in there]
+
+    def _added_seconds(self, turns: Sequence[Turn]) -> dict[int, float]:
+        """What each adds to an iteration; by turn_id, and more than nothing."""
+        predict, most = self._cost.pass_seconds, len(turns)
+        of_a_token = (predict(most, 0, 0, most) - predict(1, 0, 0, 1)) / max(most - 1, 1)
+        added = {
+            each.turn_id: of_a_token
+            + self._cost.attention_seconds(len(each.tokens), len(each.tokens))
+            for each in turns
+        }
+        return added if all(each > 0.0 for each in added.values()) else dict.fromkeys(added, 1.0)
+
+
+def generates(turn: Turn) -> bool:
+    """Its next token is all that is to be computed of it."""
+    return not (turn.is_prefill or turn.ahead)

@@ -1,0 +1,151 @@
+"""A part of a model: some consecutive layers, and what stands before and behind all layers where it has that.
+
+The module of transformers stays as it is written, with its list of layers.  Before any weight is read, each
+layer of another stage is replaced by one that does nothing:
+
+    first stage     embeddings   0 … k-1              (nothing …)   norm
+    another         (blank)      (nothing …) k … l-1  (nothing …)   norm
+    last stage      (blank)      (nothing …) l … n-1                norm   output product
+
+The one in front of the first own layer is the entry, where what the stage before has sent takes the place of
+what came so far; the one behind the last own layer is the exit (parallel/stages.py).  So whatever the model's
+code does around its layers (masks, rotations, factors) is done, and decides nothing in the wrong place.
+
+Tables of embeddings and the output product are what else is large: a stage has them if it needs them.  A
+blank table gives random rows, the same for the same token: what the probe computes with.
+
+A module's layers are numbered from 0, as the pages of its stage are.  A model whose layers compute something
+that depends on their number (`number_from_zero` tries it) cannot be divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from pensieve.errors import UnsupportedModel
+
+BLANK_ROWS = 499  # of random numbers, in a blank table
+_PROMPT_TOKENS = 9
+
+
+class LayerRange(NamedTuple):
+    first: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+
+class LayerElsewhere(torch.nn.Module):
+    """A layer of another stage: it answers what it is given, or what `exchange` makes of it."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        super().__init__()
+        for name, value in attributes.items():  # some models' own loops read a layer's attributes
+            setattr(self, name, value)
+        self.exchange: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states if self.exchange is None else self.exchange(hidden_states)
+
+
+class BlankTable(torch.nn.Module):
+    """Embeddings that another stage has."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self._width, self._dtype = table.weight.shape[1], table.weight.dtype
+        self.weight = torch.empty(table.weight.shape[0], 0, device="cpu")  # its length counts
+        self._rows: torch.Tensor | None = None
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._rows is None:
+            random = torch.Generator().manual_seed(0)
+            rows = torch.randn(BLANK_ROWS, self._width, generator=random)
+            self._rows = rows.to(token_ids.device, self._dtype)
+        return torch.nn.functional.embedding(token_ids % BLANK_ROWS, self._rows)
+
+
+class NoProduct(torch.nn.Module):
+    """An output product that another stage has."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class Part(NamedTuple):
+    """What `cut` has left of a module."""
+
+    layers: LayerRange
+    entry: LayerElsewhere | None  # None: it is the first stage
+    exit: LayerElsewhere | None  # None: it is the last one
+
+
+def divided(num_layers: int, num_stages: int, head_layers: Fraction) -> list[LayerRange]:
+    """The layers of each stage, so that the largest has as little as possible to read.
+
+    The last one has the output product beside its layers, which is as large as `head_layers` of them.
+    """
+    assert 1 <= num_stages <= num_layers
+    num_others = num_stages - 1
+
+    def largest(num_last: int) -> Fraction:
+        others = -(-(num_layers - num_last) // num_others)
+        return max(Fraction(others), num_last + head_layers)
+
+    most = num_layers - num_others
+    num_last = min(range(most, 0, -1), key=largest) if num_others else num_layers
+    each, over = divmod(num_layers - num_last, max(num_others, 1))
+    counts = [each + (index < over) for index in range(num_others)] + [num_last]
+    stops = list(accumulate(counts))
+    return [LayerRange(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+def cut(module: Any, layers: Sequence[tuple[Any, str, Any]], index: int, num_stages: int) -> Part:
+    """Leave one stage of a module; `layers` are its (parent, name, layer), in their order."""
+    table, head = module.get_input_embeddings(), module.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModel("it has no output product that a stage could have")
+    layer_sizes = [_num_parameters(layer) for _, _, layer in layers]
+    head_layers = Fraction(head.weight.numel() * len(layers), sum(layer_sizes))
+    own = divided(len(layers), num_stages, head_layers)[index]
+    others: dict[int, LayerElsewhere] = {}
+    for number, (parent, name, layer) in enumerate(layers):
+        if not own.first <= number < own.stop:
+            attributes = {
+                key: value for key, value in vars(layer).items() if not key.startswith("_")
+            }
+            others[number] = LayerElsewhere(attributes)
+            setattr(parent, name, others[number])
+    if index < num_stages - 1:
+        module.set_output_embeddings(NoProduct())
+    if index > 0 and not (index == num_stages - 1 and module.config.tie_word_embeddings):
+        module.set_input_embeddings(BlankTable(table))
+    return Part(own, others.get(own.first - 1), others.get(own.stop))
+
+
+def number_from_zero(module: Any, layers: Sequence[torch.nn.Module], first: int) -> None:
+    """Number a part's layers from 0; UnsupportedModel if that changes what they compute."""
+    if not first:
+        return
+    ids = torch.arange(_PROMPT_TOKENS, device=module.device)[None]
+    with torch.inference_mode():
+        before = module(input_ids=ids, use_cache=False).logits
+        for layer in layers:
+            for each in layer.modules():
+                if isinstance(getattr(each, "layer_idx", None), int):
+                    each.layer_idx -= first  # type: ignore[operator, assignment]
+        after = module(input_ids=ids, use_cache=False).logits
+    if not torch.equal(before, after):
+        raise UnsupportedModel(
+            "what its layers compute depends on their numbers, so that it cannot be divided into stages"
+        )
+
+
+def _num_parameters(module: torch.nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())

@@ -1,0 +1,107 @@
+"""A stage of a pipeline: a rank that has some of the layers, all of each, and their KV.
+
+    rank 1          rank 2                rank 0: the engine's process
+    embeddings
+    layers 0 … k-1 ──activations──> layers k … l-1 ──activations──> layers l … n-1
+                                                                    output product, sampling
+
+Every stage carries out the same iterations in the same order, each over its own layers: so what one sends is
+what the next expects, and nothing of it needs a name.  A sender does not wait for the receiver, which may be
+busy with the iteration before; rank 0 expects an iteration's activations as soon as it is launched, so they
+arrive while it computes another.
+
+Until the links are there (`connect`) a stage computes on its own, with made-up activations: so each one is
+probed and its layers are replaced without the others (loader.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pensieve.model.attention import FlatModel
+from pensieve.model.layer_range import Part
+from pensieve.model.parallel.ranks import Rank
+
+
+class _Transfer(NamedTuple):
+    activations: torch.Tensor  # (1, tokens, hidden)
+    work: dist.Work
+
+
+class StageLinks:
+    """From the stage before, and to the next one."""
+
+    def __init__(self, rank: Rank, like: torch.Tensor) -> None:
+        """What is exchanged has the last size, the type and the device of `like`."""
+        self._like = like
+        self._before, self._after, self._sent_max = rank.before, rank.after, rank.num_stages
+        self._expected: deque[_Transfer] = deque()
+        self._sent: deque[_Transfer] = deque()
+
+    def expect(self, num_tokens: int) -> None:
+        """The next activations to come are of so many tokens."""
+        there = self._like.new_empty((1, num_tokens, self._like.shape[-1]))
+        work = dist.irecv(there, self._before)
+        assert work is not None
+        self._expected.append(_Transfer(there, work))
+
+    def receive(self, num_tokens: int) -> torch.Tensor:
+        if not self._expected:
+            self.expect(num_tokens)
+        there, work = self._expected.popleft()
+        assert there.shape[1] == num_tokens, "the stages carry out different iterations"
+        work.wait()
+        return there
+
+    def send(self, activations: torch.Tensor) -> None:
+        """Kept until they are sent: what the stages have in flight besides has been received."""
+        kept = activations.contiguous()
+        work = dist.isend(kept, self._after)
+        assert work is not None
+        self._sent.append(_Transfer(kept, work))
+        if len(self._sent) > self._sent_max:
+            self._sent.popleft().work.wait()
+
+
+class StageModel(FlatModel):
+    """One stage's part of a model; its logits mean something in the last stage only."""
+
+    def __init__(self, module: Any, part: Part, rank: Rank) -> None:
+        super().__init__(module)
+        self.alone = False
+        self.num_layers = len(part.layers)
+        self._rank = rank
+        self._links: StageLinks | None = None
+        self._like: torch.Tensor | None = None
+        self._takes = part.entry is not None
+        if part.entry is not None:
+            part.entry.exchange = self._received
+        if part.exit is not None:
+            part.exit.exchange = self._sent
+
+    def connect(self) -> None:
+        """From now on activations come from the stage before and go to the next; the probe is over."""
+        assert self._like is not None, "it has not computed anything yet"
+        self._links = StageLinks(self._rank, self._like)
+
+    def expect(self, num_tokens: int) -> None:
+        """An iteration of so many tokens has been launched, and is computed here later."""
+        if self._links is not None and self._takes:
+            self._links.expect(num_tokens)
+
+    def _received(self, given: torch.Tensor) -> torch.Tensor:
+        if self._links is None:
+            self._like = given[:, :0]
+            return given
+        return self._links.receive(given.shape[1])
+
+    def _sent(self, given: torch.Tensor) -> torch.Tensor:
+        if self._links is None:
+            self._like = given[:, :0]
+        else:
+            self._links.send(given)
+        return given
