@@ -6,6 +6,7 @@ use one file, so it may have keys of every table; any other key is an error.  Th
 follows from it and from the model (how many pages fit) is computed where it is used.
 """
 
+from pensieve.config.backing_up import BACKUP_KEEP_DAYS, BACKUP_SECONDS
 from pensieve.config.machine import available_memory_bytes
 from pensieve.config.parsing import TierSize
 from pensieve.config.resolve import (
@@ -18,8 +19,6 @@ from pensieve.config.resolve import (
 )
 from pensieve.config.setting import Setting, Table
 from pensieve.config.tables import (
-    BACKUP_KEEP_DAYS,
-    BACKUP_SECONDS,
     CONNECTIONS_MAX,
     DATA,
     GRACE_SECONDS,

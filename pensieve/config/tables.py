@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pensieve.config.backing_up import BACKING_UP
 from pensieve.config.parsing import (
     choice,
     device,
@@ -22,8 +23,6 @@ HEARTBEAT_SECONDS = 30.0
 ITERATION_SECONDS_MAX = 300.0
 TURNS_WAITING_MAX = 1024
 CONNECTIONS_MAX = 512
-BACKUP_SECONDS = 60.0
-BACKUP_KEEP_DAYS = 7.0
 STORE = Setting(
     "store",
     store_url,
@@ -352,30 +351,7 @@ SERVING: Table = (
         "SECONDS",
         "turns",
     ),
-    Setting(
-        "backup",
-        file,
-        "",
-        "back the history up into this folder all the time (see `pensieve restore`)",
-        "DIR",
-        "history",
-    ),
-    Setting(
-        "backup_seconds",
-        number(0.1, 86_400),
-        f"{BACKUP_SECONDS:g}",
-        "time between what is written there, and so the most that a lost disk takes with it",
-        "SECONDS",
-        "history",
-    ),
-    Setting(
-        "backup_keep",
-        number(0, 36_500),
-        f"{BACKUP_KEEP_DAYS:g}",
-        "how long any moment can be restored; deleted text lies there a day longer (0: for ever)",
-        "DAYS",
-        "history",
-    ),
+    *BACKING_UP,
     Setting(
         "request_keep",
         number(0, 36_500),

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.errors import DeviceError, one_line
+from pensieve.model.constraints import Constraints
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.rank_messages import pack
@@ -41,6 +42,10 @@ class StagedExecutor:
     @property
     def rows_padded(self) -> int:
         return self._own.rows_padded
+
+    @property
+    def constraints(self) -> Constraints:
+        return self._own.constraints
 
     def launch(self, iteration: Iteration) -> None:
         assert len(self._launched) < self.depth, "an earlier iteration was not collected"
