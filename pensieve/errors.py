@@ -16,6 +16,7 @@
     ├── PermissionDenied          the token does not allow this
     ├── Unavailable               draining, out of reach, or the disk cannot be written
     │   ├── Loading               the model is being loaded, at the start or again; nothing was done
+    │   ├── OwnedElsewhere        another daemon has the conversation; `address` is its own
     │   └── StoreUnavailable      the history could not be written (disk full, I/O error, locked)
     ├── TurnInterrupted           the turn was given up: its conversation was deleted, or nobody read it
     ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
@@ -201,6 +202,18 @@ class Loading(Unavailable):
     """The server is there and will serve; clients wait for it (see `pensieve.client.Retry`)."""
 
     reason = "LOADING"
+
+
+class OwnedElsewhere(Unavailable):
+    """Another daemon, `replica` at `address`, has the conversation; only that one may write to it."""
+
+    reason = "OWNED_ELSEWHERE"
+
+    def __init__(self, conversation_id: str, replica: str, address: str) -> None:
+        super().__init__(f"conversation {conversation_id!r} is served by {replica} at {address}")
+        self.conversation_id = conversation_id
+        self.replica = replica
+        self.address = address
 
 
 class StoreUnavailable(Unavailable):

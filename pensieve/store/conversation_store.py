@@ -37,17 +37,18 @@ from typing import Any
 from pensieve.errors import InvalidArgument, NotFound, StaleRevision
 from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows
 from pensieve.store.backend import Scrubbing, open_backend
-from pensieve.store.chain_rows import insert_state
 from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS
 from pensieve.store.conversation_changes import ConversationChanges, take_pending
 from pensieve.store.conversation_rows import refuse_running, require_conversation
 from pensieve.store.declared_prefixes import DeclaredPrefixes
+from pensieve.store.finishing import append_reply
 from pensieve.store.folder import DataFolder
 from pensieve.store.forgetting import Forgetting
+from pensieve.store.grouping import GroupedTransactions
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
-from pensieve.store.logprob_rows import insert_logprobs
+from pensieve.store.owners import Owners
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
     Begun,
@@ -65,12 +66,10 @@ from pensieve.store.records import (
     check_id,
     check_text,
 )
-from pensieve.store.responses import Responses, StoredResponse, put_response
+from pensieve.store.responses import Responses, StoredResponse
 from pensieve.store.running_rows import RunningRows
 from pensieve.store.shared_head import shared_head
 from pensieve.store.time_limit import STATEMENT_SECONDS
-
-CANCELLED = "cancelled"  # the finish_reason that makes a turn's state `cancelled`
 
 
 class ConversationStore:
@@ -85,23 +84,32 @@ class ConversationStore:
         compact_bytes_min: int = COMPACT_BYTES_MIN,
         statement_seconds: float = STATEMENT_SECONDS,
         url: str = "",
+        keep_running: bool = False,
     ) -> None:
-        """`url` is the address of a PostgreSQL database; without it the history is in the folder."""
+        """`url` is the address of a PostgreSQL database; without it the history is in the folder.
+
+        With `keep_running` other processes compute the turns, and those that run are not interrupted.
+        """
         self.folder = folder
         self.integrity_check_due = folder.is_damaged or (folder.stopped_unclean and not url)
         self.now = now
         times = busy_timeout_seconds, compact_bytes_min, statement_seconds
         self._backend = open_backend(folder, url, now, driver, *times)
         self._writer = self._backend.writer
+        self._grouped = GroupedTransactions(self._writer)
+        self.group = self._grouped.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
         self.backup_source = self._backend.backup_source
-        self._running = RunningRows(self._writer, now)
-        self.forgetting = Forgetting(self._writer, self._running)
-        self.prefixes = DeclaredPrefixes(self._writer, self._running, now)
-        self.chains = Chains(self._writer, self._running)
-        self.responses = Responses(self._writer, self._running, self.erasure)
-        self.changes = ConversationChanges(self._writer, self._running, self.erasure)
+        self._running = RunningRows(self._grouped, now)
+        self.forgetting = Forgetting(self._grouped, self._running)
+        self.prefixes = DeclaredPrefixes(self._grouped, self._running, now)
+        self.chains = Chains(self._grouped, self._running)
+        self.responses = Responses(self._grouped, self._running, self.erasure)
+        self.changes = ConversationChanges(self._grouped, self._running, self.erasure)
+        self.owners = Owners(self._grouped, self._running, now)
         try:
+            if keep_running:
+                self._running.keep()
             interrupted = self._running.interrupt_dead()
         except BaseException:
             self._backend.give_up()
@@ -179,24 +187,24 @@ class ConversationStore:
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
         """One conversation, without its messages."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             return self._running.as_read(require_conversation(conn, conversation_id, tenant)[1])
 
     def num_conversations(self) -> int:
         """Those of all tenants, without declared prefixes."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             return conversation_rows.num_conversations(conn)
 
     def stored_bytes(self, tenant: str = "") -> int:
         """That the tenant's conversations take."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             return stored_bytes.of_tenant(conn, tenant)
 
     def list_conversations(
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
     ) -> Page:
         """A page of conversations, the newest first; new ones do not move the later pages."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             return page_of_conversations(conn, self._running, page_size, page_token, tenant)
 
     def fork_conversation(
@@ -339,28 +347,10 @@ class ConversationStore:
         A response that the turn is gets that revision.  It may be called again after an error: a turn that
         was committed is not committed twice.
         """
-        state = TurnState.CANCELLED if finish_reason == CANCELLED else TurnState.COMPLETED
         with self._running.ending(turn_id) as conn:
             check_text([reply])
-            number, found, made, revision, tenant = turn_rows.require_progress(conn, turn_id)
-            if found is state and made is not None:
-                return made
-            if found is not TurnState.RUNNING:
-                raise NotFound(f"turn {turn_id} no longer runs, it is {found}")
-            revision += 1
-            links = turn_rows.turn_links(conn, turn_id, revision)
-            message = message_rows.insert_message(conn, tenant, reply, turn_id, finish_reason)
-            links.append(message_rows.Link(message, revision, len(reply.token_ids)))
-            message_rows.append_history(conn, number, links)
-            insert_logprobs(conn, tenant, turn_id, reply.logprobs)
-            now = self.now()
-            if chain_state is not None:
-                insert_state(conn, tenant, chain_state, message, now)
-            if response is not None:
-                put_response(conn, number, replace(response, revision=revision))
-            conversation_rows.set_revision(conn, number, revision, now)
-            turn_rows.finish_turn(conn, turn_id, state, finish_reason, usage, revision, now)
-        return revision
+            more = chain_state, response, self.now()
+            return append_reply(conn, turn_id, reply, finish_reason, usage, *more)
 
     def fail_turn(self, turn_id: int, failure: str) -> StoredTurn:
         """End a turn that the engine could not finish; its messages stay out of the history."""
@@ -378,21 +368,21 @@ class ConversationStore:
 
     def get_turn(self, turn_id: int) -> StoredTurn:
         """One turn by its id."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             return self._running.turn_as_read(turn_rows.require_turn(conn, turn_id).turn)
 
     def find_turn(
         self, conversation_id: str, request_id: str, *, tenant: str = ""
     ) -> StoredTurn | None:
         """The turn that a request_id began; None also if there is no such conversation."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             key = conversation_rows.conversation_key(conversation_id, tenant)
             found = turn_rows.find_request(conn, key, request_id)
         return None if found is None else self._running.turn_as_read(found.turn)
 
     def turn_messages(self, turn_id: int) -> TurnMessages:
         """The messages and the reply of a turn, even if a rewind has cut them."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             turn_rows.require_turn(conn, turn_id)
             return turn_rows.read_turn_messages(conn, turn_id)
 
@@ -402,13 +392,13 @@ class ConversationStore:
         self, conversation_id: str, num_tokens: int | None = None, *, tenant: str = ""
     ) -> array[int]:
         """The exact token ids of the conversation, or the first so many of them, checked ('I')."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_log(conn, number, conversation, num_tokens)
 
     def log_end(self, conversation_id: str, num_tokens: int, *, tenant: str = "") -> array[int]:
         """The last token ids of the conversation; the time it takes does not grow with the conversation."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_log_end(conn, number, conversation, num_tokens)
 
@@ -422,7 +412,7 @@ class ConversationStore:
         tenant: str = "",
     ) -> list[Message]:
         """The messages at positions [start, start + limit), or all from start on."""
-        with self._writer.reading() as conn:
+        with self._grouped.reading() as conn:
             return some_messages(conn, conversation_id, start, limit, include_token_ids, tenant)
 
     def reader(self) -> HistoryReader:

@@ -15,6 +15,9 @@ The tables:
     prefixes        which conversations are declared prefixes (declared_prefixes.py)
     chains          digests by which a history that a client sends is found again (chains.py)
     responses       which turns of a conversation are responses that clients may fetch (responses.py)
+    sessions        daemons that share the history (owners.py); of a daemon that has it alone there are none
+    owners          which of them may write to a conversation, and since which epoch
+    epochs          one row: the last number that a session or an epoch has got
 
 A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
 replayed.  Both are indexed, so whether anything holds a message is a lookup, and there is no reference
@@ -187,6 +190,36 @@ def m007_responses(db: Any) -> None:
         db.conn.execute(statement)
 
 
+def m008_owners(db: Any) -> None:
+    """Several daemons share the history: each conversation is one's."""
+    for statement in (
+        """
+        CREATE TABLE sessions (
+            session INTEGER PRIMARY KEY,
+            replica TEXT NOT NULL,
+            address TEXT NOT NULL,
+            http_address TEXT NOT NULL,
+            metrics_address TEXT NOT NULL,
+            last_call INTEGER NOT NULL,
+            opened_at REAL NOT NULL,
+            ended_at REAL
+        ) STRICT
+        """,
+        """
+        CREATE TABLE owners (
+            conversation INTEGER PRIMARY KEY REFERENCES conversations ON DELETE CASCADE,
+            session INTEGER NOT NULL,
+            epoch INTEGER NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX owners_session ON owners (session)",
+        "CREATE TABLE epochs (last INTEGER NOT NULL) STRICT",
+        "INSERT INTO epochs (last) VALUES (0)",
+        "PRAGMA user_version = 8",
+    ):
+        db.conn.execute(statement)
+
+
 Step = Callable[[Any], None]  # takes a sqlite_utils Database
 
 STEPS: tuple[Step, ...] = (
@@ -197,6 +230,7 @@ STEPS: tuple[Step, ...] = (
     m005_prefixes,
     m006_chains,
     m007_responses,
+    m008_owners,
 )
 
 

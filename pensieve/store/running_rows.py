@@ -7,6 +7,9 @@ failed may or may not have been committed (an error at COMMIT does not say).  Bo
 transaction every dead row on the disk becomes `interrupted`, and only once that is committed is the store
 sure again.  A new process starts unsure, without live turns: that is recovery.
 
+Where other processes compute the turns (the history service), `keep` takes those that are running at the
+start for live until it is known whether their process goes on, and `abandon` makes those dead whose does not.
+
 Reads come before that transaction and cannot wait for one, because a client that learns that a turn is
 running sends nothing that would write.  So they return a dead row as the interrupted turn that it will be.
 """
@@ -14,7 +17,7 @@ running sends nothing that would write.  So they return a dead row as the interr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -62,6 +65,16 @@ class RunningRows:
     def add(self, turn_id: int) -> None:
         """A turn has begun; it is live from now on."""
         self._live.add(turn_id)
+
+    def keep(self) -> None:
+        """Every turn that is `running` now is live."""
+        with self._writer.reading() as conn:
+            self._live.update(turn_rows.running_turns(conn))
+
+    def abandon(self, turn_ids: Iterable[int]) -> None:
+        """These are not live any more, if they were; also where the commit that began them failed."""
+        self._live.difference_update(turn_ids)
+        self._unsure = True
 
     def is_dead(self, turn_id: int) -> bool:
         """Whether the next transaction would interrupt this turn if its row is `running`."""

@@ -40,6 +40,7 @@ KEYS = {
     "bodies": "body",
     "chains": "chain",
     "responses": "response",
+    "owners": "conversation",
 }
 
 
@@ -70,6 +71,7 @@ INDEXES = (
     Index("responses", "sqlite_autoindex_responses_1", ("key",), "key > x''"),
     Index("responses", "responses_conversation", ("conversation",), "conversation > 0"),
     Index("responses", "responses_body", ("body",), "body IS NOT 0"),
+    Index("owners", "owners_session", ("session",), "session IS NOT 0"),
 )
 LINKS_NOT_FOUND = """
     SELECT position FROM history r WHERE conversation = ? AND NOT EXISTS (
@@ -80,6 +82,8 @@ SMALL_TABLES = (
     "space",
     "tenants",
     "prefixes",
+    "sessions",
+    "epochs",
     "sqlite_sequence",
     "sqlite_schema",
     "_sqlite_migrations",

@@ -179,10 +179,10 @@ def wasteful(tmp_path: Path, driver: Any) -> Path:
     """A closed history of which most is wiped."""
     path = tmp_path / "wasteful"
     with ConversationStore.open(path, "test", driver=driver) as store:
-        for number in range(30):
+        for number in range(40):
             create(store, f"c{number}")
             say(store, f"c{number}", "r1", user("q" * 3800, 1), reply("a" * 3800, 2))
-        for number in range(30):
+        for number in range(40):
             if number % 10:
                 store.delete_conversation(f"c{number}")
     return path

@@ -92,7 +92,7 @@ from tests.store.talk import create, reply, say, user
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = ConversationStore.open(Path(sys.argv[1]), "test")
 create(store, "tea")
-resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY))
 number = 0
 try:
     while True:

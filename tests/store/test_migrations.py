@@ -26,7 +26,7 @@ from tests.store.talk import begin, create, reply, say, user
 pytestmark = pytest.mark.sqlite  # PostgreSQL's schema is in test_postgres.py
 
 Open = Callable[..., ConversationStore]
-NEWEST = 7
+NEWEST = 8
 
 
 def edit(path: Path, driver: Any, *statements: str) -> None:
@@ -59,6 +59,7 @@ def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
         ("pensieve", "m005_prefixes"),
         ("pensieve", "m006_chains"),
         ("pensieve", "m007_responses"),
+        ("pensieve", "m008_owners"),
     ]
     conn.close()
 
@@ -226,7 +227,8 @@ def first_schema(path: Path, driver: Any) -> None:
     conn.execute("DROP TABLE tenants")
     conn.execute("DROP TABLE prefixes")
     conn.execute("DROP TABLE chains")
-    conn.execute("DROP TABLE responses")
+    for table in ("responses", "owners", "sessions", "epochs"):
+        conn.execute(f"DROP TABLE {table}")
     conn.execute("DROP INDEX turns_logprobs")
     conn.execute("ALTER TABLE turns DROP COLUMN logprobs")
     conn.execute("DELETE FROM _sqlite_migrations WHERE name > 'm002'")

@@ -120,9 +120,37 @@ def s007_initial(run: Callable[[str], Any]) -> None:
         run(statement)
 
 
+def s008_owners(run: Callable[[str], Any]) -> None:
+    for statement in (
+        """
+        CREATE TABLE sessions (
+            session BIGINT PRIMARY KEY,
+            replica TEXT NOT NULL,
+            address TEXT NOT NULL,
+            http_address TEXT NOT NULL,
+            metrics_address TEXT NOT NULL,
+            last_call BIGINT NOT NULL,
+            opened_at DOUBLE PRECISION NOT NULL,
+            ended_at DOUBLE PRECISION
+        )
+        """,
+        """
+        CREATE TABLE owners (
+            conversation BIGINT PRIMARY KEY REFERENCES conversations ON DELETE CASCADE,
+            session BIGINT NOT NULL,
+            epoch BIGINT NOT NULL
+        )
+        """,
+        "CREATE INDEX owners_session ON owners (session)",
+        "CREATE TABLE epochs (last BIGINT NOT NULL)",
+        "INSERT INTO epochs (last) VALUES (0)",
+    ):
+        run(statement)
+
+
 Step = Callable[[Callable[[str], Any]], None]
 
-STEPS: dict[int, Step] = {7: s007_initial}
+STEPS: dict[int, Step] = {7: s007_initial, 8: s008_owners}
 NEWEST = max(STEPS)
 RECORD = (
     f"CREATE SCHEMA {SCHEMA}",
