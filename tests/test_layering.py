@@ -44,13 +44,14 @@ ROOMS = {
     "service": room(
         "core engine store text config extras gc_pause v1", "grpc google", never="sqlite3"
     ),
+    "history": room("store service v1", "grpc google", never="sqlite3"),
     "client": room("v1", "grpc google"),
     "v1": room(packages="grpc google"),
     "builtin": room(),
     "launch": room(
-        "core engine text store kernels model service client config gc_pause builtin sim gguf"
-        " extras",
-        "torch huggingface_hub",
+        "core engine text store kernels model service history client config gc_pause builtin sim gguf"
+        " extras v1",
+        "grpc torch huggingface_hub",
         never="sqlite3",
     ),
     "bench": room(

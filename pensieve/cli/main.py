@@ -17,6 +17,7 @@ from pensieve.cli import (
     chat,
     conversations,
     doctor,
+    history,
     profile,
     serve,
     simulate,
@@ -69,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     batch.add_parser(commands)
     conversations.add_parser(commands)
     admin.add_parser(commands)
+    history.add_parser(commands)
     token.add_parser(commands)
     backup.add_parser(commands)
     doctor.add_parser(commands)

@@ -11,10 +11,8 @@ import asyncio
 import logging
 import signal
 import time
-from pathlib import Path
 
 from pensieve.config import Resolved
-from pensieve.errors import ConfigError
 
 log = logging.getLogger("pensieve")
 
@@ -30,6 +28,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
 async def _serve(resolved: Resolved) -> int:
     from pensieve.launch import daemon, systemd
+    from pensieve.launch.ready_file import write_ready
 
     began = time.monotonic()
     serving = resolved.serving
@@ -47,7 +46,7 @@ async def _serve(resolved: Resolved) -> int:
         urls = ", ".join([f"grpc://{address}", *(each.url for each in server.beside)])
         log.info("ready %s (%.1f s)", urls, time.monotonic() - began)
         if serving.ready_file is not None:
-            _write_ready(serving.ready_file, address)
+            write_ready(serving.ready_file, address)
         systemd.notify("READY=1")
 
     def stopping() -> None:
@@ -64,13 +63,3 @@ async def _serve(resolved: Resolved) -> int:
         watchdog.cancel()
     log.info("stopped")
     return 0
-
-
-def _write_ready(path: Path, address: str) -> None:
-    """Whole or not at all: a program that waits for the file may read it at once."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(address + "\n", encoding="ascii")
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

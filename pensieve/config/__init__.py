@@ -7,6 +7,7 @@ follows from it and from the model (how many pages fit) is computed where it is 
 """
 
 from pensieve.config.backing_up import BACKUP_KEEP_DAYS, BACKUP_SECONDS
+from pensieve.config.history_service import HISTORY
 from pensieve.config.machine import available_memory_bytes
 from pensieve.config.parsing import TierSize
 from pensieve.config.resolve import (
@@ -40,6 +41,7 @@ __all__ = [
     "GRACE_SECONDS",
     "GROUPS",
     "HEARTBEAT_SECONDS",
+    "HISTORY",
     "ITERATION_SECONDS_MAX",
     "REACHING",
     "SERVING",

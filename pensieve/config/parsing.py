@@ -116,10 +116,14 @@ STORE_URL = re.compile(
 )
 
 
+HISTORY_URL = re.compile(r"historys?://(?:[A-Za-z0-9_.-]+|\[[0-9a-fA-F:.%]*\]):[0-9]{1,5}")
+
+
 def store_url(text: str) -> str:
-    """The address of a database; special letters in names and passwords are percent-encoded."""
-    if not STORE_URL.fullmatch(text):
+    """Of a database, with special letters of names and passwords percent-encoded; or of a history service."""
+    if not STORE_URL.fullmatch(text) and not HISTORY_URL.fullmatch(text):
         raise ValueError(
-            "is an address such as postgresql://user@host/name, with special letters percent-encoded"
+            "is an address such as postgresql://user@host/name, with special letters percent-encoded, or "
+            "history://host:port"
         )
     return text

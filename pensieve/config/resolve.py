@@ -79,6 +79,9 @@ class Serving:
     heartbeat: float
     iteration_timeout: float
     drain_timeout: float
+    replica: str | None
+    history_secret: Path | None
+    history_ca: Path | None
     backup: Path | None
     backup_seconds: float
     backup_keep: float

@@ -15,6 +15,7 @@ from pensieve.config.parsing import (
     whole,
 )
 from pensieve.config.setting import Setting, Table
+from pensieve.config.sharing import HISTORY_SERVICE, SHARING
 from pensieve.config.talking import REACHING, TALKING
 from pensieve.config.watching import WATCHING
 
@@ -27,8 +28,9 @@ STORE = Setting(
     "store",
     store_url,
     "",
-    "a PostgreSQL database for the history, in the place of SQLite in the data folder: "
-    "postgresql://USER@HOST/NAME (its password is better in a file: docs/postgresql.md)",
+    "where the history is, if not in SQLite in the data folder: postgresql://USER@HOST/NAME (its password "
+    "is better in a file: docs/postgresql.md), or history://HOST:PORT of a `pensieve history` that several "
+    "daemons share (historys:// with TLS)",
     "URL",
     secret=True,
 )
@@ -351,6 +353,7 @@ SERVING: Table = (
         "SECONDS",
         "turns",
     ),
+    *SHARING,
     *BACKING_UP,
     Setting(
         "request_keep",
@@ -422,7 +425,7 @@ SERVING: Table = (
         "on|off",
     ),
 )
-TABLES = (SETTINGS, SERVING, REACHING, TALKING)
+TABLES = (SETTINGS, SERVING, REACHING, TALKING, HISTORY_SERVICE)
 GROUPS = {
     "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",
     "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pensieve.config import Resolved, Serving
@@ -30,6 +30,7 @@ from pensieve.errors import (
 )
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
+from pensieve.launch.shared_history import Sharing, announce, open_store, sharing_of
 from pensieve.launch.traces import Traces, open_traces
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
@@ -42,7 +43,6 @@ from pensieve.service.http.listener import serve_http
 from pensieve.service.jobs.batch_jobs import BatchJobs
 from pensieve.service.jobs.worker import JobsConfig
 from pensieve.service.texts import Texts
-from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.job_store import JobStore
 from pensieve.store.time_limit import STATEMENT_SECONDS
 from pensieve.text import style_named
@@ -64,6 +64,7 @@ class DaemonSetup:
     statement_seconds: float = STATEMENT_SECONDS  # of a job of the history
     traces: Traces | None = None
     tool_calls: str = "auto"  # how the model writes them: one of `text.tool_calls.NAMES`
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,11 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         )
     if serving.backup is not None and resolved.settings.store:
         raise InvalidArgument(
-            "backup", "is for a history in the data folder; PostgreSQL has backups of its own"
+            "backup",
+            "is for a history in the data folder; PostgreSQL has backups of its own, and `pensieve history` "
+            "takes the flag",
         )
+    sharing = sharing_of(serving)
     listening = Listening(
         address=serving.address,
         http=_http_address(serving.http),
@@ -110,6 +114,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         connections_max=serving.connections_max,
         metrics=serving.metrics or "",
         metrics_alias=serving.metrics_alias,
+        peers=sharing.credentials() if serving.tls_cert is not None else None,
     )
     check_exposure(listening)
     engine_programs = {
@@ -138,6 +143,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         statement_seconds=serving.statement_timeout,
         traces=open_traces() if serving.traces else None,
         tool_calls=serving.tool_calls,
+        sharing=sharing,
     )
 
 
@@ -158,11 +164,8 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
     """Open everything but the engine process; to be called in the event loop that will run it."""
     settings = setup.resolved.settings
     folder = resolve_model(settings.model, report)
-    store = ConversationStore.open(
-        settings.data,
-        setup.holder,
-        statement_seconds=setup.statement_seconds,
-        url=settings.store or "",
+    store = open_store(
+        settings.data, setup.holder, settings.store or "", setup.statement_seconds, setup.sharing
     )
     try:
         if setup.check_history_first and store.integrity_check_due:
@@ -222,6 +225,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
     drain_seconds = 0.0
     try:
         address = await server.listen()
+        announce(server)
         starting = loop.create_task(daemon.start())
         stopping = loop.create_task(server.stopping.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

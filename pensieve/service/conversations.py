@@ -398,6 +398,15 @@ class Conversations:
         self._tell(cancel)
         if finish is FinishReason.CANCELLED:  # its client left; what failed costs nothing
             self._charge(live)
+        await self.end_interrupted(live, failure, finish)
+
+    async def end_interrupted(
+        self,
+        live: LiveTurn,
+        failure: PensieveError,
+        finish: FinishReason = FinishReason.FAILED,
+    ) -> None:
+        """Of a turn that is being interrupted."""
         await self._ends.interrupt(live)
         self._fail(live, failure, finish)
 

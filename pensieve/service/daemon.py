@@ -42,6 +42,7 @@ from pensieve.service.kv_events import KvEvents
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.metrics.meter import Meter
+from pensieve.service.owning import Owning
 from pensieve.service.queries import Queries
 from pensieve.service.readers import ids_of
 from pensieve.service.reads import Reads
@@ -54,7 +55,7 @@ from pensieve.service.turn_log import turn_ended
 from pensieve.service.turn_spans import TurnSpan, span_of
 from pensieve.service.turns import Turns, failure_of
 from pensieve.service.unstored import checked
-from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.remote.remote_store import Store
 
 log = logging.getLogger("pensieve")
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
@@ -64,7 +65,7 @@ LOADING = "the model is loading; try again in a moment"
 class Daemon:
     def __init__(
         self,
-        store: ConversationStore,
+        store: Store,
         texts: Texts,
         program: EngineProgram,
         config: DaemonConfig | None = None,
@@ -146,6 +147,7 @@ class Daemon:
             allowance_of=self.allowance,
             now=self._sources.wall_clock,
         )
+        self.owning = Owning(store, history, self._conversations, self.threads, self._put)
         self._conversations.prefixes.is_paused = lambda: bool(self.draining or self.damage.problems)
         self._conversations.prefixes.start()
         self._conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)

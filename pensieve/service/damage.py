@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pensieve.errors import PensieveError, StoreCorrupt
 from pensieve.service.threads import Threads
-from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.remote.remote_store import Store
 
 log = logging.getLogger("pensieve")
 FOUND_BEFORE = "it was when it was looked at before"
@@ -21,9 +21,7 @@ FOUND_BEFORE = "it was when it was looked at before"
 class Damage:
     """Belongs to the loop."""
 
-    def __init__(
-        self, store: ConversationStore, threads: Threads, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: Store, threads: Threads, changed: Callable[[], None]) -> None:
         self.problems: tuple[str, ...] = (FOUND_BEFORE,) if store.folder.is_damaged else ()
         self._store, self._threads, self._changed = store, threads, changed
 

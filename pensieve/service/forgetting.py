@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from pensieve.errors import PensieveError
 from pensieve.service.threads import Threads
-from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.remote.remote_store import Store
 
 log = logging.getLogger("pensieve")
 PAUSE_SECONDS = 0.05
@@ -28,9 +28,7 @@ Step = Callable[
 class Forgetting:
     """Belongs to the loop."""
 
-    def __init__(
-        self, store: ConversationStore, threads: Threads, now: Callable[[], float]
-    ) -> None:
+    def __init__(self, store: Store, threads: Threads, now: Callable[[], float]) -> None:
         """`now`: the clock of the records."""
         self._now = now
         self._store = store

@@ -56,10 +56,10 @@ from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key
 from pensieve.service.openings import new_conversation, opening
 from pensieve.service.prefix_history import PrefixHistory
 from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
-from pensieve.service.prefixes import Prefixes
+from pensieve.service.prefixes import Beginning, Prefixes
 from pensieve.service.texts import Texts
 from pensieve.store import records
-from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.remote.remote_store import Store
 
 UNNUMBERED = 0  # the loop numbers what it puts
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
@@ -71,17 +71,10 @@ class Deleted(NamedTuple):
     is_pending: bool  # what is deleted is not yet erased from the files
 
 
-class _Beginning(NamedTuple):
-    """The first tokens of a running turn's conversation, to be shared once it is committed."""
-
-    conversation: records.Conversation
-    tokens: array[int]
-
-
 class History:
     def __init__(
         self,
-        store: ConversationStore,
+        store: Store,
         texts: Texts,
         *,
         context_max: int,
@@ -104,7 +97,7 @@ class History:
         self._texts = self._template, self.heads, self._constraints
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
         self._prefixes = Prefixes()
-        self._beginnings: dict[int, _Beginning] = {}  # by turn id, while the turn runs
+        self._beginnings: dict[int, Beginning] = {}  # by turn id, while the turn runs
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
         self._storage: Mapping[str, int] = {}  # the most bytes of the tenants that have a limit
 
@@ -165,8 +158,7 @@ class History:
         turn_id = conversation.running_turn_id
         if unused_since is not None and (turn_id, conversation.revision) != (None, unused_since):
             raise StaleRevision(unused_since, conversation.revision)
-        self._tokenized_again.discard((tenant, conversation_id))
-        self._prefixes.forget(tenant, conversation_id)
+        self.forget(tenant, conversation_id)
         try:
             if turn_id is not None:
                 self.interrupt(turn_id)
@@ -177,6 +169,11 @@ class History:
             return Deleted(turn_id, error, False)
         return Deleted(turn_id, None, False)
 
+    def forget(self, tenant: str, conversation_id: str) -> None:
+        """What is remembered of a conversation that was deleted, or that others have written to."""
+        self._tokenized_again.discard((tenant, conversation_id))
+        self._prefixes.forget(tenant, conversation_id)
+
     def finish_erasure(self) -> None:
         """Of what was deleted, from the files; ErasurePending if that is not possible yet."""
         self._store.erasure.finish()
@@ -185,6 +182,7 @@ class History:
         self, conversation_id: str, number: int, *, tenant: str = ""
     ) -> SubmitTurn | Outdated | None:
         """What brings the conversation's KV to the device, under this number; None if there is no need."""
+        self._store.claim(conversation_id, tenant=tenant)
         conversation = self._store.get_conversation(conversation_id, tenant=tenant)
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
@@ -437,11 +435,11 @@ class History:
         assert reply is not None
         return Known(turn, reply)
 
-    def _beginning(self, conversation: records.Conversation, prompt: array[int]) -> _Beginning:
+    def _beginning(self, conversation: records.Conversation, prompt: array[int]) -> Beginning:
         """Of a conversation with this prompt behind it: as much as may be shared."""
         log = array("I")
         if conversation.num_tokens:
             log = self._store.log(
                 conversation.conversation_id, SHARED_TOKENS_MAX, tenant=conversation.tenant
             )
-        return _Beginning(conversation, (log + prompt)[:SHARED_TOKENS_MAX])
+        return Beginning(conversation, (log + prompt)[:SHARED_TOKENS_MAX])

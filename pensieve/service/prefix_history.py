@@ -20,14 +20,14 @@ from pensieve.service.draft import ConversationSettings, Outdated, stored_messag
 from pensieve.service.heads import STAND_IN, PrefixSettings, all_messages
 from pensieve.service.live_turn import cache_key
 from pensieve.store import records
-from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.declared_prefixes import stored_id
+from pensieve.store.remote.remote_store import Store
 
 
 class PrefixHistory:
     def __init__(
         self,
-        store: ConversationStore,
+        store: Store,
         fingerprint: str,
         outdated: Callable[[records.Conversation], Outdated],
         check_storage: Callable[[str], None],

@@ -16,6 +16,8 @@ from array import array
 from collections import OrderedDict
 from typing import NamedTuple
 
+from pensieve.store.records import Conversation
+
 PREFIXES_MAX = 256
 TOKENS_MAX = 16_384  # of a log that are remembered
 
@@ -23,6 +25,13 @@ TOKENS_MAX = 16_384  # of a log that are remembered
 class Shared(NamedTuple):
     conversation_id: str
     num_tokens: int
+
+
+class Beginning(NamedTuple):
+    """The first tokens of a running turn's conversation, to be shared once it is committed."""
+
+    conversation: Conversation
+    tokens: array[int]
 
 
 class Prefixes:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from pensieve.service.threads import Threads
 from pensieve.store import records
 from pensieve.store.conversation_changes import Pending
-from pensieve.store.history_reader import HistoryReader
+from pensieve.store.remote.remote_store import Reader
 from pensieve.store.responses import StoredResponse
 
 
 class Reads:
     """Belongs to the loop; the reader belongs to the read thread."""
 
-    def __init__(self, reader: HistoryReader, threads: Threads) -> None:
+    def __init__(self, reader: Reader, threads: Threads) -> None:
         self._reader = reader
         self._threads = threads
 

@@ -190,6 +190,9 @@ class ConversationStore:
         with self._grouped.reading() as conn:
             return self._running.as_read(require_conversation(conn, conversation_id, tenant)[1])
 
+    def claim(self, conversation_id: str, *, tenant: str = "") -> None:
+        """Nobody else writes to this history; where several do, see remote/remote_store.py."""
+
     def num_conversations(self) -> int:
         """Those of all tenants, without declared prefixes."""
         with self._grouped.reading() as conn:

@@ -3,8 +3,8 @@
 A daemon has a *session*: a row that says who and where it is, until it has ended.  A conversation has an
 *owner*, the session whose engine keeps its KV, and the *epoch* that began when it became that:
 
-    nobody's ──claim──> owned by A in epoch 7 ──claim by B──> owned by B in epoch 12
-                                               only if A's session has ended, or A gives it up
+    without one ──claim by A──> A's, in epoch 7 ──claim by B──> B's, in epoch 12
+                                                 only if A's session has ended, or A gives it up
 
 * An epoch is a number that was never given out before, to any conversation.  So two owners are never in one
   epoch, and who remembers an epoch can tell whether what it knows of the conversation is still so.
@@ -53,9 +53,8 @@ class Claim(NamedTuple):
     """What became of a claim."""
 
     epoch: int
-    previous: int = (
-        NOBODY  # the session that had the conversation before; nobody: it goes on, or is new
-    )
+    is_new: bool = False  # it was not the session's before
+    previous: int = NOBODY  # the session that had it before
 
 
 class Owner(NamedTuple):
@@ -100,6 +99,15 @@ class Owners:
                 ),
             ).fetchone()
             return _session(conn, number)
+
+    def move_session(self, session: Session) -> None:
+        """It has other addresses."""
+        with self._running.writing() as conn:
+            conn.execute(
+                "UPDATE sessions SET address = ?, http_address = ?, metrics_address = ?"
+                " WHERE session = ?",
+                (session.address, session.http_address, session.metrics_address, session.number),
+            )
 
     def end_session(self, number: int) -> None:
         """It writes no more; its turns are interrupted before anything else is written."""
@@ -171,7 +179,7 @@ class Owners:
                 " SET session = excluded.session, epoch = excluded.epoch",
                 (number, session, taken),
             )
-            return Claim(taken, abs(owner or NOBODY))
+            return Claim(taken, True, abs(owner or NOBODY))
 
     def give_up(self, conversation_id: str, session: int, *, tenant: str = "") -> bool:
         """The next one that claims the conversation gets it; whether it was the session's."""

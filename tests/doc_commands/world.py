@@ -28,7 +28,7 @@ from tests.newcomer import free_port
 from tests.service.rig_daemon import wait_for
 
 CERTS = ROOT / "tests" / "service" / "certs"
-READY = "ready grpc://"
+READY = "ready (?:grpc|history)://"
 SECONDS = 120.0
 NIGHTLY_SECONDS = 3600.0
 PLACES = ("/var/lib", "/var/log", "/var/drill", "/srv")
@@ -128,6 +128,12 @@ class World:
         )
         wait_for(lambda: "1 conversations" in self.run(probe).out)
 
+    def history(self) -> None:
+        """A history that daemons share."""
+        line = "pensieve history --data /var/lib/shared --address 127.0.0.1:50060"
+        daemon, log, _ = self._serve(Row(line))
+        self._daemons["history"] = daemon, log
+
     def restored(self) -> None:
         """A daemon with what was restored."""
         self.need("drill")
@@ -220,6 +226,8 @@ class World:
             return str(MODEL_PATH)
         if found := re.fullmatch(r"127\.0\.0\.1:(\d+)", word):
             return self._address(found[1])
+        if found := re.fullmatch(r"history://127\.0\.0\.1:(\d+)", word):
+            return f"history://{self._address(found[1])}"
         if word.startswith("0.0.0.0:"):
             return f"127.0.0.1:{free_port()}"
         return str(self._moved(word)) if word.startswith(PLACES) else word
@@ -292,7 +300,7 @@ class World:
         given.setdefault("PENSIEVE_ADDRESS", f"127.0.0.1:{free_port()}")
         log = self.folder / f"serve-{free_port()}.log"
         daemon = self._popen(self._words(row)[0], row, log, **given)
-        wait_for(lambda: READY in log.read_text() or daemon.poll() is not None)
+        wait_for(lambda: re.search(READY, log.read_text()) or daemon.poll() is not None)
         found = re.search(READY + r"([\w.:]+)", log.read_text())
         assert found is not None, log.read_text()
         return daemon, log, found[1]

@@ -34,6 +34,7 @@ from pensieve.service.grpc import auth, sizes
 from pensieve.service.grpc.admin import AdminService, ServerFacts
 from pensieve.service.grpc.audit import Audit
 from pensieve.service.grpc.conversation import ConversationService
+from pensieve.service.grpc.forwarding import Forwarder, ForwardingService
 from pensieve.service.grpc.jobs import JobService
 from pensieve.service.grpc.reflection import HEALTH, Reflection
 from pensieve.service.grpc.reload import Certificates, watch_tokens
@@ -42,6 +43,7 @@ from pensieve.service.grpc.vllm_engine import VllmEngineService
 from pensieve.service.jobs.values import Jobs
 from pensieve.service.metrics.listener import Answers, MetricsListener
 from pensieve.service.metrics.scrape import Scrape
+from pensieve.store.remote.remote_store import RemoteStore
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, jobs_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 from pensieve.v1.routers import vllm_engine_pb2_grpc
@@ -100,6 +102,7 @@ class Listening:
     http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
     metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
     metrics_alias: str = "none"
+    peers: grpc.ChannelCredentials | None = None  # for calls to other daemons; None: without TLS
 
     def options(self) -> tuple[tuple[str, int], ...]:
         timeout = int(self.ping_timeout_seconds * 1000)
@@ -225,9 +228,12 @@ class Server:
         self._certificates: Certificates | None = None  # which gRPC asks as long as it listens
         self._server = grpc.aio.server(interceptors=[self.guard], options=listening.options())
         services: Any = _OneQueue(self._server)
-        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
-            ConversationService(daemon), services
-        )
+        self.forwarder: Forwarder | None = None
+        conversations = ConversationService(daemon)
+        if isinstance(daemon.store, RemoteStore):
+            self.forwarder = Forwarder(daemon, daemon.store.replica, listening.peers)
+            conversations = ForwardingService(self.forwarder)
+        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(conversations, services)
         self.batch_jobs = jobs
         self.jobs = JobService(jobs, daemon.config.stall_seconds)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, services)
@@ -360,6 +366,8 @@ class Server:
             task.cancel()
         await asyncio.gather(*(each.close() for each in self.beside), self._metrics.close())
         await self._server.stop(STOP_SECONDS)
+        if self.forwarder is not None:
+            await self.forwarder.close()
         await self.daemon.close()
         self.audit.stopped()
         if self._audit_log is not None:

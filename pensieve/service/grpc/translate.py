@@ -23,6 +23,7 @@ from pensieve.errors import (
     InvalidArgument,
     Loading,
     ModelError,
+    OwnedElsewhere,
     PensieveError,
     QueueFull,
     StaleRevision,
@@ -402,6 +403,8 @@ def _detail(given: status_pb2.Status, name: str, detail: Any) -> None:
 def _causes(error: PensieveError) -> dict[str, str]:
     if isinstance(error, TurnRunning):
         return {"conversation_id": error.conversation_id, "turn_id": error.turn_id}
+    if isinstance(error, OwnedElsewhere):
+        return {"replica": error.replica, "address": error.address}
     if isinstance(error, StaleRevision):
         return {"expected": str(error.expected), "actual": str(error.actual)}
     if isinstance(error, ContextFull):

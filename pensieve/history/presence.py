@@ -1,0 +1,106 @@
+"""Which replicas are there, as the history service sees them.
+
+    open ──> connected ──its stream breaks──> away ──it comes back──> connected
+                │                               └──its lease runs out─┐
+                └──silent for as long as its lease, or it leaves──────┴──> ended
+
+A replica is heard of with every message; away, it has the rest of its lease to come back, for its turns are
+computed all the same.  When the service itself begins, the sessions that had not ended are away.  All of it
+belongs to the loop, but `is_connected`, which any thread may ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pensieve.store.owners import Session
+from pensieve.v1 import history_pb2 as pb
+
+RECENT_SECONDS = 600.0  # since a conversation's last turn: it counts as its replica's load
+RECENT_MAX = 100_000
+
+
+@dataclass(eq=False)
+class Present:
+    """A session that has not ended."""
+
+    session: Session
+    heard_at: float
+    outgoing: asyncio.Queue[pb.ServeResponse] | None = None
+    task: asyncio.Task[None] | None = None  # that reads its stream
+    num_running: int = 0
+    recent: OrderedDict[tuple[str, str], float] = field(default_factory=OrderedDict)
+
+    def used(self, tenant: str, conversation_id: str, now: float) -> None:
+        """A conversation has a turn there."""
+        key = tenant, conversation_id
+        self.recent[key] = now
+        self.recent.move_to_end(key)
+        while self.recent and (
+            len(self.recent) > RECENT_MAX or now - next(iter(self.recent.values())) > RECENT_SECONDS
+        ):
+            self.recent.popitem(last=False)
+
+    def num_recent(self, now: float) -> int:
+        while self.recent and now - next(iter(self.recent.values())) > RECENT_SECONDS:
+            self.recent.popitem(last=False)
+        return len(self.recent)
+
+
+class Presence:
+    def __init__(self, lease_seconds: float, now: Callable[[], float]) -> None:
+        self.lease_seconds = lease_seconds
+        self._now = now
+        self._present: dict[int, Present] = {}
+        self._connected: set[int] = set()
+
+    def begin(self, sessions: Iterable[Session]) -> None:
+        """Those that had not ended when the service began: away, with a whole lease."""
+        for session in sessions:
+            self._present[session.number] = Present(session, self._now())
+
+    def all(self) -> list[Present]:
+        return list(self._present.values())
+
+    def find(self, number: int) -> Present | None:
+        return self._present.get(number)
+
+    def is_connected(self, number: int) -> bool:
+        return number in self._connected
+
+    def connect(self, session: Session, outgoing: asyncio.Queue[pb.ServeResponse]) -> Present:
+        """The stream of a session, in the place of the one that it had."""
+        present = self._present.get(session.number)
+        if present is None:
+            present = self._present[session.number] = Present(session, self._now())
+        elif present.task is not None:
+            present.task.cancel()
+        present.outgoing, present.task = outgoing, asyncio.current_task()
+        present.heard_at = self._now()
+        self._connected.add(session.number)
+        return present
+
+    def heard(self, present: Present) -> None:
+        present.heard_at = self._now()
+
+    def away(self, present: Present, outgoing: asyncio.Queue[pb.ServeResponse]) -> None:
+        """Its stream ended; unless it has another one by now."""
+        if present.outgoing is outgoing:
+            present.outgoing = present.task = None
+            self._connected.discard(present.session.number)
+
+    def remove(self, number: int) -> Present | None:
+        """It has ended."""
+        present = self._present.pop(number, None)
+        self._connected.discard(number)
+        if present is not None and present.task is not None:
+            present.task.cancel()
+        return present
+
+    def overdue(self) -> list[Present]:
+        """Not heard of for as long as the lease."""
+        end = self._now() - self.lease_seconds
+        return [each for each in self._present.values() if each.heard_at < end]

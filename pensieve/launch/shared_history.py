@@ -1,0 +1,89 @@
+"""The store of a daemon: its own, or that of a history service."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from pensieve.config import Serving
+from pensieve.errors import ConfigError, InvalidArgument
+from pensieve.history.connection import Connection, Replica
+from pensieve.history.guard import read_secret
+from pensieve.service.grpc.server import Server
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.folder import DataFolder
+from pensieve.store.records import ID_PATTERN
+from pensieve.store.remote.remote_store import RemoteStore, Store
+
+SCHEMES = ("history://", "historys://")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a daemon is one of several."""
+
+    replica: str = ""  # its name; empty: one made of host and folder
+    secret: str = ""
+    certificates: bytes | None = None  # of the authority; None: the system's
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.certificates)
+
+
+def sharing_of(serving: Serving) -> Sharing:
+    """From the settings of `pensieve serve`."""
+    replica, ca = serving.replica or "", serving.history_ca
+    if replica and not ID_PATTERN.fullmatch(replica):
+        raise InvalidArgument("replica", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+    try:
+        certificates = None if ca is None else ca.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--history-ca {ca}: {error.strerror}") from error
+    return Sharing(replica, read_secret(serving.history_secret), certificates)
+
+
+def is_shared(url: str | None) -> bool:
+    return (url or "").startswith(SCHEMES)
+
+
+def open_store(
+    data: Path, holder: str, url: str, statement_seconds: float, sharing: Sharing
+) -> Store:
+    """What `--store` says."""
+    if not is_shared(url):
+        return ConversationStore.open(data, holder, statement_seconds=statement_seconds, url=url)
+    folder = DataFolder.open(data, holder, has_database=False)
+    try:
+        replica = sharing.replica or replica_name(data)
+        credentials = None
+        if url.startswith("historys://"):
+            credentials = sharing.credentials()
+        connection = Connection(
+            url.partition("://")[2],
+            Replica(replica),
+            secret=sharing.secret,
+            credentials=credentials,
+        )
+    except BaseException:
+        folder.close(clean=not folder.stopped_unclean)
+        raise
+    return RemoteStore(connection, folder, replica)
+
+
+def announce(server: Server) -> None:
+    """Tell the other daemons where this one is, once it listens."""
+    store = server.daemon.store
+    if isinstance(store, RemoteStore):
+        http = next((each.url.partition("://")[2] for each in server.beside), "")
+        store.announce(server.address, http, server.metrics_address)
+
+
+def replica_name(data: Path) -> str:
+    """The same for a daemon that starts again, and another one for another daemon of this host."""
+    host = re.sub(r"[^A-Za-z0-9._~-]", "-", socket.gethostname())[:80] or "host"
+    return f"{host}-{hashlib.sha256(str(data.absolute()).encode()).hexdigest()[:6]}"

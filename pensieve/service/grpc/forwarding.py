@@ -1,0 +1,194 @@
+"""Calls about conversations that another daemon has: they are passed on to it.
+
+    served here ──OwnedElsewhere──> passed on to its owner ──> answered
+                                       └──it cannot be reached──> taken over, and served here
+
+A conversation stays where its KV is: so a call that reaches the wrong daemon is right, only slower.  Its
+bytes are not looked at, errors come back as they are, and what is passed on once is not passed on again (two
+daemons that disagree would do it for ever).  The answer's first metadata name the owner, so that a client or
+a router can go there by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from pensieve.errors import OwnedElsewhere
+from pensieve.service.daemon import Daemon
+from pensieve.service.grpc.auth import caller
+from pensieve.service.grpc.conversation import ConversationService
+from pensieve.service.grpc.translate import DETAILS_KEY
+from pensieve.v1 import conversation_pb2 as pb
+
+FORWARDED = "pensieve-forwarded"  # by whom
+HOME = "pensieve-home"  # where the conversation is served
+NOT_PASSED_ON = ("user-agent", "te", "content-type", FORWARDED)
+PREFIX = "/pensieve.v1.ConversationService/"
+BYTES_MAX = 64 << 20
+OPTIONS = (
+    ("grpc.max_receive_message_length", BYTES_MAX),
+    ("grpc.max_send_message_length", BYTES_MAX),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),
+)
+CHANNELS_MAX = 256
+Act = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Unreachable(Exception):
+    """The owner does not answer, and has seen nothing of the call."""
+
+
+class Forwarder:
+    """Belongs to the loop."""
+
+    def __init__(
+        self, daemon: Daemon, name: str, credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        """`name` of this daemon; `credentials` where the daemons have TLS among them."""
+        self.daemon = daemon
+        self.num_forwarded = 0
+        self.num_taken = 0
+        self._name = name
+        self._credentials = credentials
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def served(self, act: Act, method: str, request: Any, context: Any) -> Any:
+        """The answer of this daemon, or that of the one that has the conversation."""
+        try:
+            return await act(request, context)
+        except OwnedElsewhere as elsewhere:
+            if _is_forwarded(context) or not elsewhere.address:
+                raise
+            owner = elsewhere
+        try:
+            self.num_forwarded += 1
+            return await self._forwarded(owner.address, method, request, context)
+        except Unreachable:
+            self.num_taken += 1
+            await self.daemon.owning.take(owner.conversation_id, caller().tenant)
+            return await act(request, context)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def _forwarded(self, address: str, method: str, request: Any, context: Any) -> Any:
+        channel = self._channel(address)
+        is_stream = method == "SendMessage"
+        kind: Any = channel.unary_stream if is_stream else channel.unary_unary
+        call = kind(PREFIX + method)(
+            request.SerializeToString(),
+            timeout=context.time_remaining(),
+            metadata=self._metadata(context),
+        )
+        has_begun = False
+        try:
+            if not is_stream:
+                answer = await call
+                await _say_home(context, address)
+                return _answer_of(method).FromString(answer)
+            async for piece in call:
+                if not has_begun:
+                    await _say_home(context, address)
+                has_begun = True
+                await context.write(pb.SendMessageResponse.FromString(piece))
+            return None
+        except grpc.aio.AioRpcError as error:
+            trailing = tuple(error.trailing_metadata() or ())
+            is_ours = any(key == DETAILS_KEY for key, _ in trailing)
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not is_ours and not has_begun:
+                raise Unreachable from error
+            context.set_trailing_metadata(
+                tuple((key, value) for key, value in trailing if key == DETAILS_KEY)
+            )
+            await context.abort(error.code(), error.details() or "")
+        finally:
+            call.cancel()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            if len(self._channels) >= CHANNELS_MAX:  # daemons come and go
+                self._channels.pop(next(iter(self._channels)))
+            self._channels[address] = (
+                grpc.aio.insecure_channel(address, OPTIONS)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, OPTIONS)
+            )
+        return self._channels[address]
+
+    def _metadata(self, context: Any) -> tuple[tuple[str, Any], ...]:
+        given = context.invocation_metadata() or ()
+        kept = [
+            (key, value)
+            for key, value in given
+            if key not in NOT_PASSED_ON and not key.startswith((":", "grpc-"))
+        ]
+        return (*kept, (FORWARDED, self._name))
+
+
+class ForwardingService(ConversationService):
+    """The ConversationService of a daemon that is one of several."""
+
+    def __init__(self, forwarder: Forwarder) -> None:
+        super().__init__(forwarder.daemon)
+        self._forwarder = forwarder
+
+    async def SendMessage(self, request: pb.SendMessageRequest, context: Any) -> None:  # type: ignore[override]
+        await self._served(super().SendMessage, "SendMessage", request, context)
+
+    async def CancelTurn(
+        self, request: pb.CancelTurnRequest, context: Any
+    ) -> pb.CancelTurnResponse:
+        async def cancel(request: pb.CancelTurnRequest, context: Any) -> pb.CancelTurnResponse:
+            daemon, tenant = self.daemon, caller().tenant
+            await daemon.threads.in_store(
+                tenant, daemon.store.claim, request.conversation_id, tenant=tenant
+            )
+            return await ConversationService.CancelTurn(self, request, context)
+
+        found: pb.CancelTurnResponse = await self._served(cancel, "CancelTurn", request, context)
+        return found
+
+    async def DeleteConversation(
+        self, request: pb.DeleteConversationRequest, context: Any
+    ) -> pb.DeleteConversationResponse:
+        found: pb.DeleteConversationResponse = await self._served(
+            super().DeleteConversation, "DeleteConversation", request, context
+        )
+        return found
+
+    async def RewindConversation(
+        self, request: pb.RewindConversationRequest, context: Any
+    ) -> pb.RewindConversationResponse:
+        found: pb.RewindConversationResponse = await self._served(
+            super().RewindConversation, "RewindConversation", request, context
+        )
+        return found
+
+    async def WarmConversation(
+        self, request: pb.WarmConversationRequest, context: Any
+    ) -> pb.WarmConversationResponse:
+        found: pb.WarmConversationResponse = await self._served(
+            super().WarmConversation, "WarmConversation", request, context
+        )
+        return found
+
+    async def _served(self, act: Act, method: str, request: Any, context: Any) -> Any:
+        return await self._forwarder.served(act, method, request, context)
+
+
+def _answer_of(method: str) -> Any:
+    return getattr(pb, f"{method}Response")
+
+
+def _is_forwarded(context: Any) -> bool:
+    return any(key == FORWARDED for key, _ in context.invocation_metadata() or ())
+
+
+async def _say_home(context: Any, address: str) -> None:
+    await context.send_initial_metadata(((HOME, address),))

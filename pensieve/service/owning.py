@@ -1,0 +1,70 @@
+"""What a daemon does about whose a conversation is, where several share a history.
+
+A claim that finds the conversation in another epoch (store/remote/remote_store.py) means that others have
+written to it since it was here.  What this daemon still has of it is then dropped, in this order and before
+the claim's job has its result: a turn of it that runs here, which the history does not know any more; what
+the history's thread remembers; and its KV in the engine.  The engine hears of it on the loop, which got it
+from the store's thread before it gets the result of the job, so a Submit comes behind.
+
+All of it is of the loop but `_stale`, which the store's thread calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from pensieve.engine.messages import DeleteConversation, Message
+from pensieve.errors import QueueFull, Unavailable
+from pensieve.service.conversations import Conversations
+from pensieve.service.history import History
+from pensieve.service.live_turn import cache_key
+from pensieve.service.threads import Threads
+from pensieve.store.remote.remote_store import RemoteStore, Store
+
+TAKEN = "the conversation was served elsewhere meanwhile; say it again"
+
+
+class Owning:
+    def __init__(
+        self,
+        store: Store,
+        history: History,
+        conversations: Conversations,
+        threads: Threads,
+        put: Callable[[Message], None],
+    ) -> None:
+        self._store, self._history, self._conversations = store, history, conversations
+        self._threads, self._put = threads, put
+        if isinstance(store, RemoteStore):
+            store.on_stale = self._stale
+
+    def _stale(self, tenant: str, conversation_id: str) -> None:
+        """In the store's thread."""
+        self._history.forget(tenant, conversation_id)
+        self._threads.loop.call_soon_threadsafe(self._drop, tenant, conversation_id)
+
+    def _drop(self, tenant: str, conversation_id: str) -> None:
+        turns = self._conversations.turns
+        taken = [
+            (live, turns.interrupt(live))
+            for live in turns.all_live()
+            if live.is_stored and (live.tenant, live.conversation_id) == (tenant, conversation_id)
+        ]
+        for _, cancel in taken:
+            if cancel is not None:
+                self._tell(cancel)
+        self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
+        for live, cancel in taken:
+            if cancel is not None:
+                self._threads.spawn(self._conversations.end_interrupted(live, Unavailable(TAKEN)))
+
+    def _tell(self, message: Message) -> None:
+        """A DeleteConversation is never refused (engine_client.py); without an engine there is no KV."""
+        with contextlib.suppress(Unavailable, QueueFull):
+            self._put(message)
+
+    async def take(self, conversation_id: str, tenant: str) -> None:
+        """Serve a conversation here that another daemon has; OwnedElsewhere if that one runs a turn of it."""
+        if isinstance(self._store, RemoteStore):
+            await self._threads.in_store(tenant, self._store.take, conversation_id, tenant=tenant)

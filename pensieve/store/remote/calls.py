@@ -1,0 +1,348 @@
+"""Calls of replicas, carried out on the store: whose conversation it is, once, and many in one commit.
+
+All of it is done in one thread, one call after the other, and the calls of a session come in the order of
+their numbers.
+
+**Whose.**  A call that writes to a conversation claims it first, in the same commit; one that makes a
+conversation claims it behind.  A turn is ended by the owner of its conversation alone.  So of two replicas
+that write to one conversation one is refused, whatever they believe.
+
+**Once.**  A replica whose stream breaks sends what was not answered again.  The number of a session's last
+writing call is committed with that call, so a call that comes `again` and is not above it was carried out:
+its answer is at hand, or is read from what it did (`RECALLED`).  A call that failed has changed nothing, and
+may be carried out again.
+
+**Many in one commit.**  The calls that wait are one group (store/grouping.py), and no answer leaves before
+its commit.  If that fails, each is carried out again by itself, as a call that comes again is: one of them
+may be to blame, and the commit may have come about.  Those that erase from the files are alone.
+
+**No more.**  The calls of a session that has ended are refused, also those that were waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from pensieve.errors import (
+    ErasurePending,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    ServerFault,
+    StoreError,
+    StoreUnavailable,
+)
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.declared_prefixes import MARK
+from pensieve.store.owners import NOBODY, Session
+from pensieve.store.records import Begun, Conversation, Rewound, TurnState
+from pensieve.store.remote import wire
+from pensieve.store.remote.methods import METHODS, Kind, Method
+from pensieve.store.remote.wire import Unreadable
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a replica wants carried out."""
+
+    session: int
+    number: int
+    method: str
+    arguments: str
+    parts: Sequence[bytes] = ()
+    again: bool = False
+
+
+class Claimed(NamedTuple):
+    """A conversation became a session's; for the log."""
+
+    session: int
+    tenant: str
+    conversation_id: str
+    epoch: int
+    previous: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the replica gets, and what others must hear of it."""
+
+    number: int
+    result: str = ""
+    parts: Sequence[bytes] = ()
+    failed: bool = False
+    epoch: int = 0
+    previous_address: str = ""
+    source_epoch: int = 0
+    ended_session: int = NOBODY  # of a replica that is gone
+    name: tuple[str, str] | None = None  # tenant and id of the conversation that it wrote to
+    claimed: Claimed | None = None
+    turn_id: int = 0  # that it has begun or ended
+    num_running: int = 0  # what that makes of the number of its session's turns: 1 or -1
+    fault: BaseException | None = field(default=None, repr=False)  # of ours
+
+
+class Calls:
+    """Belongs to the store's thread."""
+
+    def __init__(
+        self,
+        store: ConversationStore,
+        is_connected: Callable[[int], bool] = lambda session: True,
+    ) -> None:
+        """`is_connected`: a session's stream is there; any thread may ask."""
+        self._store = store
+        self._is_connected = is_connected
+        self._answered: dict[int, Outcome] = {}  # by session: its last writing call
+        self._open = {each.number for each in store.owners.open_sessions()}
+
+    def carry_out(self, calls: Sequence[Call]) -> list[Outcome]:
+        """In their order."""
+        outcomes: list[Outcome] = []
+        group: list[Call] = []
+        for call in calls:
+            method = METHODS.get(call.method)
+            if method is not None and not method.alone:
+                group.append(call)
+                continue
+            outcomes += self._grouped(group)
+            group = []
+            outcomes.append(self._alone(call))
+        return outcomes + self._grouped(group)
+
+    # -- sessions --
+
+    def open_session(self, session: Session) -> Session:
+        """Another one, with its number; one that its replica had has ended."""
+        opened = self._store.owners.open_session(session)
+        self._open = {each.number for each in self._store.owners.open_sessions()}
+        return opened
+
+    def end_session(self, session: int) -> None:
+        """It writes no more."""
+        self._store.owners.end_session(session)
+        self._open.discard(session)
+        self._answered.pop(session, None)
+
+    # -- inside --
+
+    def _grouped(self, calls: Sequence[Call]) -> list[Outcome]:
+        if not any(METHODS[each.method].writes for each in calls):
+            return [self._alone(each) for each in calls]
+        outcomes: list[Outcome] = []
+        try:
+            with self._store.group():
+                for call in calls:
+                    outcomes.append(self._one(call))
+        except Exception as error:
+            self._store.owners.abandon(())  # who is running is for the disk to say
+            if len(calls) > 1:
+                again = [replace(call, again=True) for call in calls]
+                return [outcome for call in again for outcome in self._grouped([call])]
+            self._store.owners.abandon([each.turn_id for each in outcomes if each.num_running > 0])
+            return [_failed(calls[0], error)]
+        for call, outcome in zip(calls, outcomes, strict=True):
+            self._remember(call, outcome)
+        return outcomes
+
+    def _alone(self, call: Call) -> Outcome:
+        try:
+            outcome = self._one(call)
+        except Exception as error:
+            return _failed(call, error)
+        self._remember(call, outcome)
+        return outcome
+
+    def _remember(self, call: Call, outcome: Outcome) -> None:
+        if METHODS[call.method].writes:
+            self._answered[call.session] = outcome
+
+    def _one(self, call: Call) -> Outcome:
+        """Errors of ours are its outcome; those of the database go on, since they end a group."""
+        method = METHODS.get(call.method)
+        if method is None or method.kind is Kind.READ:
+            return _failed(call, InvalidArgument("method", f"there is no {call.method!r}"))
+        if call.session not in self._open:
+            return _failed(call, StoreUnavailable("the history service has ended this session"))
+        try:
+            arguments = method.read_arguments(call.arguments, call.parts)
+        except Unreadable as error:
+            return _failed(call, InvalidArgument("arguments", str(error)))
+        if call.again and method.writes and (known := self._known(call, method, arguments)):
+            return known
+        outcome = Outcome(call.number)
+        try:
+            result = self._carried_out(call, method, arguments, outcome)
+        except PensieveError as error:
+            if _is_of_the_database(error):
+                raise
+            outcome.result, outcome.failed = wire.error_written(error), True
+            return outcome
+        outcome.result, outcome.parts = method.write_result(result)
+        if method.writes:
+            self._store.owners.note_call(call.session, call.number)
+        return outcome
+
+    def _carried_out(
+        self, call: Call, method: Method, arguments: dict[str, Any], outcome: Outcome
+    ) -> Any:
+        tenant = arguments.get("tenant", "")
+        if method.kind is Kind.WRITE:
+            self._claim(call, arguments["conversation_id"], tenant, outcome)
+        elif method.kind is Kind.TURN:
+            self._check_turn(call.session, arguments["turn_id"])
+            outcome.turn_id, outcome.num_running = arguments["turn_id"], -1
+        elif call.method == "give_up":
+            name = arguments["conversation_id"]
+            return self._store.owners.give_up(name, call.session, tenant=tenant) and None
+        result = method.run(_target(self._store, call.method), arguments)
+        if isinstance(result, Begun) and result.must_run:
+            outcome.turn_id, outcome.num_running = result.turn.turn_id, 1
+        elif method.kind is Kind.CREATE:
+            self._claim(call, result.conversation_id, result.tenant, outcome)
+            if call.method == "fork_conversation":
+                owner = self._store.owners.owner(arguments["source_id"], tenant=tenant)
+                if owner is not None and owner.session == call.session:
+                    outcome.source_epoch = owner.epoch
+        elif call.method == "prefixes.num_shared_tokens" and result:
+            outcome.source_epoch = self._declared_at(arguments["conversation"])
+        return result
+
+    def _claim(self, call: Call, conversation_id: str, tenant: str, outcome: Outcome) -> None:
+        """Make it the caller's; one that is not there, or is a declared prefix, has no owner."""
+        if conversation_id.startswith(MARK):
+            return
+        owners = self._store.owners
+        takes = call.method == "take"
+        if takes:
+            outcome.ended_session = self._end_lost_owner(conversation_id, tenant, call.session)
+        try:
+            claim = owners.claim(conversation_id, call.session, tenant=tenant, may_take=takes)
+        except NotFound:
+            return  # the method says so
+        outcome.epoch, outcome.name = claim.epoch, (tenant, conversation_id)
+        if not claim.is_new:
+            return
+        outcome.claimed = Claimed(
+            call.session, tenant, conversation_id, claim.epoch, claim.previous
+        )
+        if claim.previous not in (NOBODY, call.session) and self._is_connected(claim.previous):
+            outcome.previous_address = owners.session(claim.previous).address
+
+    def _end_lost_owner(self, conversation_id: str, tenant: str, taker: int) -> int:
+        """End the session of an owner whose stream is gone."""
+        owner = self._store.owners.owner(conversation_id, tenant=tenant)
+        if owner is None or owner.session in (taker, NOBODY) or owner.session < 0:
+            return NOBODY
+        if self._is_connected(owner.session):
+            return NOBODY
+        self.end_session(owner.session)
+        return owner.session
+
+    def _check_turn(self, session: int, turn_id: int) -> None:
+        owner = self._store.owners.owner_of_turn(turn_id)
+        if owner is not None and owner.session != session:
+            raise NotFound(f"turn {turn_id} no longer runs: its conversation is another replica's")
+
+    def _declared_at(self, conversation: Conversation) -> int:
+        found = self._store.prefixes.find(conversation.prefix_id, tenant=conversation.tenant)
+        return 0 if found is None else prefix_epoch(found.conversation)
+
+    # -- calls that come again --
+
+    def _known(self, call: Call, method: Method, arguments: dict[str, Any]) -> Outcome | None:
+        """What was answered to it, or would have been; None if it was not carried out."""
+        answered = self._answered.get(call.session)
+        if answered is not None and answered.number == call.number:
+            return answered
+        if call.number > self._store.owners.session(call.session).last_call:
+            return None
+        recall = RECALLED.get(call.method)
+        outcome = Outcome(call.number)
+        if method.kind is Kind.WRITE:
+            tenant, name = arguments.get("tenant", ""), arguments["conversation_id"]
+            if (owner := self._store.owners.owner(name, tenant=tenant)) is not None:
+                outcome.epoch = owner.epoch if owner.session == call.session else 0
+        try:
+            result = recall(self._store, arguments) if recall is not None else None
+        except PensieveError as error:
+            outcome.result, outcome.failed = wire.error_written(error), True
+            return outcome
+        if isinstance(result, Begun) and result.must_run:
+            outcome.turn_id, outcome.num_running = result.turn.turn_id, 1
+        outcome.result, outcome.parts = method.write_result(result)
+        return outcome
+
+
+def _begun(store: ConversationStore, given: Mapping[str, Any]) -> Begun:
+    request = given["request"]
+    turn = store.find_turn(
+        given["conversation_id"], request.request_id, tenant=given.get("tenant", "")
+    )
+    if turn is None:
+        raise NotFound(f"there is no conversation {given['conversation_id']!r}")
+    return Begun(turn, must_run=turn.state is TurnState.RUNNING)
+
+
+def _conversation(name: str) -> Callable[[ConversationStore, Mapping[str, Any]], Conversation]:
+    return lambda store, given: store.get_conversation(given[name], tenant=given.get("tenant", ""))
+
+
+def _new(store: ConversationStore, given: Mapping[str, Any]) -> Conversation:
+    return store.get_conversation(given["new"].conversation_id, tenant=given["new"].tenant)
+
+
+def _rewound(store: ConversationStore, given: Mapping[str, Any]) -> Rewound:
+    found = _conversation("conversation_id")(store, given)
+    return Rewound(found.revision, found.num_tokens)
+
+
+def _as_before(name: str) -> Callable[[ConversationStore, Mapping[str, Any]], Any]:
+    """Of what changes nothing when it is done twice."""
+    return lambda store, given: METHODS[name].run(_target(store, name), given)
+
+
+RECALLED: Mapping[str, Callable[[ConversationStore, Mapping[str, Any]], Any]] = {
+    "begin_turn": _begun,
+    "finish_turn": _as_before("finish_turn"),
+    "fail_turn": _as_before("fail_turn"),
+    "interrupt_turn": _as_before("interrupt_turn"),
+    "create_conversation": _new,
+    "prefixes.begin": _new,
+    "fork_conversation": _conversation("new_id"),
+    "rewind_conversation": _rewound,
+    "replace_log": _conversation("conversation_id"),
+    "changes.set_metadata": _conversation("conversation_id"),
+    "changes.begin_with": _conversation("conversation_id"),
+    "replace_pending": _as_before("replace_pending"),
+    "responses.save": _as_before("responses.save"),
+    "prefixes.declare": lambda store, given: store.prefixes.find(
+        given["new"].prefix_id, tenant=given["new"].tenant
+    ),
+}
+
+
+def prefix_epoch(declared: Conversation) -> int:
+    """What tells a declared prefix from another one that had its id before."""
+    return round(1_000_000 * declared.created_at)
+
+
+def _target(store: ConversationStore, name: str) -> Any:
+    part, dot, _ = name.partition(".")
+    return getattr(store, part) if dot else store
+
+
+def _is_of_the_database(error: PensieveError) -> bool:
+    """A disk, a lock, a damaged page: not a refusal of what was wanted."""
+    return isinstance(error, StoreUnavailable | StoreError) and not isinstance(
+        error, ErasurePending
+    )
+
+
+def _failed(call: Call, error: Exception) -> Outcome:
+    if isinstance(error, PensieveError):
+        return Outcome(call.number, wire.error_written(error), failed=True)
+    fault = ServerFault("the history service did not foresee this; its log says more")
+    return Outcome(call.number, wire.error_written(fault), failed=True, fault=error)

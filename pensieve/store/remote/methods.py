@@ -1,0 +1,175 @@
+"""The methods of the store that daemons call over the wire, and what kind of call each is.
+
+    READ     reads; in the thread of reads, what was committed (`reader.…`)
+    LOOK     reads in the store's thread, where it sees what the same replica's calls before it did
+    WRITE    writes to a conversation, which is the caller's from then on, or refuses
+    CREATE   makes a conversation, which is the caller's
+    TURN     ends a turn, which must be the caller's
+    OTHER    writes to no conversation
+    ALONE    a WRITE or OTHER that erases from the files, which cannot be a part of a group's transaction
+
+The types of arguments and of what comes back are those of the method's own signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from functools import cached_property
+from typing import Any
+
+from pensieve.store.chains import Chains
+from pensieve.store.conversation_changes import ConversationChanges, Pending, PendingChange
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.declared_prefixes import DeclaredPrefixes
+from pensieve.store.history_reader import HistoryReader
+from pensieve.store.remote import wire
+from pensieve.store.remote.wire import Parts, Unreadable
+from pensieve.store.responses import Responses
+
+
+class Kind(Enum):
+    READ = auto()
+    LOOK = auto()
+    WRITE = auto()
+    CREATE = auto()
+    TURN = auto()
+    OTHER = auto()
+
+
+class Method:
+    def __init__(
+        self, name: str, function: Callable[..., Any], kind: Kind, *, alone: bool = False
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.alone = alone
+        self.function = function
+
+    @property
+    def is_long(self) -> bool:
+        """It takes longer the more there is."""
+        return self.name == "verify"
+
+    @property
+    def writes(self) -> bool:
+        return self.kind not in (Kind.READ, Kind.LOOK)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
+    @cached_property
+    def _hints(self) -> Mapping[str, Any]:
+        return wire.hints_of(self.function)
+
+    def arguments(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        """By name."""
+        _, *bound = self._signature.bind(None, *given, **named).arguments.items()
+        return dict(bound)
+
+    def write_arguments(
+        self, given: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[str, Parts]:
+        bound = self.arguments(given, named).items()
+        parts: Parts = []
+        values = {
+            name: wire.form_of(self._hints[name]).write(value, parts) for name, value in bound
+        }
+        return json.dumps(values, separators=(",", ":")), parts
+
+    def read_arguments(self, text: str, parts: Sequence[bytes]) -> dict[str, Any]:
+        """By name."""
+        try:
+            given = dict(json.loads(text))
+            values = {
+                name: wire.form_of(self._hints[name]).read(each, parts)
+                for name, each in given.items()
+            }
+            self._signature.bind(None, **values)
+        except (TypeError, ValueError, LookupError, RecursionError) as error:
+            raise Unreadable(f"these are not the arguments of {self.name}: {error}") from error
+        return values
+
+    def write_result(self, value: Any) -> tuple[str, Parts]:
+        return wire.written(value, self._hints["return"])
+
+    def read_result(self, text: str, parts: Sequence[bytes]) -> Any:
+        return wire.read(text, parts, self._hints["return"])
+
+    def run(self, target: Any, arguments: Mapping[str, Any]) -> Any:
+        return self.function(target, **arguments)
+
+
+def replace_pending(
+    store: ConversationStore,
+    conversation_id: str,
+    before: Pending,
+    after: Pending,
+    *,
+    tenant: str = "",
+) -> PendingChange:
+    """Put other messages in the place of those that are pending; if they are not `before`, they stay."""
+    return store.changes.change_pending(
+        conversation_id, lambda found: after if found == before else found, tenant=tenant
+    )
+
+
+def finish_erasure(store: ConversationStore) -> None:
+    store.erasure.finish()
+
+
+def claim(store: ConversationStore, conversation_id: str, *, tenant: str = "") -> None:
+    """Make a conversation the caller's, which `calls.py` does for every WRITE."""
+
+
+def take(store: ConversationStore, conversation_id: str, *, tenant: str = "") -> None:
+    """The same, also where another replica has it and does not answer, or has no turn of it."""
+
+
+def give_up(store: ConversationStore, conversation_id: str, *, tenant: str = "") -> None:
+    """Leave a conversation to whoever claims it next."""
+
+
+def _methods() -> dict[str, Method]:
+    store, found = ConversationStore, dict[str, Method]()
+
+    def add(prefix: str, owner: Any, kind: Kind, names: str, *, alone: bool = False) -> None:
+        for name in names.split():
+            found[prefix + name] = Method(prefix + name, getattr(owner, name), kind, alone=alone)
+
+    add("", store, Kind.LOOK, "get_conversation stored_bytes find_turn get_turn turn_messages")
+    add("", store, Kind.LOOK, "log log_end messages num_conversations")
+    add("", store, Kind.WRITE, "begin_turn rewind_conversation replace_log")
+    add("", store, Kind.WRITE, "delete_conversation", alone=True)
+    add("", store, Kind.CREATE, "create_conversation fork_conversation")
+    add("", store, Kind.TURN, "finish_turn fail_turn interrupt_turn")
+    add("", store, Kind.READ, "verify")
+    add("chains.", Chains, Kind.LOOK, "longest request")
+    add("responses.", Responses, Kind.LOOK, "is_made_for")
+    add("responses.", Responses, Kind.OTHER, "save")
+    add("responses.", Responses, Kind.OTHER, "delete", alone=True)
+    add("changes.", ConversationChanges, Kind.WRITE, "set_metadata begin_with")
+    add("prefixes.", DeclaredPrefixes, Kind.LOOK, "find num_of to_keep_warm has_turns")
+    add("prefixes.", DeclaredPrefixes, Kind.LOOK, "num_shared_tokens")
+    add("prefixes.", DeclaredPrefixes, Kind.OTHER, "declare")
+    add("prefixes.", DeclaredPrefixes, Kind.CREATE, "begin")
+    reads = (
+        "get_conversation find_turn num_conversations stored_bytes tenants_of list_conversations"
+        " prefix prefixes all_prefixes num_prefixes response pending message_page"
+    )
+    add("reader.", HistoryReader, Kind.READ, reads)
+    for function, kind, alone in (
+        (replace_pending, Kind.WRITE, True),
+        (finish_erasure, Kind.OTHER, True),
+        (claim, Kind.WRITE, False),
+        (take, Kind.WRITE, False),
+        (give_up, Kind.OTHER, False),
+    ):
+        found[function.__name__] = Method(function.__name__, function, kind, alone=alone)
+    return found
+
+
+METHODS = _methods()

@@ -1,0 +1,348 @@
+"""The store of a daemon that shares a history with others: every method is a call to who has the history.
+
+It has the methods of `ConversationStore` that a daemon uses, with the same arguments, values and errors; and
+one error more: OwnedElsewhere, of what would write to a conversation that another daemon has.
+
+**What the engine knows.**  A daemon's engine keeps KV of conversations between turns, and that is right only
+while nobody else has written to them.  So this store remembers the epoch in which it had a conversation last.
+A call that finds the conversation in another epoch was preceded by other writers: then `on_stale` is called
+before the call returns, in the store's thread, and whoever listens has the engine forget the conversation
+before it hears of a turn.  A conversation that was never here needs no such thing.  A session that was lost
+is no exception: the next one has other epochs.  The same is done for declared prefixes, whose epoch is the
+time of their declaration.
+
+**Whence.**  Where another daemon had the conversation and goes on, its address is in `came_from` until the
+next claim: it may still have KV of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
+
+from pensieve.errors import StaleRevision, StoreError
+from pensieve.store.backup.capture import Feed
+from pensieve.store.chains import Chains
+from pensieve.store.conversation_changes import ConversationChanges, Pending, PendingChange
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.declared_prefixes import MARK, DeclaredPrefixes, stored_id
+from pensieve.store.folder import DataFolder
+from pensieve.store.history_reader import HistoryReader
+from pensieve.store.records import Conversation
+from pensieve.store.remote import methods
+from pensieve.store.remote.calls import prefix_epoch
+from pensieve.store.remote.methods import METHODS, Kind, Method
+from pensieve.store.responses import Responses
+from pensieve.store.write_figures import WriteFigures
+
+P = ParamSpec("P")
+T = TypeVar("T")
+EPOCHS_MAX = 200_000  # conversations whose epochs are remembered
+TRIES_MAX = 8  # to change what others change, too
+ELSEWHERE = "the history is another process's (`pensieve history`), which has its backups"
+
+
+class Answer(NamedTuple):
+    """What a call brought."""
+
+    value: Any
+    epoch: int = 0
+    previous_address: str = ""
+    source_epoch: int = 0
+
+
+class Caller(Protocol):
+    """A session with who has the history."""
+
+    def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Answer: ...
+    def announce(self, address: str, http_address: str = "", metrics_address: str = "") -> None: ...
+    def leave(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def remote(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The method of this name, as a call."""
+    method = next(each for each in METHODS.values() if each.function is function)
+
+    def call(self: Any, /, *given: P.args, **named: P.kwargs) -> T:
+        value: T = self.call(method, given, named)
+        return value
+
+    return call
+
+
+class _Part:
+    """Methods that the store has in an object of their own."""
+
+    def __init__(self, store: RemoteStore) -> None:
+        self._store = store
+
+    def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        return self._store.call(method, given, named)
+
+
+class RemoteChains(_Part):
+    longest = remote(Chains.longest)
+    request = remote(Chains.request)
+
+    def forget(self, before: float) -> bool:
+        """Who has the history does that."""
+        return False
+
+
+class RemoteResponses(_Part):
+    save = remote(Responses.save)
+    delete = remote(Responses.delete)
+    is_made_for = remote(Responses.is_made_for)
+
+
+class RemotePrefixes(_Part):
+    declare = remote(DeclaredPrefixes.declare)
+    begin = remote(DeclaredPrefixes.begin)
+    find = remote(DeclaredPrefixes.find)
+    num_of = remote(DeclaredPrefixes.num_of)
+    to_keep_warm = remote(DeclaredPrefixes.to_keep_warm)
+    has_turns = remote(DeclaredPrefixes.has_turns)
+    num_shared_tokens = remote(DeclaredPrefixes.num_shared_tokens)
+
+
+class RemoteChanges(_Part):
+    set_metadata = remote(ConversationChanges.set_metadata)
+    begin_with = remote(ConversationChanges.begin_with)
+
+    def change_pending(
+        self, conversation_id: str, change: Callable[[Pending], Pending], *, tenant: str = ""
+    ) -> PendingChange:
+        """The change is made here, and taken there unless another one came between."""
+        for _ in range(TRIES_MAX):
+            conversation = self._store.get_conversation(conversation_id, tenant=tenant)
+            before = self._store.pending(conversation_id, tenant=tenant)
+            after = change(before)
+            changed = self._store.replace_pending(conversation_id, before, after, tenant=tenant)
+            if changed.after == after:
+                return changed
+        raise StaleRevision(conversation.revision, conversation.revision)
+
+
+class RemoteErasure(_Part):
+    """What was deleted is erased where the history is, by who has it."""
+
+    pending = False
+    due = False
+
+    def prepare(self) -> None:
+        """Is a part of the deletion there."""
+
+    def resume(self) -> None:
+        """Begins there."""
+
+    def step(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        self._store.finish_erasure()
+
+
+class RemoteForgetting:
+    def step(self, before: float) -> bool:
+        """Who has the history does that."""
+        return False
+
+
+class NoScrub:
+    """Who has the history reads all of it now and then."""
+
+    num_passes = 0
+
+    def num_steps(self) -> int:
+        return 1
+
+    def step(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class BackupsElsewhere:
+    """In the place of a BackupSource."""
+
+    now = staticmethod(time.time)
+
+    @property
+    def identity(self) -> str:
+        self._refuse()
+
+    @property
+    def num_bytes(self) -> int:
+        self._refuse()
+
+    def read(self, num_bytes: int, offset: int) -> bytes:
+        self._refuse()
+
+    def begin(self) -> Feed:
+        self._refuse()
+
+    def collect(self) -> None:
+        self._refuse()
+
+    def end(self, feed: Feed) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise StoreError(ELSEWHERE)
+
+
+class RemoteReader:
+    """Reads beside the store's thread; in one thread at a time."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        return self._caller.call(method, given, named).value
+
+    get_conversation = remote(HistoryReader.get_conversation)
+    find_turn = remote(HistoryReader.find_turn)
+    num_conversations = remote(HistoryReader.num_conversations)
+    stored_bytes = remote(HistoryReader.stored_bytes)
+    tenants_of = remote(HistoryReader.tenants_of)
+    list_conversations = remote(HistoryReader.list_conversations)
+    prefix = remote(HistoryReader.prefix)
+    prefixes = remote(HistoryReader.prefixes)
+    all_prefixes = remote(HistoryReader.all_prefixes)
+    num_prefixes = remote(HistoryReader.num_prefixes)
+    response = remote(HistoryReader.response)
+    pending = remote(HistoryReader.pending)
+    message_page = remote(HistoryReader.message_page)
+
+    def close(self) -> None:
+        """The session goes on until the store is closed."""
+
+
+class RemoteStore:
+    """Used from one thread at a time, but for what `reader` returns."""
+
+    def __init__(self, caller: Caller, folder: DataFolder, replica: str = "") -> None:
+        """`folder` is the daemon's own, for all but the history; `replica` is its name."""
+        self.folder = folder
+        self.replica = replica
+        self.integrity_check_due = False
+        self.now: Callable[[], float] = time.time
+        self.figures = WriteFigures()
+        self.interrupted_at_open: tuple[Any, ...] = ()
+        self.on_stale: Callable[[str, str], None] = lambda tenant, conversation_id: None
+        self.came_from: dict[tuple[str, str], str] = {}
+        self.chains, self.responses = RemoteChains(self), RemoteResponses(self)
+        self.prefixes, self.changes = RemotePrefixes(self), RemoteChanges(self)
+        self.erasure, self.forgetting = RemoteErasure(self), RemoteForgetting()
+        self.backup_source = BackupsElsewhere()
+        self._epochs: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._caller = caller
+
+    def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        began = time.perf_counter()
+        answer = self._caller.call(method, given, named)
+        if method.writes:
+            self.figures.committed(time.perf_counter() - began)
+        self._note(method, given, named, answer)
+        return answer.value
+
+    get_conversation_there = remote(ConversationStore.get_conversation)
+    num_conversations = remote(ConversationStore.num_conversations)
+    stored_bytes = remote(ConversationStore.stored_bytes)
+    create_conversation = remote(ConversationStore.create_conversation)
+    fork_conversation = remote(ConversationStore.fork_conversation)
+    rewind_conversation = remote(ConversationStore.rewind_conversation)
+    replace_log = remote(ConversationStore.replace_log)
+    delete_conversation = remote(ConversationStore.delete_conversation)
+    begin_turn = remote(ConversationStore.begin_turn)
+    finish_turn = remote(ConversationStore.finish_turn)
+    fail_turn = remote(ConversationStore.fail_turn)
+    interrupt_turn = remote(ConversationStore.interrupt_turn)
+    get_turn = remote(ConversationStore.get_turn)
+    find_turn = remote(ConversationStore.find_turn)
+    turn_messages = remote(ConversationStore.turn_messages)
+    log = remote(ConversationStore.log)
+    log_end = remote(ConversationStore.log_end)
+    messages = remote(ConversationStore.messages)
+    verify = remote(ConversationStore.verify)
+    pending = remote(HistoryReader.pending)
+    replace_pending = remote(methods.replace_pending)
+    finish_erasure = remote(methods.finish_erasure)
+    claim = remote(methods.claim)
+    take = remote(methods.take)
+    give_up = remote(methods.give_up)
+
+    def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
+        """One conversation, without its messages."""
+        found: Conversation = self.get_conversation_there(conversation_id, tenant=tenant)
+        if conversation_id.startswith(MARK):
+            self._compare(tenant, conversation_id, prefix_epoch(found))
+        return found
+
+    def reader(self) -> RemoteReader:
+        """For reading in another thread."""
+        return RemoteReader(self._caller)
+
+    def scrub(self) -> NoScrub:
+        return NoScrub()
+
+    def integrity_check(self) -> list[str]:
+        """Who has the history does that."""
+        return []
+
+    def announce(self, address: str, http_address: str, metrics_address: str) -> None:
+        """Where this daemon is reached, by its other ones too."""
+        self._caller.announce(address, http_address, metrics_address)
+
+    def close(self) -> None:
+        """No turn runs here: every conversation is anybody's.  A second call does nothing."""
+        try:
+            self._caller.leave()
+            self._caller.close()
+        finally:
+            self.folder.close(clean=True)
+
+    # -- what the engine knows --
+
+    def _note(
+        self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any], answer: Answer
+    ) -> None:
+        if not (answer.epoch or answer.source_epoch):
+            return
+        arguments = method.arguments(given, named)
+        tenant = arguments.get("tenant", "")
+        if method.kind is Kind.CREATE:
+            created: Conversation = answer.value
+            self._compare(created.tenant, created.conversation_id, answer.epoch)
+            if method.name == "fork_conversation":
+                self._compare(tenant, arguments["source_id"], answer.source_epoch)
+        elif method.name == "prefixes.num_shared_tokens":
+            of: Conversation = arguments["conversation"]
+            self._compare(of.tenant, stored_id(of.prefix_id), answer.source_epoch)
+        else:
+            name = arguments["conversation_id"]
+            self._compare(tenant, name, answer.epoch)
+            if answer.previous_address:
+                self.came_from[tenant, name] = answer.previous_address
+
+    def _compare(self, tenant: str, conversation_id: str, epoch: int) -> None:
+        """Have it forgotten if others have written to it since it was here."""
+        key = tenant, conversation_id
+        known = self._epochs.get(key)
+        if known is not None and known != epoch:
+            self.on_stale(tenant, conversation_id)
+        if epoch:
+            self._epochs[key] = epoch
+            self._epochs.move_to_end(key)
+        elif known is not None:
+            del self._epochs[key]
+        if len(self._epochs) > EPOCHS_MAX:
+            self.on_stale(*self._epochs.popitem(last=False)[0])
+
+
+Store = ConversationStore | RemoteStore
+Reader = HistoryReader | RemoteReader
