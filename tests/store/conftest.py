@@ -13,14 +13,16 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pensieve.store import ConversationStore
+from pensieve.store.connection import preferred_driver
 from tests.store import postgres_server
 from tests.store.faulty import world
 from tests.store.postgres_server import PostgresServer
+from tests.store.remote_session import WholeStore
 from tests.store.talk import DRIVERS
 
 MEMORY = Path("/dev/shm")  # these tests sync a lot, and what that costs is not their subject
@@ -36,6 +38,17 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 
 POSTGRES = "postgres"
+REMOTE = "remote"  # the store of a daemon that shares a history, over SQLite
+# What a daemon may do to a store is the same where the history is another process's.
+ON_REMOTE = {
+    "test_chains",
+    "test_conversation_changes",
+    "test_conversations",
+    "test_declared_prefixes",
+    "test_logprobs",
+    "test_responses",
+    "test_turns",
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -44,7 +57,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     is_of_files = any(metafunc.definition.iter_markers("sqlite"))
     is_on_both = "open_store" in metafunc.fixturenames and not is_of_files
-    metafunc.parametrize("driver", DRIVERS + [POSTGRES] * is_on_both, indirect=True)
+    is_on_remote = is_on_both and metafunc.module.__name__.rpartition(".")[2] in ON_REMOTE
+    drivers = DRIVERS + [POSTGRES] * is_on_both + [REMOTE] * is_on_remote
+    metafunc.parametrize("driver", drivers, indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +79,8 @@ def postgres() -> Iterator[PostgresServer]:
 @pytest.fixture
 def driver(request: pytest.FixtureRequest) -> Any:
     """What the store is opened with: a driver of SQLite, or None where it is PostgreSQL."""
+    if request.param == REMOTE:
+        return preferred_driver
     return None if request.param == POSTGRES else importlib.import_module(request.param)
 
 
@@ -80,16 +97,24 @@ def url(request: pytest.FixtureRequest, driver: Any) -> Iterator[str]:
 
 
 @pytest.fixture
-def open_store(tmp_path: Path, driver: Any, url: str) -> Iterator[Callable[..., ConversationStore]]:
+def open_store(
+    request: pytest.FixtureRequest, tmp_path: Path, driver: Any, url: str
+) -> Iterator[Callable[..., ConversationStore]]:
     """Opens tmp_path/data, or the database; every store it gave out is closed in the end."""
-    opened = []
+    opened: list[Any] = []
+    is_remote = getattr(request.node, "callspec", None) and (
+        request.node.callspec.params.get("driver") == REMOTE
+    )
     seconds = itertools.count(1000)
 
     def open_one(**options: Any) -> ConversationStore:
         given = {"driver": driver, "now": lambda: float(next(seconds)), "url": url}
         store = ConversationStore.open(tmp_path / "data", "pensieve test", **{**given, **options})
         opened.append(store)
-        return store
+        if not is_remote:
+            return store
+        opened.append(WholeStore(store))
+        return cast(ConversationStore, opened[-1])
 
     yield open_one
     for store in opened:

@@ -104,7 +104,12 @@ class Calls:
         group: list[Call] = []
         for call in calls:
             method = METHODS.get(call.method)
-            if method is not None and not method.alone:
+            if method is None:
+                refusal = InvalidArgument("method", f"there is no {call.method!r}")
+                outcomes += [*self._grouped(group), _failed(call, refusal)]
+                group = []
+                continue
+            if not method.alone:
                 group.append(call)
                 continue
             outcomes += self._grouped(group)
@@ -161,9 +166,9 @@ class Calls:
 
     def _one(self, call: Call) -> Outcome:
         """Errors of ours are its outcome; those of the database go on, since they end a group."""
-        method = METHODS.get(call.method)
-        if method is None or method.kind is Kind.READ:
-            return _failed(call, InvalidArgument("method", f"there is no {call.method!r}"))
+        method = METHODS[call.method]
+        if method.kind is Kind.READ:
+            return _failed(call, InvalidArgument("method", f"{call.method} is for the read thread"))
         if call.session not in self._open:
             return _failed(call, StoreUnavailable("the history service has ended this session"))
         try:
@@ -196,7 +201,8 @@ class Calls:
             outcome.turn_id, outcome.num_running = arguments["turn_id"], -1
         elif call.method == "give_up":
             name = arguments["conversation_id"]
-            return self._store.owners.give_up(name, call.session, tenant=tenant) and None
+            self._store.owners.give_up(name, call.session, tenant=tenant)
+            return None
         result = method.run(_target(self._store, call.method), arguments)
         if isinstance(result, Begun) and result.must_run:
             outcome.turn_id, outcome.num_running = result.turn.turn_id, 1

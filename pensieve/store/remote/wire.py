@@ -147,8 +147,14 @@ def _of_sequence(kind: Any, make: Callable[[Any], Any], is_abstract: bool) -> Fo
     form = form_of(kind)
     return Form(
         lambda value, parts: [form.write(each, parts) for each in value],
-        lambda value, parts: make([form.read(each, parts) for each in value]),
+        lambda value, parts: make([form.read(each, parts) for each in _list(value)]),
     )
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise Unreadable(f"{type(value).__name__} is no list")
+    return value
 
 
 def _of_fields(kinds: tuple[Any, ...], make: Callable[..., Any]) -> Form:
@@ -158,7 +164,7 @@ def _of_fields(kinds: tuple[Any, ...], make: Callable[..., Any]) -> Form:
             form.write(each, parts) for form, each in zip(forms, value, strict=True)
         ],
         lambda value, parts: make(
-            *(form.read(each, parts) for form, each in zip(forms, value, strict=True))
+            *(form.read(each, parts) for form, each in zip(forms, _list(value), strict=True))
         ),
     )
 
@@ -170,7 +176,7 @@ def _of_dataclass(kind: type[Any], kinds: list[tuple[str, Any]]) -> Form:
         return [form.write(getattr(value, name), parts) for name, form in forms]
 
     def read_all(values: Any, parts: Sequence[bytes]) -> Any:
-        given = zip(forms, values, strict=True)
+        given = zip(forms, _list(values), strict=True)
         return kind(**{name: form.read(each, parts) for (name, form), each in given})
 
     return Form(write, read_all)
