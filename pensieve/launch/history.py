@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ from pensieve.v1 import history_pb2_grpc
 log = logging.getLogger("pensieve")
 SERVICE = "pensieve.v1.HistoryService"
 SWEEP_SECONDS = 1.0
+SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
 OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -138,6 +140,7 @@ async def run(
     stopping: asyncio.Event,
 ) -> None:
     """Serve until `stopping` is set."""
+    sys.setswitchinterval(SWITCH_SECONDS)
     store = ConversationStore.open(
         setup.data,
         "pensieve history",

@@ -6,6 +6,10 @@ the claim's job has its result: a turn of it that runs here, which the history d
 the history's thread remembers; and its KV in the engine.  The engine hears of it on the loop, which got it
 from the store's thread before it gets the result of the job, so a Submit comes behind.
 
+A call over gRPC that needs a conversation of another daemon's is passed on to it (grpc/forwarding.py).  One
+over HTTP takes the conversation over instead, unless a turn of it runs there: its body is gone by the time
+that it is known whose the conversation is, and routers know beforehand.  `takes_over` says which it is.
+
 All of it is of the loop but `_stale`, which the store's thread calls.
 """
 
@@ -13,15 +17,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextvars import ContextVar
 
 from pensieve.engine.messages import DeleteConversation, Message
-from pensieve.errors import QueueFull, Unavailable
+from pensieve.errors import OwnedElsewhere, QueueFull, Unavailable
 from pensieve.service.conversations import Conversations
 from pensieve.service.history import History
 from pensieve.service.live_turn import cache_key
 from pensieve.service.threads import Threads
 from pensieve.store.remote.remote_store import RemoteStore, Store
 
+takes_over: ContextVar[bool] = ContextVar("takes_over", default=False)  # of the call that runs
 TAKEN = "the conversation was served elsewhere meanwhile; say it again"
 
 
@@ -38,6 +44,7 @@ class Owning:
         self._threads, self._put = threads, put
         if isinstance(store, RemoteStore):
             store.on_stale = self._stale
+            threads.is_taken = self._is_taken
 
     def _stale(self, tenant: str, conversation_id: str) -> None:
         """In the store's thread."""
@@ -59,6 +66,13 @@ class Owning:
             if cancel is not None:
                 self._threads.spawn(self._conversations.end_interrupted(live, Unavailable(TAKEN)))
 
+    async def _is_taken(self, elsewhere: OwnedElsewhere, tenant: str) -> bool:
+        """After a job that was refused: whether it may be done again, here."""
+        if not takes_over.get():
+            return False
+        await self.take(elsewhere.conversation_id, tenant)
+        return True
+
     def _tell(self, message: Message) -> None:
         """A DeleteConversation is never refused (engine_client.py); without an engine there is no KV."""
         with contextlib.suppress(Unavailable, QueueFull):
@@ -67,4 +81,10 @@ class Owning:
     async def take(self, conversation_id: str, tenant: str) -> None:
         """Serve a conversation here that another daemon has; OwnedElsewhere if that one runs a turn of it."""
         if isinstance(self._store, RemoteStore):
-            await self._threads.in_store(tenant, self._store.take, conversation_id, tenant=tenant)
+            was_taking = takes_over.set(False)  # one try
+            try:
+                await self._threads.in_store(
+                    tenant, self._store.take, conversation_id, tenant=tenant
+                )
+            finally:
+                takes_over.reset(was_taking)

@@ -28,15 +28,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from pensieve.errors import PensieveError
+from pensieve.errors import OwnedElsewhere, PensieveError
 from pensieve.service.fair_pool import FairPool
 from pensieve.service.figures import Waiting
 
 log = logging.getLogger("pensieve")
 T = TypeVar("T")
+
+
+async def _not_taken(elsewhere: OwnedElsewhere, tenant: str) -> bool:
+    return False
 
 
 class Threads:
@@ -53,11 +57,17 @@ class Threads:
         self._sequences: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._on_failure = on_failure
+        self.is_taken: Callable[[OwnedElsewhere, str], Awaitable[bool]] = _not_taken  # owning.py
 
     async def in_store(
         self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
     ) -> T:
         """Call it in the store thread, behind what this tenant waits for there."""
+        try:
+            return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
+        except OwnedElsewhere as elsewhere:  # and it has written nothing
+            if not await self.is_taken(elsewhere, tenant):
+                raise
         return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
 
     @property

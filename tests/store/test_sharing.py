@@ -386,3 +386,14 @@ def test_an_error_of_no_class_of_ours_is_not_read() -> None:
     read = wire.error_read(wire.error_written(OwnedElsewhere("tea", "a", "host:1")))
     assert isinstance(read, OwnedElsewhere)
     assert (read.address, str(read)) == ("host:1", "conversation 'tea' is served by a at host:1")
+
+
+def test_pending_messages_are_compared_as_they_are_stored(shared: SharedHistory) -> None:
+    from pensieve.store.conversation_changes import Pending
+
+    a = shared.replica("a")
+    create(a, "tea")
+    wanted = Pending((NewMessage("user", "wait", []),))  # no tokens, written in another way
+    changed = a.changes.change_pending("tea", lambda found: wanted)
+    assert [each.content for each in changed.after.messages] == ["wait"]
+    assert a.get_conversation("tea").revision == 0

@@ -28,6 +28,7 @@ from pensieve.service.grpc.auth import AuthInterceptor, Caller, group_of, set_ca
 from pensieve.service.grpc.translate import is_of_the_machine
 from pensieve.service.http import errors
 from pensieve.service.http.exchange import Exchange, Uncounted, event
+from pensieve.service.owning import takes_over
 
 log = logging.getLogger("pensieve")
 Act = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
@@ -149,6 +150,7 @@ class Endpoint:
             if not self._is_open:
                 by = front.caller_of(exchange)
                 set_caller(by)
+                takes_over.set(True)
                 call = exchange.call = guard.calls.enter(Uncounted(exchange), by.tenant)
                 await call.admit(method)
             value = await self._act(exchange, by or Caller())

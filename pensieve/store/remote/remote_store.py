@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
 
 from pensieve.errors import StaleRevision, StoreError
@@ -119,11 +120,17 @@ class RemoteChanges(_Part):
         for _ in range(TRIES_MAX):
             conversation = self._store.get_conversation(conversation_id, tenant=tenant)
             before = self._store.pending(conversation_id, tenant=tenant)
-            after = change(before)
+            after = _without_tokens(change(before))
             changed = self._store.replace_pending(conversation_id, before, after, tenant=tenant)
             if changed.after == after:
                 return changed
         raise StaleRevision(conversation.revision, conversation.revision)
+
+
+def _without_tokens(pending: Pending) -> Pending:
+    """Messages that are pending have none, however that is written."""
+    messages = tuple(replace(each, token_ids=()) for each in pending.messages)
+    return replace(pending, messages=messages)
 
 
 class RemoteErasure(_Part):
