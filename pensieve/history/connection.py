@@ -144,6 +144,12 @@ class Connection:
             if self._outgoing is not None:
                 self._outgoing.put(pb.ServeRequest(open=self._opening()))
 
+    def drain(self) -> None:
+        """Let others have each conversation as soon as no turn of it runs here."""
+        with self._lock:
+            if self._outgoing is not None:
+                self._outgoing.put(pb.ServeRequest(drain=pb.Drain()))
+
     def leave(self) -> None:
         """Give the session up: every conversation of it is anybody's."""
         with self._lock:

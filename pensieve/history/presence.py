@@ -21,6 +21,8 @@ from pensieve.v1 import history_pb2 as pb
 
 RECENT_SECONDS = 600.0  # since a conversation's last turn: it counts as its replica's load
 RECENT_MAX = 100_000
+SHARE_MAX = 1.25  # of the mean, that a replica has of the conversations in use
+SHARE_SLACK = 8  # conversations, for those who have few
 
 
 @dataclass(eq=False)
@@ -32,6 +34,7 @@ class Present:
     outgoing: asyncio.Queue[pb.ServeResponse] | None = None
     task: asyncio.Task[None] | None = None  # that reads its stream
     num_running: int = 0
+    is_draining: bool = False
     recent: OrderedDict[tuple[str, str], float] = field(default_factory=OrderedDict)
 
     def used(self, tenant: str, conversation_id: str, now: float) -> None:
@@ -99,6 +102,24 @@ class Presence:
         if present is not None and present.task is not None:
             present.task.cancel()
         return present
+
+    def over_share(self) -> list[tuple[Present, list[tuple[str, str]]]]:
+        """Who has more than its share of the conversations in use, and those that were used least lately."""
+        now = self._now()
+        here = [
+            each
+            for each in self._present.values()
+            if each.session.number in self._connected and not each.is_draining
+        ]
+        if len(here) < 2:
+            return []
+        counts = [each.num_recent(now) for each in here]
+        most = int(SHARE_MAX * sum(counts) / len(here)) + SHARE_SLACK
+        return [
+            (each, list(each.recent)[: count - most])
+            for each, count in zip(here, counts, strict=True)
+            if count > most
+        ]
 
     def overdue(self) -> list[Present]:
         """Not heard of for as long as the lease."""

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,11 +74,22 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         self._record = record
 
     async def watch(self) -> None:
-        """End the sessions of those that are silent; for as long as the service serves."""
+        """End the sessions of those that are silent, and balance; for as long as the service serves."""
         while True:
             await asyncio.sleep(self.presence.lease_seconds / 8)
             for present in self.presence.overdue():
                 await self._end(present, "its lease ran out")
+            for present, names in self.presence.over_share():
+                for name in names:
+                    present.recent.pop(name, None)
+                await self._threads.in_store("", self._give_up, present.session.number, names)
+                log.info("%s gives up %d conversations", present.session.replica, len(names))
+
+    def _give_up(self, session: int, names: Sequence[tuple[str, str]]) -> None:
+        """In the store's thread: whoever is called for these conversations next takes them."""
+        with self._store.group():
+            for tenant, conversation_id in names:
+                self._store.owners.give_up(conversation_id, session, tenant=tenant)
 
     def close(self) -> None:
         """The threads have ended."""
@@ -107,6 +118,9 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
                     outgoing.put_nowait(pb.ServeResponse(alive=pb.Alive()))
                 elif request.HasField("open"):
                     await self._moved(present, request.open)
+                elif request.HasField("drain"):
+                    present.is_draining = True
+                    await self._threads.in_store("", self._calls.drain, present.session.number)
                 elif request.HasField("leave"):
                     await self._end(present, "it has left")
         except asyncio.CancelledError:

@@ -30,7 +30,7 @@ from pensieve.errors import (
 )
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
-from pensieve.launch.shared_history import Sharing, announce, open_store, sharing_of
+from pensieve.launch.shared_history import Sharing, announce, drain, open_store, sharing_of
 from pensieve.launch.traces import Traces, open_traces
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
@@ -244,6 +244,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             _kill(daemon.engine.pid)
             starting.cancel()
         hooks.stopping()
+        drain(server)
         if server.failure is not None:
             drain_seconds = 0.0
             raise ServerFault(

@@ -83,6 +83,13 @@ def announce(server: Server) -> None:
         store.announce(server.address, http, server.metrics_address)
 
 
+def drain(server: Server) -> None:
+    """Let the other daemons have its conversations, one by one as their turns end."""
+    store = server.daemon.store
+    if isinstance(store, RemoteStore):
+        store.drain()
+
+
 def replica_name(data: Path) -> str:
     """The same for a daemon that starts again, and another one for another daemon of this host."""
     host = re.sub(r"[^A-Za-z0-9._~-]", "-", socket.gethostname())[:80] or "host"

@@ -149,12 +149,18 @@ class Owners:
     # -- conversations --
 
     def claim(
-        self, conversation_id: str, session: int, *, tenant: str = "", may_take: bool = False
+        self,
+        conversation_id: str,
+        session: int,
+        *,
+        tenant: str = "",
+        may_take: Callable[[int], bool] = lambda owner: False,
     ) -> Claim:
-        """Make the session the owner of a conversation, if it is nobody else's.
+        """Make the session the owner of a conversation, if it is no one else's.
 
-        OwnedElsewhere if its owner's session goes on; with `may_take` only if a turn runs there, too.
-        NotFound without the conversation.
+        OwnedElsewhere if its owner's session goes on; where it `may_take` from that one, only if a turn of it
+        runs.  What the session gave up, and no other one took, is its own as before.  NotFound without the
+        conversation.
         """
         with self._running.writing() as conn:
             row = conn.execute(
@@ -170,7 +176,13 @@ class Owners:
             number, owner, epoch, is_open, replica, address, is_running = row
             if owner == session:
                 return Claim(epoch)
-            if owner and is_open and replica is not None and (is_running or not may_take):
+            if owner == -session:
+                conn.execute(
+                    "UPDATE owners SET session = ? WHERE conversation = ?", (session, number)
+                )
+                return Claim(epoch)
+            is_elsewhere = owner and is_open and replica is not None
+            if is_elsewhere and (is_running or not may_take(owner)):
                 raise OwnedElsewhere(conversation_id, replica, address)
             taken = _next_number(conn)
             conn.execute(
@@ -182,11 +194,13 @@ class Owners:
             return Claim(taken, True, abs(owner or NOBODY))
 
     def give_up(self, conversation_id: str, session: int, *, tenant: str = "") -> bool:
-        """The next one that claims the conversation gets it; whether it was the session's."""
+        """The next one that claims the conversation gets it; whether it was the session's, and idle."""
         with self._running.writing() as conn:
             found = conn.execute(
                 "UPDATE owners SET session = -session WHERE session = ? AND conversation ="
-                " (SELECT conversation FROM conversations WHERE key = ?) RETURNING 1",
+                " (SELECT conversation FROM conversations WHERE key = ?) AND NOT EXISTS"
+                " (SELECT 1 FROM turns t WHERE t.conversation = owners.conversation"
+                "   AND t.state = 'running') RETURNING 1",
                 (session, conversation_rows.conversation_key(conversation_id, tenant)),
             ).fetchone()
         return found is not None

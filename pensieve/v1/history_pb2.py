@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pensieve/v1/history.proto\x12\x0bpensieve.v1\"\xad\x01\n\x0cServeRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.pensieve.v1.OpenSessionH\x00\x12!\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x11.pensieve.v1.CallH\x00\x12#\n\x05\x61live\x18\x03 \x01(\x0b\x32\x12.pensieve.v1.AliveH\x00\x12#\n\x05leave\x18\x04 \x01(\x0b\x32\x12.pensieve.v1.LeaveH\x00\x42\x06\n\x04kind\"\x80\x01\n\x0bOpenSession\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0chttp_address\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x0f\n\x07session\x18\x06 \x01(\x04\"\x07\n\x05\x41live\"\x07\n\x05Leave\"W\n\x04\x43\x61ll\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\x12\r\n\x05parts\x18\x04 \x03(\x0c\x12\r\n\x05\x61gain\x18\x05 \x01(\x08\"\x8a\x01\n\rServeResponse\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.pensieve.v1.OpenedH\x00\x12%\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x13.pensieve.v1.AnswerH\x00\x12#\n\x05\x61live\x18\x03 \x01(\x0b\x32\x12.pensieve.v1.AliveH\x00\x42\x06\n\x04kind\"A\n\x06Opened\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0f\n\x07goes_on\x18\x02 \x01(\x08\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\"\x86\x01\n\x06\x41nswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06result\x18\x02 \x01(\t\x12\r\n\x05parts\x18\x03 \x03(\x0c\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x18\n\x10previous_address\x18\x06 \x01(\t\x12\x14\n\x0csource_epoch\x18\x07 \x01(\x04\"8\n\rLocateRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\"W\n\x0eLocateResponse\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x14\n\x0chttp_address\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"\x15\n\x13ListReplicasRequest\">\n\x14ListReplicasResponse\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.pensieve.v1.Replica\"\xab\x01\n\x07Replica\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x14\n\x0chttp_address\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\x11\n\tconnected\x18\x05 \x01(\x08\x12\x13\n\x0bnum_running\x18\x06 \x01(\x04\x12\x19\n\x11num_conversations\x18\x07 \x01(\x04\x12\x0f\n\x07session\x18\x08 \x01(\x04\x32\xec\x01\n\x0eHistoryService\x12\x42\n\x05Serve\x12\x19.pensieve.v1.ServeRequest\x1a\x1a.pensieve.v1.ServeResponse(\x01\x30\x01\x12\x41\n\x06Locate\x12\x1a.pensieve.v1.LocateRequest\x1a\x1b.pensieve.v1.LocateResponse\x12S\n\x0cListReplicas\x12 .pensieve.v1.ListReplicasRequest\x1a!.pensieve.v1.ListReplicasResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pensieve/v1/history.proto\x12\x0bpensieve.v1\"\xd2\x01\n\x0cServeRequest\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.pensieve.v1.OpenSessionH\x00\x12!\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x11.pensieve.v1.CallH\x00\x12#\n\x05\x61live\x18\x03 \x01(\x0b\x32\x12.pensieve.v1.AliveH\x00\x12#\n\x05leave\x18\x04 \x01(\x0b\x32\x12.pensieve.v1.LeaveH\x00\x12#\n\x05\x64rain\x18\x05 \x01(\x0b\x32\x12.pensieve.v1.DrainH\x00\x42\x06\n\x04kind\"\x80\x01\n\x0bOpenSession\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0chttp_address\x18\x04 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x05 \x01(\t\x12\x0f\n\x07session\x18\x06 \x01(\x04\"\x07\n\x05\x41live\"\x07\n\x05Leave\"\x07\n\x05\x44rain\"W\n\x04\x43\x61ll\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\x12\r\n\x05parts\x18\x04 \x03(\x0c\x12\r\n\x05\x61gain\x18\x05 \x01(\x08\"\x8a\x01\n\rServeResponse\x12%\n\x06opened\x18\x01 \x01(\x0b\x32\x13.pensieve.v1.OpenedH\x00\x12%\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x13.pensieve.v1.AnswerH\x00\x12#\n\x05\x61live\x18\x03 \x01(\x0b\x32\x12.pensieve.v1.AliveH\x00\x42\x06\n\x04kind\"A\n\x06Opened\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0f\n\x07goes_on\x18\x02 \x01(\x08\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\"\x86\x01\n\x06\x41nswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06result\x18\x02 \x01(\t\x12\r\n\x05parts\x18\x03 \x03(\x0c\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x18\n\x10previous_address\x18\x06 \x01(\t\x12\x14\n\x0csource_epoch\x18\x07 \x01(\x04\"8\n\rLocateRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\"W\n\x0eLocateResponse\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x14\n\x0chttp_address\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"\x15\n\x13ListReplicasRequest\">\n\x14ListReplicasResponse\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.pensieve.v1.Replica\"\xab\x01\n\x07Replica\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x14\n\x0chttp_address\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\x11\n\tconnected\x18\x05 \x01(\x08\x12\x13\n\x0bnum_running\x18\x06 \x01(\x04\x12\x19\n\x11num_conversations\x18\x07 \x01(\x04\x12\x0f\n\x07session\x18\x08 \x01(\x04\x32\xec\x01\n\x0eHistoryService\x12\x42\n\x05Serve\x12\x19.pensieve.v1.ServeRequest\x1a\x1a.pensieve.v1.ServeResponse(\x01\x30\x01\x12\x41\n\x06Locate\x12\x1a.pensieve.v1.LocateRequest\x1a\x1b.pensieve.v1.LocateResponse\x12S\n\x0cListReplicas\x12 .pensieve.v1.ListReplicasRequest\x1a!.pensieve.v1.ListReplicasResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,31 +32,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pensieve.v1.history_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SERVEREQUEST']._serialized_start=43
-  _globals['_SERVEREQUEST']._serialized_end=216
-  _globals['_OPENSESSION']._serialized_start=219
-  _globals['_OPENSESSION']._serialized_end=347
-  _globals['_ALIVE']._serialized_start=349
-  _globals['_ALIVE']._serialized_end=356
-  _globals['_LEAVE']._serialized_start=358
-  _globals['_LEAVE']._serialized_end=365
-  _globals['_CALL']._serialized_start=367
-  _globals['_CALL']._serialized_end=454
-  _globals['_SERVERESPONSE']._serialized_start=457
-  _globals['_SERVERESPONSE']._serialized_end=595
-  _globals['_OPENED']._serialized_start=597
-  _globals['_OPENED']._serialized_end=662
-  _globals['_ANSWER']._serialized_start=665
-  _globals['_ANSWER']._serialized_end=799
-  _globals['_LOCATEREQUEST']._serialized_start=801
-  _globals['_LOCATEREQUEST']._serialized_end=857
-  _globals['_LOCATERESPONSE']._serialized_start=859
-  _globals['_LOCATERESPONSE']._serialized_end=946
-  _globals['_LISTREPLICASREQUEST']._serialized_start=948
-  _globals['_LISTREPLICASREQUEST']._serialized_end=969
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=971
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=1033
-  _globals['_REPLICA']._serialized_start=1036
-  _globals['_REPLICA']._serialized_end=1207
-  _globals['_HISTORYSERVICE']._serialized_start=1210
-  _globals['_HISTORYSERVICE']._serialized_end=1446
+  _globals['_SERVEREQUEST']._serialized_end=253
+  _globals['_OPENSESSION']._serialized_start=256
+  _globals['_OPENSESSION']._serialized_end=384
+  _globals['_ALIVE']._serialized_start=386
+  _globals['_ALIVE']._serialized_end=393
+  _globals['_LEAVE']._serialized_start=395
+  _globals['_LEAVE']._serialized_end=402
+  _globals['_DRAIN']._serialized_start=404
+  _globals['_DRAIN']._serialized_end=411
+  _globals['_CALL']._serialized_start=413
+  _globals['_CALL']._serialized_end=500
+  _globals['_SERVERESPONSE']._serialized_start=503
+  _globals['_SERVERESPONSE']._serialized_end=641
+  _globals['_OPENED']._serialized_start=643
+  _globals['_OPENED']._serialized_end=708
+  _globals['_ANSWER']._serialized_start=711
+  _globals['_ANSWER']._serialized_end=845
+  _globals['_LOCATEREQUEST']._serialized_start=847
+  _globals['_LOCATEREQUEST']._serialized_end=903
+  _globals['_LOCATERESPONSE']._serialized_start=905
+  _globals['_LOCATERESPONSE']._serialized_end=992
+  _globals['_LISTREPLICASREQUEST']._serialized_start=994
+  _globals['_LISTREPLICASREQUEST']._serialized_end=1015
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=1017
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1079
+  _globals['_REPLICA']._serialized_start=1082
+  _globals['_REPLICA']._serialized_end=1253
+  _globals['_HISTORYSERVICE']._serialized_start=1256
+  _globals['_HISTORYSERVICE']._serialized_end=1492
 # @@protoc_insertion_point(module_scope)

@@ -28,6 +28,7 @@ class ServeRequest(google.protobuf.message.Message):
     CALL_FIELD_NUMBER: builtins.int
     ALIVE_FIELD_NUMBER: builtins.int
     LEAVE_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> Global___OpenSession:
         """The first word."""
@@ -44,6 +45,10 @@ class ServeRequest(google.protobuf.message.Message):
     def leave(self) -> Global___Leave:
         """It takes no more turns and has none; its conversations are anybody's."""
 
+    @property
+    def drain(self) -> Global___Drain:
+        """It takes no more turns; its conversations are anybody's, one by one as their turns end."""
+
     def __init__(
         self,
         *,
@@ -51,10 +56,11 @@ class ServeRequest(google.protobuf.message.Message):
         call: Global___Call | None = ...,
         alive: Global___Alive | None = ...,
         leave: Global___Leave | None = ...,
+        drain: Global___Drain | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["alive", b"alive", "call", b"call", "kind", b"kind", "leave", b"leave", "open", b"open"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "call", b"call", "kind", b"kind", "leave", b"leave", "open", b"open"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["open", "call", "alive", "leave"] | None: ...
+    def HasField(self, field_name: typing.Literal["alive", b"alive", "call", b"call", "drain", b"drain", "kind", b"kind", "leave", b"leave", "open", b"open"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "call", b"call", "drain", b"drain", "kind", b"kind", "leave", b"leave", "open", b"open"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["open", "call", "alive", "leave", "drain"] | None: ...
 
 Global___ServeRequest: typing_extensions.TypeAlias = ServeRequest
 
@@ -119,6 +125,18 @@ class Leave(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___Leave: typing_extensions.TypeAlias = Leave
+
+@typing.final
+class Drain(google.protobuf.message.Message):
+    """Begins the end of a session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___Drain: typing_extensions.TypeAlias = Drain
 
 @typing.final
 class Call(google.protobuf.message.Message):

@@ -43,6 +43,10 @@ class LocalCaller:
     def announce(self, address: str, http_address: str = "", metrics_address: str = "") -> None:
         """It has no address."""
 
+    def drain(self) -> None:
+        """As `Calls` says."""
+        self.calls.drain(self.session)
+
     def leave(self) -> None:
         """It ends with the store."""
 

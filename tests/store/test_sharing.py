@@ -397,3 +397,30 @@ def test_pending_messages_are_compared_as_they_are_stored(shared: SharedHistory)
     changed = a.changes.change_pending("tea", lambda found: wanted)
     assert [each.content for each in changed.after.messages] == ["wait"]
     assert a.get_conversation("tea").revision == 0
+
+
+def test_one_that_drains_lets_go_of_what_is_idle(shared: SharedHistory) -> None:
+    a, b = shared.replica("a"), shared.replica("b")
+    create(a, "tea")
+    create(a, "cup")
+    running = begin(a, "cup", "r1", "hi", 1)
+    a.drain()
+    b.claim("tea")
+    with pytest.raises(OwnedElsewhere):
+        b.claim("cup")
+    a.finish_turn(running, reply("hello", 2), "stop", {})
+    b.claim("cup")
+    assert b.came_from == {("", "tea"): "a:1", ("", "cup"): "a:1"}
+
+
+def test_what_was_given_up_and_taken_by_none_is_as_it_was(shared: SharedHistory) -> None:
+    a = shared.replica("a")
+    create(a, "tea")
+    running = begin(a, "tea", "r1", "hi", 1)
+    a.give_up("tea")  # a turn of it runs
+    a.finish_turn(running, reply("hello", 2), "stop", {})
+    before = shared.store.owners.owner("tea")
+    a.give_up("tea")
+    a.claim("tea")
+    assert shared.store.owners.owner("tea") == before
+    assert shared.stale == []  # so its KV is right

@@ -97,6 +97,7 @@ class Calls:
         self._is_connected = is_connected
         self._answered: dict[int, Outcome] = {}  # by session: its last writing call
         self._open = {each.number for each in store.owners.open_sessions()}
+        self._draining: set[int] = set()
 
     def carry_out(self, calls: Sequence[Call]) -> list[Outcome]:
         """In their order."""
@@ -125,10 +126,15 @@ class Calls:
         self._open = {each.number for each in self._store.owners.open_sessions()}
         return opened
 
+    def drain(self, session: int) -> None:
+        """Whoever wants one of its conversations gets it, once no turn of it runs."""
+        self._draining.add(session)
+
     def end_session(self, session: int) -> None:
         """It writes no more."""
         self._store.owners.end_session(session)
         self._open.discard(session)
+        self._draining.discard(session)
         self._answered.pop(session, None)
 
     # -- inside --
@@ -225,7 +231,12 @@ class Calls:
         if takes:
             outcome.ended_session = self._end_lost_owner(conversation_id, tenant, call.session)
         try:
-            claim = owners.claim(conversation_id, call.session, tenant=tenant, may_take=takes)
+            claim = owners.claim(
+                conversation_id,
+                call.session,
+                tenant=tenant,
+                may_take=lambda owner: takes or owner in self._draining,
+            )
         except NotFound:
             return  # the method says so
         outcome.epoch, outcome.name = claim.epoch, (tenant, conversation_id)

@@ -59,6 +59,7 @@ class Caller(Protocol):
 
     def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Answer: ...
     def announce(self, address: str, http_address: str = "", metrics_address: str = "") -> None: ...
+    def drain(self) -> None: ...
     def leave(self) -> None: ...
     def close(self) -> None: ...
 
@@ -304,6 +305,10 @@ class RemoteStore:
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
         """Where this daemon is reached, by its other ones too."""
         self._caller.announce(address, http_address, metrics_address)
+
+    def drain(self) -> None:
+        """This daemon takes no more turns: others may have each conversation whose turn has ended."""
+        self._caller.drain()
 
     def close(self) -> None:
         """No turn runs here: every conversation is anybody's.  A second call does nothing."""
