@@ -26,7 +26,7 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.declared_prefixes import DeclaredPrefixes
 from pensieve.store.history_reader import HistoryReader
 from pensieve.store.remote import wire
-from pensieve.store.remote.wire import Parts, Unreadable
+from pensieve.store.remote.wire import Form, Parts, Unreadable
 from pensieve.store.responses import Responses
 
 
@@ -46,58 +46,48 @@ class Method:
         self.name = name
         self.kind = kind
         self.alone = alone
+        self.writes = kind not in (Kind.READ, Kind.LOOK)
+        self.is_long = name == "verify"  # it takes longer the more there is
         self.function = function
-
-    @property
-    def is_long(self) -> bool:
-        """It takes longer the more there is."""
-        return self.name == "verify"
-
-    @property
-    def writes(self) -> bool:
-        return self.kind not in (Kind.READ, Kind.LOOK)
+        _, *parameters = inspect.signature(function).parameters.values()  # but the first, the store
+        self._names = [each.name for each in parameters]
+        self._needed = {each.name for each in parameters if each.default is each.empty}
 
     @cached_property
-    def _signature(self) -> inspect.Signature:
-        return inspect.signature(self.function)
-
-    @cached_property
-    def _hints(self) -> Mapping[str, Any]:
-        return wire.hints_of(self.function)
+    def _forms(self) -> Mapping[str, Form]:
+        """Of each argument, and of what is returned."""
+        hints = wire.hints_of(self.function)
+        return {name: wire.form_of(hints[name]) for name in (*self._names, "return")}
 
     def arguments(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         """By name."""
-        _, *bound = self._signature.bind(None, *given, **named).arguments.items()
-        return dict(bound)
+        return {**dict(zip(self._names, given, strict=False)), **named}
 
     def write_arguments(
         self, given: tuple[Any, ...], named: Mapping[str, Any]
     ) -> tuple[str, Parts]:
         bound = self.arguments(given, named).items()
         parts: Parts = []
-        values = {
-            name: wire.form_of(self._hints[name]).write(value, parts) for name, value in bound
-        }
+        values = {name: self._forms[name].write(value, parts) for name, value in bound}
         return json.dumps(values, separators=(",", ":")), parts
 
     def read_arguments(self, text: str, parts: Sequence[bytes]) -> dict[str, Any]:
         """By name."""
         try:
             given = dict(json.loads(text))
-            values = {
-                name: wire.form_of(self._hints[name]).read(each, parts)
-                for name, each in given.items()
-            }
-            self._signature.bind(None, **values)
+            values = {name: self._forms[name].read(each, parts) for name, each in given.items()}
+            if missing := self._needed - values.keys():
+                raise Unreadable(f"without {', '.join(missing)}")
         except (TypeError, ValueError, LookupError, RecursionError) as error:
             raise Unreadable(f"these are not the arguments of {self.name}: {error}") from error
         return values
 
     def write_result(self, value: Any) -> tuple[str, Parts]:
-        return wire.written(value, self._hints["return"])
+        parts: Parts = []
+        return json.dumps(self._forms["return"].write(value, parts)), parts
 
     def read_result(self, text: str, parts: Sequence[bytes]) -> Any:
-        return wire.read(text, parts, self._hints["return"])
+        return wire.read_form(text, parts, self._forms["return"])
 
     def run(self, target: Any, arguments: Mapping[str, Any]) -> Any:
         return self.function(target, **arguments)

@@ -59,10 +59,15 @@ def written(value: Any, kind: Any) -> tuple[str, Parts]:
 
 def read(text: str, parts: Sequence[bytes], kind: Any) -> Any:
     """The value that was `written`; Unreadable if it is none of this type."""
+    return read_form(text, parts, form_of(kind))
+
+
+def read_form(text: str, parts: Sequence[bytes], form: Form) -> Any:
+    """The same, of a type whose form is known."""
     try:
-        return form_of(kind).read(json.loads(text), parts)
+        return form.read(json.loads(text), parts)
     except (TypeError, ValueError, LookupError, RecursionError, AttributeError) as error:
-        raise Unreadable(f"not a {kind}: {error}") from error
+        raise Unreadable(f"not a value of its type: {error}") from error
 
 
 @cache
