@@ -32,6 +32,14 @@ from pensieve.core.eviction import Eviction
 from pensieve.core.prefix_tree import Chunk, Conversation, PrefixTree
 
 
+class KvPlace(NamedTuple):
+    """Leading slots of a page, whose KV is handed over."""
+
+    on_host: bool  # else on the device
+    page: int
+    num_slots: int
+
+
 class Adopted(NamedTuple):
     """A host page to be filled with what has arrived of a chunk."""
 
