@@ -8,12 +8,12 @@ transfer stops (no room, a broken connection, no time left) what has arrived is 
                   chunks as KV covers, all of them holes but for those of the part
     later parts   fill holes of it
 
-A chunk is adopted where nothing is of it in either tier and no turn that runs holds it; else it is left as it
-is, since a part may come late.  It gets a host page as a swap-out would: an empty one, or that of the chunk on
-the host that is worth least, if that is worth less than the adopted one.  What a running turn or a copy in
-flight uses is in no queue and therefore is never taken; neither is a chunk of the same conversation, as later
-ones are worth no less than earlier ones.  A chunk that would not be swapped in (`worth_swapping_in`) is not
-adopted.
+A chunk is adopted where nothing is of it in either tier and no turn that runs holds it; else it is left as
+it is, since a part may come late.  It gets a host page as a swap-out would: an empty one, or that of the
+chunk on the host that is worth least, if that is worth less than the adopted one.  What a running turn or a
+copy in flight uses is in no queue and therefore is never taken; neither is a chunk of the same conversation,
+as later ones are worth no less than earlier ones.  A chunk that would not be swapped in (`worth_swapping_in`)
+is not adopted.
 
 From then on nothing tells such a chunk from one that was swapped out here: its value, its eviction, its
 swap-in and the audit are the same.  The caller writes the bytes of the pages before anything else happens, so
@@ -53,7 +53,12 @@ class Adoption:
         self._tree, self._candidates, self._eviction = tree, candidates, eviction
 
     def adopt(
-        self, conversation_id: str, log: array[int], first_chunk: int, slots: Sequence[int], now: float
+        self,
+        conversation_id: str,
+        log: array[int],
+        first_chunk: int,
+        slots: Sequence[int],
+        now: float,
     ) -> list[Adopted]:
         """Take in chunks from `first_chunk` on, each with KV of so many leading slots (0: of none).
 
@@ -80,12 +85,17 @@ class Adoption:
         return adopted
 
     def _begun(
-        self, conversation_id: str, log: array[int], first_chunk: int, slots: Sequence[int], now: float
+        self,
+        conversation_id: str,
+        log: array[int],
+        first_chunk: int,
+        slots: Sequence[int],
+        now: float,
     ) -> Conversation:
         """A conversation that rests and is all holes."""
         num_chunks = first_chunk + len(slots)
         num_tokens = (num_chunks - 1) * self._tree.chunk_tokens + slots[-1]
-        assert 0 < slots[-1]
+        assert slots[-1] > 0
         assert num_tokens <= len(log), "KV of more tokens than the log has"
         conversation = Conversation(conversation_id, now)
         conversation.log = log

@@ -7,8 +7,8 @@
 transfer stops is of use.  An `ExportKv` names the chunk before which to go on, and the answer the next such
 chunk, so the source remembers nothing between two parts.
 
-**What may be exported.**  A conversation that rests, as far as its log goes and KV of it is in a tier.  A page
-on the host is read where it lies, one that is only on the device from there; one that a running turn of
+**What may be exported.**  A conversation that rests, as far as its log goes and KV of it is in a tier.  A
+page on the host is read where it lies, one that is only on the device from there; one that a running turn of
 another conversation holds, too, only from the host, since what runs may still fail.  A part is at most
 `num_bytes_max` long, but for one chunk that is longer.
 
@@ -32,7 +32,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pensieve.core.adoption import KvPlace
+from pensieve.core.adoption import Adopted, KvPlace
 from pensieve.core.cache import KVCache
 from pensieve.core.prefix_tree import Chunk
 from pensieve.engine.messages import (
@@ -89,7 +89,9 @@ class HandOver:
     def __init__(self, cache: KVCache, pages: KvPages | None) -> None:
         """Without `pages` nothing is exported, and of what comes nothing is written."""
         self._cache, self._pages = cache, pages
-        self._imports: OrderedDict[str, bool] = OrderedDict()  # by conversation: whether one part came
+        self._imports: OrderedDict[str, bool] = (
+            OrderedDict()
+        )  # by conversation: whether one part came
 
     # -- the engine that had it --
 
@@ -179,27 +181,32 @@ class HandOver:
                 self._imports.pop(message.target_id, None)
 
     def take_in(self, message: ImportKv, now: float) -> Answer:
-        """How many chunks of it were adopted."""
-        adopted = self._adopt(message, now) if message.slots else 0
-        return Answer(message.query_id, figures={"chunks": adopted})
+        """How many chunks of it were adopted, with how many tokens, and how many were damaged."""
+        adopted = self._adopt(message, now)
+        figures: dict[str, float] = {
+            "chunks": len(adopted),
+            "tokens": sum(each.num_slots for each in adopted),
+            "damaged": len(message.damaged),
+        }
+        return Answer(message.query_id, figures=figures)
 
-    def _adopt(self, message: ImportKv, now: float) -> int:
+    def _adopt(self, message: ImportKv, now: float) -> list[Adopted]:
         conversation_id, cache = message.conversation_id, self._cache
         has_begun = self._imports.get(conversation_id)
         if has_begun is None or has_begun != (conversation_id in cache.conversations):
             self._imports.pop(conversation_id, None)
-            return 0
+            return []
         damaged = set(message.damaged)
         slots = [0 if index in damaged else each for index, each in enumerate(message.slots)]
         while slots and not slots[-1]:
             slots.pop()
         if not slots:
-            return 0
+            return []
         log = array("I")
         log.frombytes(message.body[: message.num_log_tokens * TOKEN_BYTES])
         size, last = cache.config.chunk_tokens, message.first_chunk + len(slots) - 1
         if max(slots) > size or (not has_begun and last * size + slots[-1] > len(log)):
-            return 0
+            return []
         adopted = cache.adopt(conversation_id, log, message.first_chunk, slots, now)
         self._imports[conversation_id] = conversation_id in cache.conversations
         if self._pages is not None:
@@ -208,7 +215,7 @@ class HandOver:
             for index, page, num_slots in adopted:
                 at = index - message.first_chunk
                 self._pages.write(page, num_slots, pieces[at], message.crcs[at])
-        return len(adopted)
+        return adopted
 
 
 def _place_of(chunk: Chunk, num_used: int) -> KvPlace | None:

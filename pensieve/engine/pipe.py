@@ -2,11 +2,11 @@
 
     frame = u32 length of the head · u32 length of the body · head (JSON, UTF-8) · body (bytes)
 
-A head is a list whose first item names what follows.  From the service come the mailbox's messages,
-one a frame, as codec.py writes them.  From the engine come `stage` and `ready` while it starts, then
-`events`: everything that one or more iterations published since the last frame, so a stream gets the
-tokens of an iteration as one message, and an event with bytes comes alone; and `alive` where nothing was published for BEAT_SECONDS, with
-`Engine.num_rounds`.  No frame can become code, whoever wrote it.
+A head is a list whose first item names what follows.  From the service come the mailbox's messages, one a
+frame, as codec.py writes them.  From the engine come `stage` and `ready` while it starts, then `events`:
+everything that one or more iterations published since the last frame, so a stream gets the tokens of an
+iteration as one message, and an event with bytes comes alone; and `alive` where nothing was published for
+BEAT_SECONDS, with `Engine.num_rounds`.  No frame can become code, whoever wrote it.
 
 Both directions are bounded.  The service counts the turns it has submitted and refuses more before
 anything is written (`turns_max`), and where the engine reads nothing it refuses what would wait.  The

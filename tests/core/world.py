@@ -147,7 +147,9 @@ class World:
         self.latest: Iteration | None = None  # what the last step planned
         self.num_replies = 0
         self.adoptions = random.Random(seed)
-        self.arriving: dict[str, int] = {}  # chunks that have not come yet, of names that nobody used since
+        self.arriving: dict[
+            str, int
+        ] = {}  # chunks that have not come yet, of names that nobody used since
         self._num_turns = 0
         self._num_conversations = 0
 
@@ -271,7 +273,9 @@ class World:
     def _adopt_something(self) -> None:
         """A part of what another engine had of a conversation, from its end on; some of it never comes."""
         choose, size = self.adoptions, self.shape.chunk_tokens
-        resting = [name for name, log in self.logs.items() if len(log) > 1 and name not in self.turns]
+        resting = [
+            name for name, log in self.logs.items() if len(log) > 1 and name not in self.turns
+        ]
         if resting and choose.random() < 0.4:  # it was elsewhere, and comes back
             away = choose.choice(resting)
             self.arriving.pop(away, None)

@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from functools import partial
 from typing import Any, TypeVar
 
-from pensieve.engine.messages import CacheChanged, Reply, Event
+from pensieve.engine.messages import CacheChanged, Event, Reply
 from pensieve.errors import (
     AlreadyExists,
     QueueFull,
