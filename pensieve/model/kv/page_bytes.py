@@ -45,12 +45,12 @@ class PageBytes:
     def write(self, host_page: int, num_slots: int, data: memoryview, crc: int) -> None:
         """Fill a page that nothing uses."""
         target = self._host[:, host_page, :, :, :num_slots]
-        target.copy_(self._view(data, target))
+        target.copy_(self._view(bytearray(data), target))  # a tensor wants bytes that can be written
         if self._checksums is not None:
             self._checksums.arrived(host_page, num_slots, crc)
 
     @staticmethod
-    def _view(data: memoryview, like: torch.Tensor) -> torch.Tensor:
+    def _view(data: memoryview | bytearray, like: torch.Tensor) -> torch.Tensor:
         """These bytes as a tensor of that shape."""
         flat = torch.frombuffer(data, dtype=torch.uint8, count=like.nbytes)
         return flat.view(like.dtype).view(like.shape)
