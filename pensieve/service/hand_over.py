@@ -198,7 +198,9 @@ class HandOver:
             why = ""
         except TimeoutError:
             why = "it took as long as computing would"
-        except (_Stop, PensieveError) as error:
+        except _Stop as stop:
+            why = str(stop)
+        except PensieveError as error:
             why = whole_line(error)
         except Exception as error:  # a fault of ours, or nonsense from the other side
             log.exception("KV of a conversation could not be pulled")
