@@ -368,19 +368,6 @@ def test_numbers_that_fit_no_chunk_are_refused() -> None:
     assert not target.scheduler.cache.conversations
 
 
-def test_a_part_crosses_the_pipe_alone_and_whole() -> None:
-    part = KvExported(3, "", 2, (4, 4), (1, 2), 16, "d", 2, b"\x00\xff" * 9)
-    told = Answer(4, figures={"chunks": 1.0})
-    frames = pack_events([told, part, told, told])
-    seen: list[Any] = []
-    while frames:
-        num_head, num_body = struct.unpack("<II", frames[:8])
-        end = 8 + num_head + num_body
-        seen.append(events_of(unpack(frames[8 : 8 + num_head], frames[8 + num_head : end])))
-        frames = frames[end:]
-    assert seen == [[told], [part], [told, told]]
-
-
 def test_a_verdict_on_the_bytes_is_a_field_that_a_journal_keeps() -> None:
     message = ImportKv(1, "a", 0, (2,), (0,), 0, bytes(32))
     judged = verified(message, SLOT.size)
