@@ -282,7 +282,7 @@ def test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays(
             yield each
             number += 1
             if number == 3:
-                await asyncio.sleep(60.0)
+                await asyncio.sleep(15.0)
 
     pulled = two.pull(name, fetch)
     assert pulled.why_no_more == "it took as long as computing would"
