@@ -37,6 +37,14 @@ def extend_prefix(prefix: int, token_id: int) -> int:
     return (prefix * 1_000_003 + token_id + 12_345) & MASK
 
 
+def prefixes_of(tokens: Sequence[int]) -> list[int]:
+    """Those that the tokens before position 0, 1, … make."""
+    prefixes = [1]
+    for token_id in tokens:
+        prefixes.append(extend_prefix(prefixes[-1], token_id))
+    return prefixes
+
+
 def next_token(prefix: int) -> int:
     return (prefix >> 7) % VOCAB
 
@@ -132,9 +140,7 @@ class LedgerExecutor:
         failures: list[TurnFailure] = []
         for start in iteration.started:
             self._logs[start.turn_id] = list(start.context)
-            prefixes = self._prefixes[start.turn_id] = [1]
-            for token_id in start.context:
-                prefixes.append(extend_prefix(prefixes[-1], token_id))
+            self._prefixes[start.turn_id] = prefixes_of(start.context)
         staging = _Staging(self, iteration) if iteration.groups else None
         # In order: an executor may compute them one after another.
         for index, piece in enumerate(iteration.slices):

@@ -6,6 +6,7 @@ The cache is put together from parts that each keep one thing:
     tiers.py         the pages of both tiers, and the copies between them that are in flight
     candidates.py    the idle branches, queued by what they are worth
     eviction.py      what leaves the device or the host, when needed and ahead of need
+    adoption.py      chunks that come from another engine
 
 and, for turns whose contexts stay on the host, streamed_pages.py.
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable
 
+from pensieve.core.adoption import Adoption
 from pensieve.core.audit import audit
 from pensieve.core.cache_config import CacheConfig
 from pensieve.core.cache_values import (
@@ -69,6 +71,7 @@ class KVCache:
         self.candidates = Candidates(policy, self.tiers)
         self.tree = PrefixTree(config.chunk_tokens, len(Role), self.candidates)
         self.eviction = Eviction(config, self.tree, self.candidates)
+        self.adopt = Adoption(self.tree, self.candidates, self.eviction).adopt
         self.streamed = StreamedPages(config, self.tree, self.candidates, self.eviction, is_intact)
         policy.set_capacity((config.device_pages + config.host_pages) * config.chunk_tokens)
         self.device, self.host = self.tiers.device, self.tiers.host

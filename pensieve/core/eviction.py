@@ -165,6 +165,16 @@ class Eviction:
         chunk.host_page = page
         return True
 
+    def take_host_page_for(self, value: float, now: float) -> int | None:
+        """For what comes from elsewhere and is worth so much; None: all that could go is worth as much."""
+        if (page := self._tiers.host.take()) is None:
+            victim = self._droppable.least(now)
+            if victim is None or victim[0] >= value:
+                return None
+            self._drop_host_copy(victim[1], now, victim[0], value)
+            page = self._tiers.host.take()
+        return page
+
     def take_host_pages(self, count: int, now: float) -> list[int] | None:
         """For turns that run, whatever else is worth; None: so many cannot be had."""
         pages: list[int] = []

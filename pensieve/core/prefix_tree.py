@@ -343,6 +343,15 @@ class PrefixTree:
         leaf.chunks.append(chunk)
         return chunk
 
+    def add_holes(self, conversation: Conversation, num_chunks: int) -> None:
+        """A conversation that was not known, with so many chunks of its own that have no page yet."""
+        assert conversation.conversation_id not in self.conversations
+        leaf = Branch(None, 0, conversation.idle_since, self._num_roles)
+        leaf.holders[conversation] = None
+        leaf.chunks = [Chunk(index, leaf) for index in range(num_chunks)]
+        conversation.leaf = leaf
+        self.conversations[conversation.conversation_id] = conversation
+
     def prune(self, branch: Branch | None) -> None:
         """Forget `branch` and its ancestors while they have no page and nothing behind them.
 

@@ -78,6 +78,7 @@ class CacheCounters:
     copied_on_write: int = 0
     discarded: int = 0  # computed by a turn that failed
     damaged: int = 0  # not on the host any more as they were copied there
+    adopted: int = 0  # came from another engine
 
 
 @dataclass(slots=True)

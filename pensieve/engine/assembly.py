@@ -19,7 +19,7 @@ from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.ports import Clock, Executor, Observer, Preparer, Sink
+from pensieve.engine.ports import Clock, Executor, KvPages, Observer, Preparer, Sink
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Ports:
     mailbox: Mailbox
     sink: Sink
     preparer: Preparer | None = None  # None: turns wait in the executor for what they need
+    pages: KvPages | None = None  # None: no KV is handed over
 
 
 def assemble(
@@ -75,4 +76,5 @@ def assemble(
         ports.sink,
         observers,
         ports.preparer,
+        ports.pages,
     )

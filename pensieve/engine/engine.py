@@ -41,6 +41,7 @@ from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import Ended, FinishReason, Turn, Usage
 from pensieve.engine.attainment import Attainment
 from pensieve.engine.cache_watch import CacheWatch
+from pensieve.engine.hand_over import HandOver, verified
 from pensieve.engine.held_turns import HeldTurns
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
@@ -52,11 +53,14 @@ from pensieve.engine.messages import (
     Event,
     EvictConversation,
     Explain,
+    ExportKv,
     ForkConversation,
     GetStats,
+    ImportKv,
     ListCached,
     LogNeeded,
     Message,
+    OpenImport,
     Picture,
     ProvideLog,
     RewindConversation,
@@ -67,7 +71,7 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.pictures import picture
-from pensieve.engine.ports import Clock, Executor, Observer, Preparer, Sink
+from pensieve.engine.ports import Clock, Executor, KvPages, Observer, Preparer, Sink
 
 IDLE_SECONDS = 1.0  # a round without anything to do; garbage is collected after the first
 
@@ -90,6 +94,7 @@ class Engine:
         sink: Sink,
         observers: Sequence[Observer] = (),
         preparer: Preparer | None = None,
+        pages: KvPages | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -102,6 +107,7 @@ class Engine:
         self._observers: tuple[Observer, ...] = (self.metrics, self.attainment, *observers)
         self.num_rounds = 0  # of `run`; read by other threads
         self.held = HeldTurns(preparer, mailbox.wake)
+        self.hand_over = HandOver(scheduler.cache, pages)
         self._watch: CacheWatch | None = None  # while somebody watches
         self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
         self._waiting: dict[
@@ -163,6 +169,8 @@ class Engine:
         return has_room and not self.held.has(message.conversation_id) and self.held.hold(message)
 
     def _receive(self, message: Message) -> None:
+        if isinstance(message, ImportKv) and not message.is_verified:
+            message = verified(message, self.hand_over.slot_bytes)
         now = self.clock.now()
         for observer in self._observers:
             observer.received(message, now)
@@ -171,6 +179,7 @@ class Engine:
     def take(self, message: Message, now: float) -> list[Event]:
         """Act on one message; returns the events that follow from it at once."""
         scheduler, cache = self.scheduler, self.scheduler.cache
+        self.hand_over.notice(message)
         match message:
             case SubmitTurn():
                 return self._submit(message, now)
@@ -217,6 +226,12 @@ class Engine:
                 if self._watch is not None:
                     self._watch.end()
                 self._watch = CacheWatch(cache, watch_id, prefix) if watch_id else None
+            case ExportKv():
+                return [self.hand_over.export(message)]
+            case OpenImport(conversation_id):
+                self.hand_over.open(message, self._is_busy(conversation_id))
+            case ImportKv():
+                return [self.hand_over.take_in(message, now)]
         return self._ended()
 
     def _submit(self, message: SubmitTurn, now: float) -> list[Event]:
@@ -227,10 +242,7 @@ class Engine:
             scheduler.cancel(running.turn_id, len(running.tokens), now)
             running = None
         events = self._give_up_waiting(conversation_id, now, warms_only=True)
-        is_busy = running is not None or any(
-            each.conversation_id == conversation_id for each in self._waiting.values()
-        )
-        is_busy |= self.held.has(conversation_id)
+        is_busy = self._is_busy(conversation_id)
         num_tokens = message.first_position + len(message.tokens) // TOKEN_BYTES
         refusal = None
         if num_tokens >= self.config.context_max:
@@ -254,6 +266,12 @@ class Engine:
             known = found
         self._begin(message, known, now)
         return events
+
+    def _is_busy(self, conversation_id: str) -> bool:
+        """Whether a turn of it runs, or waits, for its log too."""
+        if self.scheduler.turn_of(conversation_id) is not None or self.held.has(conversation_id):
+            return True
+        return any(each.conversation_id == conversation_id for each in self._waiting.values())
 
     @property
     def _num_waiting(self) -> int:

@@ -115,6 +115,42 @@ class WatchCache:
     prefix: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ExportKv:
+    """Read a part of a conversation's KV, for another engine; see hand_over.py."""
+
+    query_id: int
+    conversation_id: str
+    num_tokens: int  # KV behind them is not wanted
+    before_chunk: int  # the part ends before this chunk, or where KV does; 0: at the end
+    num_bytes_max: int  # of the part, if it is more than one chunk
+
+
+@dataclass(frozen=True, slots=True)
+class OpenImport:
+    """KV of this conversation may come: from now on each message that uses or changes it ends that."""
+
+    conversation_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImportKv:
+    """Adopt chunks whose KV another engine has exported.
+
+    `body` is the conversation's log, if it is the first part, and then KV of the chunks.
+    """
+
+    query_id: int
+    conversation_id: str
+    first_chunk: int
+    slots: tuple[int, ...]  # of each chunk: how many leading ones have KV
+    crcs: tuple[int, ...]  # of the bytes of each chunk
+    num_log_tokens: int
+    body: bytes
+    damaged: tuple[int, ...] = ()  # places in `slots` of chunks whose bytes are not what was sent
+    is_verified: bool = False  # `damaged` is known
+
+
 Message = (
     SubmitTurn
     | ProvideLog
@@ -129,6 +165,9 @@ Message = (
     | GetStats
     | CheckIntegrity
     | WatchCache
+    | ExportKv
+    | OpenImport
+    | ImportKv
 )
 
 
@@ -181,5 +220,21 @@ class CacheChanged:
     removed: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class KvExported:
+    """The answer to `ExportKv`: chunks that follow each other, without any if there are none left."""
+
+    query_id: int
+    refusal: str = ""  # why there is nothing
+    first_chunk: int = 0
+    slots: tuple[int, ...] = ()
+    crcs: tuple[int, ...] = ()
+    num_tokens: int = 0  # of the log, up to the last one with KV in this part
+    digest: str = ""  # of these tokens
+    next_before: int = 0  # where to go on; 0: nowhere
+    body: bytes = b""
+
+
+Reply = Answer | KvExported  # to a query
 OfTurn = SampledToken | LogNeeded | TurnAdmitted | TurnEnded
-Event = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer | CacheChanged
+Event = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer | CacheChanged | KvExported

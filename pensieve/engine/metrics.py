@@ -118,6 +118,7 @@ class Metrics:
             "chunks_copied_on_write": moves.copied_on_write,
             "chunks_discarded": moves.discarded,
             "chunks_damaged": moves.damaged,
+            "chunks_adopted": moves.adopted,
         }
         for reason, count in self._by_finish.items():
             figures[f"turns_{reason.value}"] = count

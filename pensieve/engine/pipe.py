@@ -2,11 +2,11 @@
 
     frame = u32 length of the head · u32 length of the body · head (JSON, UTF-8) · body (bytes)
 
-A head is a list whose first item names what follows.  From the service come the mailbox's messages,
-one a frame, as codec.py writes them.  From the engine come `stage` and `ready` while it starts, then
-`events`: everything that one or more iterations published since the last frame, so a stream gets the
-tokens of an iteration as one message; and `alive` where nothing was published for BEAT_SECONDS, with
-`Engine.num_rounds`.  No frame can become code, whoever wrote it.
+A head is a list whose first item names what follows.  From the service come the mailbox's messages, one a
+frame, as codec.py writes them.  From the engine come `stage` and `ready` while it starts, then `events`:
+everything that one or more iterations published since the last frame, so a stream gets the tokens of an
+iteration as one message, and an event with bytes comes alone; and `alive` where nothing was published for
+BEAT_SECONDS, with `Engine.num_rounds`.  No frame can become code, whoever wrote it.
 
 Both directions are bounded.  The service counts the turns it has submitted and refuses more before
 anything is written (`turns_max`), and where the engine reads nothing it refuses what would wait.  The
@@ -84,7 +84,19 @@ def message_of(frame: Frame) -> Message:
 
 
 def pack_events(events: Sequence[Event]) -> bytes:
-    return pack(["events", [codec.encode(event)[0] for event in events]])
+    """As few frames as can be: an event with bytes has one of its own."""
+    packed, items = list[bytes](), list[list[Any]]()
+    for each, body in map(codec.encode, events):
+        if body:
+            if items:
+                packed.append(pack(["events", items]))
+            packed.append(pack(["events", [each]], body))
+            items = []
+        else:
+            items.append(each)
+    if items:
+        packed.append(pack(["events", items]))
+    return packed[0] if len(packed) == 1 else b"".join(packed)
 
 
 def pack_alive(num_rounds: int) -> bytes:
@@ -103,10 +115,12 @@ def rounds_of(frame: Frame) -> int | None:
 
 def events_of(frame: Frame) -> list[Event]:
     """What the engine published since the last frame."""
-    (kind, *rest), _ = frame
+    (kind, *rest), body = frame
     if kind != "events" or len(rest) != 1 or not isinstance(rest[0], list):
         raise BrokenPipe(f"{kind!r} where events were expected")
-    return [_decoded(items) for items in rest[0]]
+    if body and len(rest[0]) != 1:
+        raise BrokenPipe(f"{len(body)} bytes beside {len(rest[0])} events")
+    return [_decoded(items, body) for items in rest[0]]
 
 
 def _decoded(items: list[Any], body: bytes = b"") -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pensieve.core.adoption import KvPlace
 from pensieve.core.constraint import Constraint
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.engine.messages import Event, Message
@@ -41,6 +42,23 @@ class Preparer(Protocol):
 
     def forget(self, turn_id: int) -> None:
         """The turn has ended; nothing may have been prepared for it."""
+
+
+class KvPages(Protocol):
+    """The bytes of keys and values, for another engine; all pages are of one process."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of KV of one token, in all layers."""
+
+    def read(self, places: Sequence[KvPlace]) -> bytes | bytearray:
+        """What is there, one after the other, behind all that was launched."""
+
+    def is_intact(self, place: KvPlace, crc: int) -> bool:
+        """Whether a page on the host, whose bytes have this CRC, is what was copied to it."""
+
+    def write(self, host_page: int, num_slots: int, data: memoryview, crc: int) -> None:
+        """Fill a page that nothing uses."""
 
 
 class Sink(Protocol):

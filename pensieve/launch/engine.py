@@ -27,6 +27,7 @@ from pensieve.engine.journal import Journal, opened
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Sink
 from pensieve.errors import ConfigError
+from pensieve.launch.kv_identity import KvIdentity, kv_identity
 from pensieve.launch.model_folder import LoadedTexts, Report
 from pensieve.launch.objectives import ESTIMATED, Pages, Smallest, smallest_tbt
 from pensieve.launch.sizing import TierPages, turns_max
@@ -60,6 +61,7 @@ class BuiltEngine:
         default_factory=dict
     )  # dtype, kv_dtype, weights, device, layers
     smallest_tbt: Smallest | None = None  # where there is an objective
+    kv_identity: KvIdentity = field(default_factory=lambda: KvIdentity({}, "no model computes"))
 
     @property
     def context_max(self) -> int:
@@ -83,6 +85,7 @@ def build_engine(
     report("loading torch")
     from pensieve.launch.costs import costs_of
     from pensieve.launch.executor import build_executor
+    from pensieve.model.kv.page_bytes import PageBytes
 
     with ExitStack() as undo:
         template = texts.template
@@ -118,11 +121,14 @@ def build_engine(
         is_intact: IsIntact = checksums.is_intact if checksums is not None else trusted
         if journal is not None:
             is_intact = journal.observer.noting(is_intact)
+        device = ranks.model.flat.module.device
+        identity = kv_identity(settings, folder, shape, device.type, tiers.page_bytes)
+        pages = PageBytes(tiers.memory, checksums) if identity.facts else None
         engine = assemble(
             configs,
             policy_named(settings.policy, costs.retention, settings.chunk_tokens),
             executor,
-            Ports(SystemClock(), mailbox, sink, executor.constraints),
+            Ports(SystemClock(), mailbox, sink, executor.constraints, pages),
             [journal.observer] if journal is not None else [],
             is_intact,
         )
@@ -158,10 +164,11 @@ def build_engine(
             "dtype": str(shape.dtype).removeprefix("torch."),
             "kv_dtype": shape.kv_format.in_words,
             "weights": settings.weights,
-            "device": str(ranks.model.flat.module.device),
+            "device": str(device),
             "layers": ranks.model.flat.form,
         },
         smallest,
+        identity,
     )
 
 

@@ -34,7 +34,9 @@ from pathlib import Path
 
 from pensieve import gc_pause
 from pensieve.config import Settings, resolve
+from pensieve.engine.hand_over import verified
 from pensieve.engine.mailbox import Mailbox, Outbox
+from pensieve.engine.messages import ImportKv
 from pensieve.engine.pipe import (
     BEAT_SECONDS,
     BrokenPipe,
@@ -104,6 +106,8 @@ def _start(
         "page_bytes": built.page_bytes,
         "chunk_tokens": settings.chunk_tokens,
         "iteration_cost": asdict(built.engine.scheduler.config.cost),
+        "kv_identity": dict(built.kv_identity.facts),
+        "kv_refusal": built.kv_identity.refusal,
         **built.computes,
     }
     if (smallest := built.smallest_tbt) is not None:
@@ -127,7 +131,10 @@ def _run(
         status = 0
         try:
             for frame in incoming:
-                mailbox.put_when_there_is_room(message_of(frame))
+                message = message_of(frame)
+                if isinstance(message, ImportKv):  # here it holds up no iteration
+                    message = verified(message, engine.hand_over.slot_bytes)
+                mailbox.put_when_there_is_room(message)
         except Unavailable:
             return  # the engine has failed, and the main thread says so before it ends
         except OSError:

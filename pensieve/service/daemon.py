@@ -111,7 +111,7 @@ class Daemon:
         self.admission = Admission(of.turns_max, of.limits, self.started_at, of.ttft_seconds)
         self._suspects = Suspects()
         self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
-        self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
+        self.queries = Queries(self._loop, self._put, self.config.answer_seconds)
         self.texts = texts
         self._report = report
         self._sources = sources or Sources()
@@ -345,8 +345,8 @@ class Daemon:
     def _on_events(self, events: list[Event]) -> None:
         of_turns: list[box.OfTurn] = []
         for event in events:
-            if isinstance(event, box.Answer):
-                self._queries.answered(event)
+            if isinstance(event, box.Reply):
+                self.queries.answered(event)
             elif isinstance(event, box.CacheChanged):
                 self.kv_events.take(event)
             elif not self.background.take(event):
@@ -380,7 +380,7 @@ class Daemon:
             if had_the_rest and self._dies_of(live):
                 self.threads.spawn(self.conversations.interrupt(live, failure_of("ENGINE_DIED")))
         self.threads.spawn(self.conversations.interrupt_all(failure))
-        self._queries.fail_all(failure)
+        self.queries.fail_all(failure)
 
     def _dies_of(self, live: LiveTurn | None) -> bool:
         """The engine died and had this turn: whether that was once too often."""
@@ -406,7 +406,7 @@ class Daemon:
 
     async def query(self, message_for: Callable[[int], box.Message]) -> box.Answer:
         """Put the message made for a query's id, and wait for its answer."""
-        return await self._queries.ask(message_for)
+        return await self.queries.ask(message_for)
 
     async def stats(self) -> box.Answer:
         return await self.query(box.GetStats)

@@ -72,6 +72,8 @@ class Ready:
     iteration_cost: Mapping[str, Any] = field(default_factory=dict)  # as in core/iteration_cost.py
     tbt_seconds_min: float = 0.0  # the smallest objective that can be met; 0: none was given
     tbt_source: str = ""  # where that comes from, for people
+    kv_identity: Mapping[str, str] = field(default_factory=dict)  # {}: KV is not handed over
+    kv_refusal: str = ""  # then why
 
     @property
     def num_pages(self) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
-from pensieve.engine.messages import Answer, Message
+from pensieve.engine.messages import Answer, KvExported, Message, Reply
 from pensieve.errors import PensieveError, Unavailable
+
+R = TypeVar("R", Answer, KvExported)
 
 
 class Queries:
@@ -19,23 +22,32 @@ class Queries:
         self._loop = loop
         self._put = put
         self._answer_seconds = answer_seconds
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}  # by query id
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}  # by query id
         self._num_queries = 0
 
     async def ask(self, message_for: Callable[[int], Message]) -> Answer:
         """Put the message made for a query's id, and wait for its answer."""
+        return await self._reply(message_for, Answer)
+
+    async def export(self, message_for: Callable[[int], Message]) -> KvExported:
+        """The same of KV."""
+        return await self._reply(message_for, KvExported)
+
+    async def _reply(self, message_for: Callable[[int], Message], kind: type[R]) -> R:
         self._num_queries += 1
         query_id = self._num_queries
         future = self._waiting[query_id] = self._loop.create_future()
         try:
             self._put(message_for(query_id))
-            return await asyncio.wait_for(future, self._answer_seconds)
+            reply = await asyncio.wait_for(future, self._answer_seconds)
+            assert isinstance(reply, kind), f"{reply} answers something else"
+            return reply
         except TimeoutError:
             raise Unavailable("the engine does not answer") from None
         finally:
             self._waiting.pop(query_id, None)
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: Reply) -> None:
         future = self._waiting.pop(answer.query_id, None)
         if future is not None and not future.done():
             future.set_result(answer)

@@ -102,6 +102,24 @@ SHAPES = {
         token_seconds=0.001,
         tbt_seconds=0.05,
     ),
+    "KV from elsewhere": Shape(adopting=0.5, host_pages=24, conversations=10),
+    "KV from elsewhere, restless, planned ahead, a small host": Shape(
+        adopting=0.7,
+        restless=True,
+        overlap=True,
+        conversations=10,
+        host_pages=9,
+        device_pages=14,
+        policy="return",
+    ),
+    "KV from elsewhere, streamed, failing, damaged": Shape(
+        adopting=0.5,
+        staging_pages=8,
+        host_pages=24,
+        failing=0.03,
+        damaging=0.1,
+        conversations=10,
+    ),
     "copies one by one, no reserve": Shape(swap_outs_max=1, reserve=0.0, swap_out_below=0.5),
 }
 SEEDS = 56 * SCALE  # of each shape
@@ -124,6 +142,8 @@ def must_happen(shape: Shape) -> set[str]:
         names |= {"damaged"}
     if shape.overlap:
         names |= {"idle_tokens"}
+    if shape.adopting:
+        names |= {"adopted"}
     if shape.staging_pages:
         names |= {"streamed", "returned"}
     if shape.prefill_ahead:

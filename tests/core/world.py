@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
+from pensieve.core.adoption import Adopted
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
@@ -22,7 +23,7 @@ from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Ended, FinishReason, Turn, TurnOptions
 from pensieve.sim.clock import VirtualClock
-from tests.fakes import VOCAB, LedgerExecutor, reply_to
+from tests.fakes import VOCAB, LedgerExecutor, prefixes_of, reply_to
 
 COST = CostProfile.analytic(
     num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4
@@ -85,6 +86,7 @@ class Shape:
     stream: str = "on"
     scope: str = ""  # what all names begin with
     restless: bool = False  # many forks, cancels, deletions and evictions
+    adopting: float = 0.0  # how likely KV of a conversation without any comes from another engine
 
 
 class World:
@@ -144,6 +146,10 @@ class World:
         self.launched: list[Iteration] = []
         self.latest: Iteration | None = None  # what the last step planned
         self.num_replies = 0
+        self.adoptions = random.Random(seed)
+        self.arriving: dict[
+            str, int
+        ] = {}  # chunks that have not come yet, of names that nobody used since
         self._num_turns = 0
         self._num_conversations = 0
 
@@ -177,6 +183,8 @@ class World:
         elif deed == "evict" and self.logs:
             leave = self.cache.move_to_host if self.hints.random() < 0.5 else self.cache.evict
             leave(self.random.choice(list(self.logs)), self.clock.now())
+        if self.adoptions.random() < self.shape.adopting:
+            self._adopt_something()
         self.clock.advance(self.random.choice((0.0, 0.1, 1.0, 30.0)))
 
     def submit(
@@ -190,6 +198,7 @@ class World:
         weight: float = 1.0,
         background: bool = False,
     ) -> None:
+        self.arriving.pop(name, None)
         log, longest = self.logs[name], self.cache.config.device_tokens_max
         if prompt is None:
             count = self.random.randint(1, self.shape.prompt_max)
@@ -248,14 +257,65 @@ class World:
         self.cache.fork(name, at, target, self.clock.now())
 
     def rewind(self, name: str, at: int) -> None:
+        self.arriving.pop(name, None)
         self.logs[name] = self.logs[name][:at]
         self.commits[name] = [length for length in self.commits[name] if length <= at]
         self.scheduler.rewind(name, at, self.clock.now())
 
     def delete(self, name: str) -> None:
+        self.arriving.pop(name, None)
         self.scheduler.delete(name, self.clock.now())
         self._take_ends()
         del self.logs[name], self.commits[name]
+
+    # -- what another engine does --
+
+    def _adopt_something(self) -> None:
+        """A part of what another engine had of a conversation, from its end on; some of it never comes."""
+        choose, size = self.adoptions, self.shape.chunk_tokens
+        resting = [
+            name for name, log in self.logs.items() if len(log) > 1 and name not in self.turns
+        ]
+        if resting and choose.random() < 0.4:  # it was elsewhere, and comes back
+            away = choose.choice(resting)
+            self.arriving.pop(away, None)
+            self.scheduler.delete(away, self.clock.now())
+        names = [name for name in resting if name not in self.cache.conversations]
+        if self.arriving and (not names or choose.random() < 0.6):
+            name = choose.choice(list(self.arriving))
+            stop = self.arriving[name]
+            first = choose.randrange(stop)
+            slots = [choose.choice((size, size, size, 0)) for _ in range(first, stop)]
+        elif names:
+            name = choose.choice(names)
+            kv_tokens = choose.randint(1, len(self.logs[name]) - 1)
+            stop = -(-kv_tokens // size)
+            first = choose.randrange(stop)
+            slots = [choose.choice((size, size, 0)) for _ in range(first, stop - 1)]
+            slots.append(kv_tokens - (stop - 1) * size)
+        else:
+            return
+        self.adopt(name, first, slots)
+
+    def adopt(self, name: str, first: int, slots: list[int]) -> list[Adopted]:
+        """Its KV in these chunks arrives."""
+        known = self.cache.conversations.get(name)
+        if name in self.arriving and known is None:
+            del self.arriving[name]  # what had come was evicted
+            return []
+        log = array("I", self.logs[name])
+        adopted = self.cache.adopt(name, log, first, slots, self.clock.now())
+        prefixes = prefixes_of(log)
+        size = self.shape.chunk_tokens
+        for index, page, num_slots in adopted:
+            kept = self.executor.host[page] = [None] * size
+            for slot in range(num_slots):
+                kept[slot] = (prefixes[index * size + slot + 1], 0)
+        self.arriving.pop(name, None)
+        if first and name in self.cache.conversations:
+            self.arriving[name] = first
+        self.scheduler.check(self.clock.now())
+        return adopted
 
     # -- what the engine does --
 

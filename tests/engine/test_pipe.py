@@ -40,6 +40,9 @@ MESSAGES = [
     box.GetStats(5),
     box.CheckIntegrity(6),
     box.WatchCache(3, "~unstored/"),
+    box.ExportKv(7, "acme/c", 100, 2, 1 << 20),
+    box.OpenImport("acme/c"),
+    box.ImportKv(8, "c", 1, (4, 2), (1 << 31, 0), 2, b"\x00\xff" * 9, (1,), True),
 ]
 EVENTS = [
     SampledToken(1, 5, "Grüße 日本\x00\n"),
@@ -51,17 +54,23 @@ EVENTS = [
     box.TurnEnded(2, "c", FinishReason.FAILED, Usage(), "NAN_LOGITS"),
     box.Answer(3, {"pages": 2.0}, ("a page leaked",), (("c", 1.5, math.inf), (0, 3, "host", 1))),
     box.CacheChanged(3, "acme", ((5, 0, 1, 2), (6, 5, 3, 4)), (7, 8)),
+    box.KvExported(9, "RUNS"),
 ]
+PART = box.KvExported(3, "", 2, (4, 4), (1, 2), 16, "d", 2, b"\x00\xff" * 9)
 
 
-def through(packed: bytes) -> channel.Frame:
+def all_through(packed: bytes) -> list[channel.Frame]:
     """Through a real pipe."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(packed)
         theirs.shutdown(socket.SHUT_WR)
-        (frame,) = channel.frames(ours)
-        return frame
+        return list(channel.frames(ours))
+
+
+def through(packed: bytes) -> channel.Frame:
+    (frame,) = all_through(packed)
+    return frame
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -76,6 +85,14 @@ def test_every_kind_of_message_and_event_crosses() -> None:
 
 def test_events_arrive_as_they_were_published() -> None:
     assert channel.events_of(through(channel.pack_events(EVENTS))) == EVENTS
+
+
+def test_an_event_with_bytes_crosses_in_a_frame_of_its_own() -> None:
+    first, last = box.TurnAdmitted(1), box.TurnAdmitted(2)
+    packed = channel.pack_events([first, PART, first, last])
+    frames = [channel.events_of(each) for each in all_through(packed)]
+    assert frames == [[first], [PART], [first, last]]
+    assert channel.events_of(through(channel.pack_events([PART]))) == [PART]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +118,8 @@ def test_a_message_that_is_none_is_refused(frame: channel.Frame) -> None:
         (["events", [["Nothing", 1]]], b""),
         (["events", [["SampledToken", 1]]], b""),
         (["events"], b""),
+        (["events", [["TurnAdmitted", 1], ["TurnAdmitted", 2]]], b"x"),
+        (["events", [["KvExported", 3, "", 2, [4], [1], 16, "d", 2, 18]]], b"x"),
         (["events", [["TurnEnded", 1, "c", "gone", []]]], b""),
     ],
 )

@@ -343,4 +343,50 @@ PROTECTIONS = (
         "                    pass\n",
         "model/parallel/test_parallel.py::test_a_worker_whose_host_page_has_changed_fails",
     ),
+    protection(
+        "each chunk that comes from another engine is compared with its checksum",
+        "engine/hand_over.py",
+        "        if zlib.crc32(piece) != crc\n",
+        "        if zlib.crc32(piece) == -1\n",
+        "engine/test_hand_over.py::test_bytes_that_are_not_what_was_sent_are_not_adopted",
+        "service/test_hand_over.py"
+        "::test_a_chunk_whose_bytes_have_changed_is_computed_and_the_others_are_not",
+    ),
+    protection(
+        "KV of other tokens is refused",
+        "service/hand_over.py",
+        "    if stop > len(tokens) or digest_of(tokens[:stop]) != part.digest:\n",
+        "    if stop > len(tokens):\n",
+        "service/test_hand_over.py::test_kv_of_other_tokens_is_not_adopted",
+    ),
+    protection(
+        "KV of an engine that differs is refused",
+        "service/hand_over.py",
+        "        if theirs.get(name) != ours.get(name):\n",
+        "        if not ours:\n",
+        "service/test_hand_over.py::test_kv_of_an_engine_that_differs_in_anything_is_refused",
+    ),
+    protection(
+        "whatever uses or changes a conversation ends its import",
+        "engine/engine.py",
+        "        self.hand_over.notice(message)\n",
+        "        _ = message\n",
+        "engine/test_hand_over.py::test_whatever_uses_or_changes_the_conversation_ends_its_import",
+        "service/test_hand_over.py::test_what_a_client_does_meanwhile_ends_the_import",
+    ),
+    protection(
+        "a hand-over has the deadline of computing",
+        "service/hand_over.py",
+        "            async with asyncio.timeout(seconds):\n",
+        "            async with asyncio.timeout(None):\n",
+        "service/test_hand_over.py"
+        "::test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays",
+    ),
+    protection(
+        "only an operator may fetch KV where there are tokens",
+        "service/grpc/auth.py",
+        "        if method.startswith(REPLICA_PREFIX) and self._tokens and not admin:\n",
+        "        if method.startswith(REPLICA_PREFIX) and not self._tokens and not admin:\n",
+        "service/test_hand_over.py::test_where_tokens_are_needed_an_operators_is_needed_for_kv",
+    ),
 )

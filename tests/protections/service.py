@@ -535,8 +535,8 @@ PROTECTIONS = (
     protection(
         "whoever brings a message to a full mailbox waits",
         "launch/engine_process.py",
-        "                mailbox.put_when_there_is_room(message_of(frame))\n",
-        "                mailbox.put(message_of(frame))\n",
+        "                mailbox.put_when_there_is_room(message)\n",
+        "                mailbox.put(message)\n",
         "service/test_exhaustion.py::test_more_messages_than_the_mailbox_takes_end_no_engine",
     ),
     protection(

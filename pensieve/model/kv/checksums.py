@@ -68,6 +68,18 @@ class PageChecksums:
         self._growing.discard(page)
         self._sums[page] = _Sum(num_slots, self._crc(page, num_slots))
 
+    def arrived(self, page: int, num_slots: int, crc: int) -> None:
+        """It was filled with what comes from another engine, and has this CRC."""
+        self._growing.discard(page)
+        self._sums[page] = _Sum(num_slots, crc)
+
+    def is_as_copied(self, page: int, num_slots: int, crc: int) -> bool:
+        """The same as `is_intact`, where so many leading slots were summed anyway."""
+        known = self._sums.get(page)
+        if known is None or known.num_slots != num_slots or page in self._growing:
+            return self.is_intact(page)
+        return known.crc == crc or self.is_intact(page)
+
     def is_intact(self, page: int) -> bool:
         """Whether a page holds what was copied to it, as far as that is known; else the log says so."""
         if page in self._growing:

@@ -1,9 +1,10 @@
 """Authentication of every call, the token file, and the status of a call that fails.
 
-One interceptor stands before every method of every service.  It refuses by default: with a token file,
-each method but the health check needs a token, known by its SHA-256 and compared in constant time;
-AdminService needs a token with `admin`, or the UNIX socket in the data folder, whose permissions are the
-check.  A token names its tenant; conversations of another tenant do not exist.
+One interceptor stands before every method of every service.  It refuses by default: with a token file, each
+method but the health check needs a token, known by its SHA-256 and compared in constant time; AdminService
+needs a token with `admin`, or the UNIX socket in the data folder, whose permissions are the check;
+ReplicaService needs such a token where there are tokens.  A token names its tenant; conversations of another
+tenant do not exist.
 
 The body of a request is received once its caller is known (incoming.py), and parsed once its fields are
 known to be small enough (sizes.py).
@@ -55,6 +56,7 @@ log = logging.getLogger("pensieve")
 KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
 SHOWN_DIGITS = 12  # of a digest, where a token has no name
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+REPLICA_PREFIX = "/pensieve.v1.ReplicaService/"  # for daemons, which know no other's socket
 WATCH_METHOD = HEALTH_PREFIX + "Watch"
 LOCAL_PREFIX = "unix:"  # of a peer; with its colon, no tenant's name
 
@@ -205,6 +207,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             raise PermissionDenied("an admin token is needed, or the socket in the data folder")
         if self._tokens and given is None and not local:
             raise _unauthenticated(metadata)
+        if method.startswith(REPLICA_PREFIX) and self._tokens and not admin:
+            raise PermissionDenied("an admin token is needed")
         if given is None:
             return Caller("", admin)
         return Caller(given.tenant, admin, priority_max=given.priority_max, token=given.shown)

@@ -1,0 +1,82 @@
+"""What two engines must have in common for the KV of one to be of use to the other, as plain words.
+
+Keys and values are what these weights, in this precision, computed; and their bytes mean something only in
+the same format and chunks of the same size.  So an engine names all of that, and KV of one whose identity
+differs in anything is refused (service/hand_over.py).  The weights are known by a digest of the configuration
+and, of each file, of its header and SAMPLES pieces spread over each tensor: two trainings differ
+almost everywhere, and reading a model once more would double its start.
+
+An engine of several ranks has a part of each page in each of its processes, and hands nothing over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pensieve import __version__
+from pensieve.config import Settings
+
+if TYPE_CHECKING:
+    from pensieve.model.shape import ModelShape
+
+SAMPLES, SAMPLE_BYTES = 8, 512
+HEADER_BYTES_MAX = 1 << 24
+PAGE_BYTES_MAX = 32 << 20  # a page crosses the pipe in one frame
+
+
+class KvIdentity(NamedTuple):
+    facts: Mapping[str, str]  # {}: KV is not handed over
+    refusal: str = ""  # then why
+
+
+def kv_identity(
+    settings: Settings, folder: Path, shape: ModelShape, device_type: str, page_bytes: int
+) -> KvIdentity:
+    if settings.tensor_parallel > 1 or settings.pipeline_stages > 1:
+        return KvIdentity({}, "its pages are divided among several ranks")
+    if page_bytes > PAGE_BYTES_MAX:
+        return KvIdentity({}, f"a page of {page_bytes:,} bytes is too large")
+    scales = hashlib.sha256(repr(shape.kv_exponents).encode()).hexdigest()[:16]
+    return KvIdentity(
+        {
+            "version": __version__,
+            "torch": metadata.version("torch"),
+            "device": device_type,
+            "weights": weights_digest(folder),
+            "weights_format": settings.weights,
+            "layers": str(shape.num_layers),
+            "kv_heads": str(shape.num_kv_heads),
+            "head_size": str(shape.head_size),
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "kv_format": shape.kv_format.in_words,
+            "kv_scales": scales if shape.kv_exponents else "none",
+            "chunk_tokens": str(settings.chunk_tokens),
+            "byte_order": sys.byteorder,
+        }
+    )
+
+
+def weights_digest(folder: Path) -> str:
+    """Of the configuration, and of samples of each tensor."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = file.read(min(int.from_bytes(file.read(8), "little"), HEADER_BYTES_MAX))
+            digest.update(header)
+            first = file.tell()
+            tensors = json.loads(header)
+            tensors.pop("__metadata__", None)
+            for name in sorted(tensors):
+                begin, end = tensors[name]["data_offsets"]
+                step = max((end - begin) // SAMPLES, SAMPLE_BYTES)
+                for offset in range(begin, end, step):
+                    file.seek(first + offset)
+                    digest.update(file.read(min(SAMPLE_BYTES, end - offset)))
+    return digest.hexdigest()[:32]

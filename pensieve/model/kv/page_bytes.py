@@ -1,0 +1,61 @@
+"""The pages of both tiers as bytes, to hand KV over to another engine (engine/hand_over.py).
+
+A chunk's bytes are its leading slots, layer by layer, keys and then values of all heads, as they lie in an
+arena (memory.py) without the slots behind them: (layers, 2, kv_heads, slots, row).  They mean the same to
+another engine of the same identity (launch/kv_identity.py) and to no other.
+
+The engine's thread reads and writes, between two iterations.  On a GPU a page of the device tier is read
+behind everything that was launched; a page of the host tier is memory of this process.  The pages that are
+written were just given to their chunks, so no copy and no forward uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pensieve.core.adoption import KvPlace
+from pensieve.model.kv.checksums import PageChecksums
+from pensieve.model.kv.memory import KVMemory
+
+
+class PageBytes:
+    """Copies in the calling thread alone: the threads of torch's products have better to do, and a copy by
+    several waits for the slowest of them, ten times as long where other processes have the cores."""
+
+    def __init__(self, memory: KVMemory, checksums: PageChecksums | None) -> None:
+        self.slot_bytes = memory.page_bytes // memory.chunk_tokens
+        self._device = memory.device_arena.view(torch.uint8)
+        self._host = memory.host_arena.view(torch.uint8)
+        self._checksums = checksums
+
+    def read(self, places: Sequence[KvPlace]) -> bytearray:
+        """What is there, one after the other, behind all that was launched."""
+        body = bytearray(sum(place.num_slots for place in places) * self.slot_bytes)
+        if not body:
+            return body
+        start, flat = 0, torch.frombuffer(body, dtype=torch.uint8)
+        for place in places:
+            arena = self._host if place.on_host else self._device
+            source = arena[:, place.page, :, :, : place.num_slots]
+            target = flat[start : start + source.numel()].view(source.shape)
+            if source.is_cuda:
+                target.copy_(source)
+            else:
+                target.numpy()[...] = source.numpy()
+            start += source.numel()
+        return body
+
+    def is_intact(self, place: KvPlace, crc: int) -> bool:
+        """Whether a page on the host, whose bytes have this CRC, is what was copied to it."""
+        if self._checksums is None or not place.on_host:
+            return True
+        return self._checksums.is_as_copied(place.page, place.num_slots, crc)
+
+    def write(self, host_page: int, num_slots: int, data: memoryview, crc: int) -> None:
+        """Fill a page that nothing uses."""
+        target = self._host[:, host_page, :, :, :num_slots]
+        target.numpy()[...] = data.cast("B", tuple(target.shape))
+        if self._checksums is not None:
+            self._checksums.arrived(host_page, num_slots, crc)

@@ -1,0 +1,110 @@
+"""Whether KV of a conversation is sooner here by the network than by computing it again, part by part.
+
+KV comes from its end on, and the end costs most to recompute.  So with a link of some speed there is a best
+place to stop: what lies before it is quicker recomputed.  Each part is worth its transfer as long as
+
+    seconds to compute its tokens behind what lies before them  >  its bytes / bytes per second of the link
+
+and a transfer is worth beginning if what its parts save together is more than its latency.  What computing
+takes is the engine's own prediction (core/iteration_cost.py) times what prompts took lately beside theirs
+(queueing.py).
+
+The speed of a link is that of the latest transfers from its address, each counting a quarter.  Of an address
+nothing is known at first, nor when the last transfer was long ago: then LATENCY_SECONDS and BYTES_PER_SECOND
+are assumed, which most networks exceed.  Where that would refuse, the link is tried all the same if computing
+takes TRIAL_LATENCIES times the assumed latency: the first part tells how fast it is, and the rule above ends
+the transfer there if it is too slow.  So a wrong assumption costs one part's time, and once in KNOWN_SECONDS.
+
+However fast a link was, nobody waits longer for it than computing everything would take (`hand_over.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LATENCY_SECONDS = 0.02
+BYTES_PER_SECOND = 50e6
+TRIAL_LATENCIES = 10.0
+KNOWN_SECONDS = 600.0
+LATEST_SHARE = 1 / 4
+LINKS_MAX = 1024  # addresses that are remembered; the one learned first is forgotten for the next
+
+
+@dataclass
+class Link:
+    """One address, as its transfers were."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    learned_at: float
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to come: KV of so many tokens."""
+
+    num_tokens: int
+    token_bytes: int
+    compute_seconds: Callable[[int, int], float]  # of tokens [start, stop) behind those before them
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * self.token_bytes
+
+    @property
+    def seconds(self) -> float:
+        """To compute all of it."""
+        return self.compute_seconds(0, self.num_tokens)
+
+
+class TransferTimes:
+    """Plain values; `now` is an argument."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, Link] = {}
+
+    def link(self, address: str, now: float) -> Link | None:
+        """None: nothing is known of it, or only what is long ago."""
+        found = self._links.get(address)
+        return found if found is not None and now - found.learned_at < KNOWN_SECONDS else None
+
+    def bytes_per_second(self, address: str, now: float) -> float:
+        found = self.link(address, now)
+        return found.bytes_per_second if found is not None else BYTES_PER_SECOND
+
+    def is_worth(self, address: str, wanted: Wanted, part_bytes: int, now: float) -> bool:
+        """Whether to begin."""
+        found = self.link(address, now)
+        if found is None and wanted.seconds >= TRIAL_LATENCIES * LATENCY_SECONDS:
+            return True
+        latency = found.latency_seconds if found is not None else LATENCY_SECONDS
+        rate, step = self.bytes_per_second(address, now), max(part_bytes // wanted.token_bytes, 1)
+        saved, stop = 0.0, wanted.num_tokens
+        while stop and (gain := gain_of(wanted, max(stop - step, 0), stop, rate)) > 0:
+            saved, stop = saved + gain, max(stop - step, 0)
+        return saved > latency
+
+    def learn(
+        self, address: str, latency_seconds: float, num_bytes: int, seconds: float, now: float
+    ) -> None:
+        """A transfer of so many bytes took so long, once its first byte was there."""
+        if not num_bytes:
+            return
+        rate, before = num_bytes / max(seconds, 1e-6), self.link(address, now)
+        self._links.pop(address, None)
+        if before is not None:
+            rate = before.bytes_per_second + (rate - before.bytes_per_second) * LATEST_SHARE
+            latency_seconds = (
+                before.latency_seconds + (latency_seconds - before.latency_seconds) * LATEST_SHARE
+            )
+        self._links[address] = Link(latency_seconds, rate, now)
+        if len(self._links) > LINKS_MAX:
+            del self._links[next(iter(self._links))]
+
+
+def gain_of(wanted: Wanted, start: int, stop: int, bytes_per_second: float) -> float:
+    """Seconds that are saved by transferring KV of these tokens instead of computing it."""
+    return (
+        wanted.compute_seconds(start, stop) - (stop - start) * wanted.token_bytes / bytes_per_second
+    )

@@ -1,0 +1,137 @@
+"""KV that comes from another engine becomes chunks of the host tier like any others.
+
+`where` draws a conversation's chunks, as in test_cache.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from tests.core.world import Stage
+
+
+def moved(stage: Stage, name: str, num_tokens: int) -> None:
+    """A conversation whose log is known and of which this engine has nothing."""
+    stage.logs[name] = list(range(num_tokens))
+    stage.commits[name] = [0, num_tokens]
+
+
+def pages_of(stage: Stage, name: str, first: int, slots: list[int]) -> list[int]:
+    """The chunks that were adopted."""
+    return [each.chunk_index for each in stage.adopt(name, first, slots)]
+
+
+def test_a_turn_behind_adopted_chunks_recomputes_nothing() -> None:
+    stage = Stage(8, 8)
+    moved(stage, "a", 11)
+    assert pages_of(stage, "a", 0, [4, 4, 2]) == [2, 1, 0]
+    assert stage.where("a") == "hhh"
+    turn = stage.say("a", 3)
+    assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (10, 0)
+    assert stage.cache.counters.adopted == 3
+
+
+def test_parts_come_from_the_end_and_what_did_not_come_is_a_hole() -> None:
+    stage = Stage(12, 8)
+    moved(stage, "a", 17)
+    assert pages_of(stage, "a", 3, [4]) == [3]
+    assert pages_of(stage, "a", 1, [4, 4]) == [2, 1]
+    assert stage.where("a") == "-hhh"
+    turn = stage.say("a", 2)
+    assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (12, 4)
+
+
+def test_a_chunk_that_was_damaged_is_a_hole_between_others() -> None:
+    stage = Stage(12, 8)
+    moved(stage, "a", 17)
+    assert pages_of(stage, "a", 0, [4, 0, 4, 4]) == [3, 2, 0]
+    assert stage.where("a") == "h-hh"
+    turn = stage.say("a", 2)
+    assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (12, 4)
+
+
+def test_a_host_tier_without_room_takes_the_last_chunks() -> None:
+    stage = Stage(12, 2)
+    moved(stage, "a", 17)
+    assert pages_of(stage, "a", 0, [4, 4, 4, 4]) == [3, 2]
+    assert stage.where("a") == "--hh"
+    assert pages_of(stage, "a", 0, [4, 4]) == []  # they would push out later ones
+    turn = stage.say("a", 2)
+    assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (8, 8)
+
+
+def test_without_a_host_tier_nothing_is_adopted_and_nothing_is_kept() -> None:
+    stage = Stage(8, 0)
+    moved(stage, "a", 9)
+    assert pages_of(stage, "a", 0, [4, 4]) == []
+    assert "a" not in stage.cache.conversations
+    assert stage.say("a", 2).usage.recomputed_tokens == 8
+
+
+def test_what_has_been_idle_for_longer_makes_room_and_what_is_as_good_does_not() -> None:
+    stage = Stage(8, 2)
+    stage.say("old", 8)
+    stage.cache.move_to_host("old", stage.now)
+    stage.run_until_idle()
+    moved(stage, "young", 9)
+    stage.wait(30.0)
+    assert pages_of(stage, "young", 0, [4, 4]) == [1, 0]
+    assert stage.where("young") == "hh"
+    assert "old" not in stage.cache.conversations
+    moved(stage, "twin", 9)
+    assert pages_of(stage, "twin", 0, [4, 4]) == []  # at the same moment it is worth no more
+
+
+def test_pages_of_a_turn_that_runs_and_of_copies_are_never_taken() -> None:
+    stage = Stage(8, 2, swap_out_below=1.0)
+    stage.say("busy", 7)
+    stage.run_until_idle()  # clean: both of its pages are on the host, too
+    stage.wait(30.0)
+    running = stage.ask("busy", 1, 3)
+    stage.next()
+    moved(stage, "a", 9)
+    assert pages_of(stage, "a", 0, [4, 4]) == []
+    assert running.finish is None
+    stage.until_ended(running)
+
+
+def test_a_conversation_that_runs_a_turn_adopts_nothing() -> None:
+    stage = Stage(12, 8)
+    moved(stage, "a", 9)
+    running = stage.ask("a", 2, 4)
+    stage.next()
+    assert stage.cache.adopt("a", array("I", stage.logs["a"]), 0, [4, 4], stage.now) == []
+    stage.until_ended(running)
+
+
+def test_what_is_there_already_is_left_as_it_is() -> None:
+    stage = Stage(12, 8)
+    moved(stage, "a", 13)
+    assert pages_of(stage, "a", 1, [4, 4]) == [2, 1]
+    before = stage.cache.locations("a")
+    assert pages_of(stage, "a", 1, [4, 4]) == []
+    assert stage.cache.locations("a") == before
+    assert pages_of(stage, "a", 0, [4, 4, 4]) == [0]
+
+
+def test_adopted_chunks_are_shared_by_forks_and_evicted_like_others() -> None:
+    stage = Stage(12, 8)
+    moved(stage, "a", 13)
+    pages_of(stage, "a", 2, [4])
+    stage.fork_at("a", 10, "b")
+    assert pages_of(stage, "a", 0, [4, 4]) == [1, 0]
+    assert (stage.where("a"), stage.where("b")) == ("hhh", "hhh")
+    assert stage.say("b", 2).usage.recomputed_tokens == 0
+    assert stage.say("a", 2).usage.recomputed_tokens == 0
+    stage.cache.delete("b", stage.now)
+    assert stage.cache.evict("a", stage.now) == 4
+    assert stage.cache.host.num_empty == 8
+
+
+@pytest.mark.parametrize("copy_share", [0.5, 2.0])
+def test_what_would_be_computed_sooner_than_copied_in_is_not_adopted(copy_share: float) -> None:
+    stage = Stage(12, 8, policy="return", copy_share=copy_share)
+    moved(stage, "a", 9)
+    assert pages_of(stage, "a", 0, [4, 4]) == ([1, 0] if copy_share < 1 else [])

@@ -1,0 +1,445 @@
+"""KV goes from one engine to another in messages: whatever happens between two of them, replies are right."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pensieve.core.adoption import KvPlace
+from pensieve.engine import codec
+from pensieve.engine.engine import Engine
+from pensieve.engine.hand_over import IMPORTS_MAX, HandOver, digest_of, verified
+from pensieve.engine.journal import replay
+from pensieve.engine.messages import (
+    TOKEN_BYTES,
+    Answer,
+    CancelTurn,
+    DeleteConversation,
+    EvictConversation,
+    ExportKv,
+    ForkConversation,
+    GetStats,
+    ImportKv,
+    KvExported,
+    Message,
+    OpenImport,
+    RewindConversation,
+)
+from pensieve.engine.pipe import events_of, message_of, pack_events, pack_message, unpack
+from tests.engine.rig import CACHE, Rig, packed, submit
+from tests.fakes import LedgerExecutor, reply_to
+
+SLOT = struct.Struct("<qq")  # prefix and turn, as the ledger knows them
+SIZE = CACHE.chunk_tokens
+
+
+class LedgerPages:
+    """What the ledger's pages remember, as bytes."""
+
+    slot_bytes = SLOT.size
+
+    def __init__(self, executor: LedgerExecutor) -> None:
+        self._executor = executor
+        self.changed: set[int] = set()  # host pages that are not what was copied to them
+
+    def read(self, places: Sequence[KvPlace]) -> bytearray:
+        body = bytearray()
+        for on_host, page, num_slots in places:
+            slots = (self._executor.host if on_host else self._executor.device)[page][:num_slots]
+            for slot in slots:
+                assert slot is not None, "KV is exported that was never written"
+                body += SLOT.pack(slot[0], 0)
+        return body
+
+    def is_intact(self, place: KvPlace, crc: int) -> bool:
+        return not place.on_host or place.page not in self.changed
+
+    def write(self, host_page: int, num_slots: int, data: memoryview, crc: int) -> None:
+        assert len(data) == num_slots * SLOT.size
+        slots = self._executor.host[host_page] = [None] * SIZE
+        for index, slot in enumerate(SLOT.iter_unpack(data)):
+            slots[index] = (slot[0], slot[1])
+
+
+class Side(Rig):
+    """An engine that hands KV over, and knows the logs of conversations as a store would."""
+
+    def __init__(self, seed: int = 0, journal: io.StringIO | None = None, **options: Any) -> None:
+        super().__init__(seed, journal, **options)
+        self.pages = LedgerPages(self.executor)
+        self.engine.hand_over = HandOver(self.scheduler.cache, self.pages)
+        self.num_turns = 0
+
+    def say(self, name: str, log: list[int], prompt: list[int], reply: int = 6) -> list[int]:
+        """A whole turn; the log after it."""
+        turn_id = self.put(name, log, prompt, reply)
+        self.run()
+        return self.end_of(turn_id, log + prompt)
+
+    def put(self, name: str, log: list[int], prompt: list[int], reply: int = 6) -> int:
+        self.num_turns += 1
+        self.mailbox.put(submit(self.num_turns, name, log, prompt, reply))
+        return self.num_turns
+
+    def end_of(self, turn_id: int, context: list[int]) -> list[int]:
+        said = self.sink.reply_of(turn_id)
+        assert said == reply_to(context, len(context) + len(said))
+        return context + said
+
+    def recomputed(self) -> int:
+        return self.sink.ends()[self.num_turns].usage.recomputed_tokens
+
+    def ask(self, message: Message) -> Any:
+        """What follows from it at once, as it comes over a pipe."""
+        (event,) = crossed(self.engine, message)
+        return event
+
+
+def crossed(engine: Engine, message: Message) -> list[Any]:
+    """Put a message through the pipe's codec, and what follows from it back."""
+    frame = pack_message(message)
+    num_head, num_body = struct.unpack("<II", frame[:8])
+    head, body = frame[8 : 8 + num_head], frame[8 + num_head :]
+    assert len(body) == num_body
+    events: list[Any] = []
+    before = engine.sink
+    engine.sink = Collecting(events)
+    try:
+        engine._receive(message_of(unpack(head, body)))
+    finally:
+        engine.sink = before
+    packed_events = pack_events(events)
+    again: list[Any] = []
+    while packed_events:
+        num_head, num_body = struct.unpack("<II", packed_events[:8])
+        end = 8 + num_head + num_body
+        again += events_of(
+            unpack(packed_events[8 : 8 + num_head], packed_events[8 + num_head : end])
+        )
+        packed_events = packed_events[end:]
+    assert again == events
+    return events
+
+
+class Collecting:
+    def __init__(self, events: list[Any]) -> None:
+        self._events = events
+
+    def publish(self, events: Sequence[Any]) -> None:
+        self._events.extend(events)
+
+
+def exported(side: Side, name: str, num_tokens: int, num_bytes_max: int = 1) -> list[KvExported]:
+    """All parts, from the end on."""
+    parts: list[KvExported] = []
+    before = 0
+    while True:
+        part = side.ask(ExportKv(7, name, num_tokens, before, num_bytes_max))
+        assert isinstance(part, KvExported)
+        if part.slots:
+            parts.append(part)
+        before = part.next_before
+        if not before:
+            return parts
+
+
+def import_of(name: str, log: list[int], part: KvExported, is_first: bool) -> ImportKv:
+    """As the service sends it on."""
+    assert part.digest == digest_of(array("I", log[: part.num_tokens]))
+    log_bytes = packed(log) if is_first else b""
+    return ImportKv(
+        9,
+        name,
+        part.first_chunk,
+        part.slots,
+        part.crcs,
+        len(log_bytes) // TOKEN_BYTES,
+        log_bytes + part.body,
+    )
+
+
+def adopted(side: Side, message: ImportKv) -> int:
+    answer = side.ask(message)
+    assert isinstance(answer, Answer)
+    side.scheduler.check(side.clock.now())
+    return int(answer.figures["chunks"])
+
+
+def open_import(side: Side, name: str) -> None:
+    assert crossed(side.engine, OpenImport(name)) == []
+
+
+def hand_over(
+    source: Side, target: Side, name: str, log: list[int], num_bytes_max: int = 1
+) -> list[int]:
+    """Chunks that were adopted of each part."""
+    open_import(target, name)
+    parts = exported(source, name, len(log), num_bytes_max)
+    return [
+        adopted(target, import_of(name, log, part, index == 0)) for index, part in enumerate(parts)
+    ]
+
+
+def test_a_conversation_goes_on_elsewhere_and_nothing_is_computed_again() -> None:
+    source, target = Side(), Side()
+    log = source.say("a", [], list(range(1, 15)))
+    assert hand_over(source, target, "a", log, 3 * SIZE * SLOT.size) == [
+        3,
+        -(-len(log) // SIZE) - 3,
+    ]
+    assert target.say("a", log, [5, 6]) == source.say("a", log, [5, 6])
+    assert target.recomputed() == source.recomputed() == 0
+    figures = target.engine.take(GetStats(1), target.clock.now())[0].figures  # type: ignore[union-attr]
+    assert figures["chunks_adopted"] == -(-len(log) // SIZE)
+
+
+def test_what_lies_on_the_host_goes_too_and_the_log_goes_with_it() -> None:
+    source, target = Side(), Side()
+    log = source.say("a", [], list(range(1, 15)))
+    source.mailbox.put(EvictConversation("a", to_host=True))
+    source.run()
+    hand_over(source, target, "a", log)
+    turn_id = target.put("a", log, [5])
+    message = target.mailbox.drain()[0]
+    without = replace(message, tokens=packed([5]), first_position=len(log))  # type: ignore[type-var]
+    assert not any(type(each).__name__ == "LogNeeded" for each in crossed(target.engine, without))
+    target.run()
+    target.end_of(turn_id, [*log, 5])
+    assert target.recomputed() == 0
+
+
+def test_a_part_is_as_long_as_was_wanted_or_one_chunk() -> None:
+    source = Side()
+    log = source.say("a", [], list(range(1, 15)))
+    chunk_bytes = SIZE * SLOT.size
+    assert {len(part.slots) for part in exported(source, "a", 16, 1)} == {1}
+    assert [len(part.slots) for part in exported(source, "a", 16, 2 * chunk_bytes)] == [2, 2]
+    assert [part.num_tokens for part in exported(source, "a", 7, chunk_bytes)] == [7, 4]
+    assert sum(sum(part.slots) for part in exported(source, "a", 999)) == len(log) - 1
+
+
+def test_nothing_is_exported_of_a_turn_that_runs_or_of_what_is_not_there() -> None:
+    source = Side()
+    log = source.say("a", [], [1, 2, 3])
+    assert source.ask(ExportKv(1, "b", 9, 0, 1)).refusal == "NOT_HERE"
+    source.put("a", log, [4, 5], 6)
+    source.engine.step()
+    assert source.ask(ExportKv(2, "a", 9, 0, 1)).refusal == "RUNS"
+    source.run()
+    assert source.ask(ExportKv(3, "a", 9, 0, 1)).refusal == ""
+    source.engine.hand_over = HandOver(source.scheduler.cache, None)
+    assert source.ask(ExportKv(4, "a", 9, 0, 1)).refusal == "NO_PAGES"
+
+
+def test_what_another_turn_may_still_fail_to_compute_is_not_exported() -> None:
+    """Pages that a turn of a fork holds are read from the host only."""
+    source = Side()
+    log = source.say("a", [], list(range(1, 10)))
+    source.mailbox.put(ForkConversation("a", 8, "b"))
+    source.put("b", log[:8], [7], 30)
+    source.engine.step()
+    parts = exported(source, "a", len(log))
+    assert all(part.first_chunk >= 2 for part in parts)
+    source.run()
+
+
+def test_a_page_that_changed_on_the_host_is_left_out() -> None:
+    source, target = Side(), Side()
+    log = source.say("a", [], list(range(1, 15)))
+    source.mailbox.put(EvictConversation("a", to_host=True))
+    source.run()
+    (conversation,) = source.scheduler.cache.conversations.values()
+    second = conversation.chunks()[1].host_page
+    assert second is not None
+    source.pages.changed.add(second)
+    num_chunks = len(conversation.chunks())
+    assert hand_over(source, target, "a", log, 99 * SIZE * SLOT.size) == [num_chunks - 2, 1]
+    target.say("a", log, [5])
+    assert target.recomputed() == SIZE
+
+
+@pytest.mark.parametrize("where", ["first byte", "last byte", "length", "log"])
+def test_bytes_that_are_not_what_was_sent_are_not_adopted(where: str) -> None:
+    source, target = Side(), Side()
+    log = source.say("a", [], list(range(1, 15)))
+    (part,) = exported(source, "a", len(log), 99 * SIZE * SLOT.size)
+    message = import_of("a", log, part, True)
+    body, start = bytearray(message.body), len(log) * TOKEN_BYTES
+    if where == "first byte":
+        body[start] ^= 1
+    elif where == "last byte":
+        body[-1] ^= 128
+    elif where == "length":
+        del body[-1]
+    else:
+        message = replace(message, num_log_tokens=len(log) - 1)
+    open_import(target, "a")
+    num_chunks = len(part.slots)
+    expected = num_chunks - 1 if where.endswith("byte") else 0
+    assert adopted(target, replace(message, body=bytes(body))) == expected
+    target.say("a", log, [5])
+    assert (target.recomputed() == len(log) - 1) == (expected == 0)
+
+
+def test_a_part_without_an_open_import_is_not_adopted() -> None:
+    source, target = Side(), Side()
+    log = source.say("a", [], list(range(1, 15)))
+    first, *_ = exported(source, "a", len(log))
+    assert adopted(target, import_of("a", log, first, True)) == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        submit(1, "a", [1], [2], 1),
+        RewindConversation("a", 3),
+        DeleteConversation("a"),
+        ForkConversation("b", 3, "a"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_whatever_uses_or_changes_the_conversation_ends_its_import(
+    message: Message, has_begun: bool
+) -> None:
+    source, target = Side(), Side()
+    log = source.say("a", [], list(range(1, 15)))
+    parts = exported(source, "a", len(log))
+    open_import(target, "a")
+    if has_begun:
+        assert adopted(target, import_of("a", log, parts[0], True)) == 1
+    target.mailbox.put(message)
+    target.run()
+    assert adopted(target, import_of("a", log, parts[1], not has_begun)) == 0
+
+
+def test_an_import_is_not_opened_while_a_turn_runs_or_where_there_is_kv() -> None:
+    source, target = Side(), Side()
+    log = source.say("a", [], list(range(1, 15)))
+    parts = exported(source, "a", len(log))
+    target.put("a", [], log, 30)
+    target.engine.step()
+    open_import(target, "a")
+    target.mailbox.put(CancelTurn(1, 0))
+    target.run()
+    assert "a" not in target.scheduler.cache.conversations
+    assert adopted(target, import_of("a", log, parts[0], True)) == 0
+    target.say("a", [], log, 1)
+    open_import(target, "a")
+    assert adopted(target, import_of("a", log, parts[0], True)) == 0
+
+
+def test_what_was_evicted_in_between_is_not_gone_on_with() -> None:
+    source, target = Side(), Side()
+    log = source.say("a", [], list(range(1, 15)))
+    parts = exported(source, "a", len(log))
+    open_import(target, "a")
+    assert adopted(target, import_of("a", log, parts[0], True)) == 1
+    target.mailbox.put(EvictConversation("a"))
+    target.run()
+    assert adopted(target, import_of("a", log, parts[1], False)) == 0
+    assert adopted(target, import_of("a", log, parts[0], True)) == 0  # it is closed
+
+
+def test_the_oldest_of_too_many_imports_is_closed() -> None:
+    source, target = Side(), Side()
+    log = source.say("a", [], list(range(1, 15)))
+    parts = exported(source, "a", len(log))
+    open_import(target, "a")
+    for number in range(IMPORTS_MAX):
+        open_import(target, f"b{number}")
+    assert adopted(target, import_of("a", log, parts[0], True)) == 0
+
+
+def test_numbers_that_fit_no_chunk_are_refused() -> None:
+    target = Side()
+    for first, slots, log in ((0, (SIZE + 1,), 9), (2, (1,), 8), (0, (SIZE, 0), 3), (0, (), 3)):
+        open_import(target, "a")
+        body = packed(list(range(log))) + bytes(sum(slots) * SLOT.size)
+        message = ImportKv(1, "a", first, slots, (0,) * len(slots), log, body, (), True)
+        assert adopted(target, message) == 0
+    assert not target.scheduler.cache.conversations
+
+
+def test_a_verdict_on_the_bytes_is_a_field_that_a_journal_keeps() -> None:
+    message = ImportKv(1, "a", 0, (2,), (0,), 0, bytes(32))
+    judged = verified(message, SLOT.size)
+    assert (judged.damaged, judged.is_verified) == ((0,), True)
+    items, _ = codec.encode(judged)
+    again = codec.decode_named(items[0], codec.named(items))
+    assert (again.damaged, again.is_verified) == ((0,), True)
+
+
+class Between(random.Random):
+    """What happens at a boundary of messages."""
+
+    def damage(self, message: ImportKv) -> ImportKv | None:
+        """The message, or one that is not what was sent, or none."""
+        roll = self.random()
+        if roll < 0.7:
+            return message
+        if roll < 0.8:
+            return None
+        body = bytearray(message.body)
+        start = message.num_log_tokens * TOKEN_BYTES
+        if roll < 0.9:
+            body[self.randrange(start, len(body))] ^= 1 << self.randrange(8)
+        else:
+            del body[self.randrange(start, len(body)) :]
+        return replace(message, body=bytes(body))
+
+
+@pytest.mark.parametrize("first_seed", range(0, 60, 20))
+def test_replies_are_right_and_a_replay_agrees_whatever_happens_between_two_messages(
+    first_seed: int,
+) -> None:
+    """Two engines with traffic of their own; conversations move back and forth, with faults."""
+    total_adopted = 0
+    for seed in range(first_seed, first_seed + 20):
+        choose, journals = Between(seed), (io.StringIO(), io.StringIO())
+        depth = 1 + seed % 2
+        sides = [Side(seed + i, journals[i], depth=depth) for i in range(2)]
+        logs: dict[str, list[int]] = {}
+        owner: dict[str, int] = {}
+        for _ in range(12):
+            name = f"c{choose.randrange(5)}"
+            log, at = logs.get(name, []), owner.get(name, choose.randrange(2))
+            if log and choose.random() < 0.6:
+                source, at = sides[at], 1 - at
+                target = sides[at]
+                target.mailbox.put(DeleteConversation(name))
+                target.run()
+                open_import(target, name)
+                has_begun = False
+                for part in exported(source, name, len(log), choose.choice((1, 200, 10_000))):
+                    act = choose.random()
+                    if act < 0.1:
+                        target.mailbox.put(EvictConversation(name))
+                    elif act < 0.15:
+                        break
+                    elif act < 0.3:
+                        other = f"x{choose.randrange(3)}"
+                        target.put(other, [], [choose.randrange(500) for _ in range(9)], 4)
+                    for _ in range(choose.randrange(3)):
+                        target.engine.step()
+                        target.clock.advance(choose.choice((0.01, 5.0)))
+                    message = choose.damage(import_of(name, log, part, not has_begun))
+                    if message is not None:
+                        count = adopted(target, message)
+                        has_begun |= count > 0
+                        total_adopted += count
+            owner[name] = at
+            prompt = [choose.randrange(500) for _ in range(choose.randint(1, 6))]
+            if len(log) + len(prompt) + 8 < CACHE.device_tokens_max:
+                logs[name] = sides[at].say(name, log, prompt, choose.randint(1, 6))
+        for side, journal in zip(sides, journals, strict=True):
+            side.run()
+            assert replay(io.StringIO(journal.getvalue())) > 0
+    assert total_adopted > 20
