@@ -30,7 +30,15 @@ from pensieve.errors import (
 )
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
-from pensieve.launch.shared_history import Sharing, announce, drain, open_store, sharing_of
+from pensieve.launch.shared_history import (
+    Sharing,
+    announce,
+    drain,
+    fetch_kv,
+    is_shared,
+    open_store,
+    sharing_of,
+)
 from pensieve.launch.traces import Traces, open_traces
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
@@ -115,6 +123,8 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         metrics=serving.metrics or "",
         metrics_alias=serving.metrics_alias,
         peers=sharing.credentials() if serving.tls_cert is not None else None,
+        peer_tokens=sharing.tokens() if serving.token_file else (),
+        hand_over=is_shared(resolved.settings.store),
     )
     check_exposure(listening)
     engine_programs = {
@@ -232,6 +242,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
         if starting.done():
             starting.result()
             _check_objectives(setup, daemon)
+            fetch_kv(server, setup.sharing)
             drain_seconds = setup.drain_seconds
             hooks.report(in_words(server_info(daemon)))
             if server.metrics_address:

@@ -14,7 +14,10 @@ from pensieve.config import Serving
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.history.connection import Connection, Replica
 from pensieve.history.guard import read_secret
+from pensieve.service.grpc.auth import Token
+from pensieve.service.grpc.replica import KvFetcher
 from pensieve.service.grpc.server import Server
+from pensieve.service.hand_over import HandOver
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.records import ID_PATTERN
@@ -30,6 +33,13 @@ class Sharing:
     replica: str = ""  # its name; empty: one made of host and folder
     secret: str = ""
     certificates: bytes | None = None  # of the authority; None: the system's
+
+    def tokens(self) -> tuple[Token, ...]:
+        """By which daemons that share the secret know each other, where clients need tokens."""
+        if not self.secret:
+            return ()
+        digest = hashlib.sha256(self.secret.encode()).digest()
+        return (Token(digest, admin=True, name="replicas"),)
 
     def credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.certificates)
@@ -81,6 +91,14 @@ def announce(server: Server) -> None:
     if isinstance(store, RemoteStore):
         http = next((each.url.partition("://")[2] for each in server.beside), "")
         store.announce(server.address, http, server.metrics_address)
+
+
+def fetch_kv(server: Server, sharing: Sharing) -> None:
+    """Have it fetch KV of conversations that other daemons had, once its engine is there."""
+    daemon = server.daemon
+    if isinstance(daemon.store, RemoteStore):
+        fetcher = KvFetcher(sharing.secret, server.listening.peers)
+        daemon.owning.pull = HandOver(daemon, fetcher.fetch).pull
 
 
 def drain(server: Server) -> None:

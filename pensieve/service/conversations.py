@@ -13,11 +13,9 @@ engine.  So the loop acts in the order of the store's jobs (threads.py says why)
 * **A deletion** interrupts the running turn and deletes in one job, so no turn begins in between.  Then
   the live turn is ended and DeleteConversation is put: before the Submit of any turn that begins later
   in a conversation of the same id.  If the turn's own end is on its way to the store, that job decides:
-  it finds the turn gone, or commits it where the deletion has failed.
-  A DeleteConversation is never refused: it is lost only with the engine process, and the KV with it.
-* **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  If
-  it is lost, nobody is harmed: a turn says how long its log is, the engine cuts what is longer, and asks
-  for the log where it knows less.
+  it finds the turn gone, or commits it where the deletion has failed.  DeleteConversation is never refused.
+* **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  Lost
+  it does no harm: a turn says how long its log is; the engine cuts what is longer, and asks for the rest.
 * **Events** with a number that is not live are ignored: of warms, and of attempts that were given up.
 """
 
@@ -25,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from pensieve.core.iteration import SampledToken
@@ -85,6 +83,10 @@ DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
 GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
 
+async def _from_nowhere(live: LiveTurn) -> None:
+    """A daemon that has the history alone has all KV that there is."""
+
+
 class Conversations:
     def __init__(
         self,
@@ -128,6 +130,7 @@ class Conversations:
             config.keep_warm_seconds,
         )
         self._num_lookups = Counts[str]()
+        self.bring_kv: Callable[[LiveTurn], Awaitable[None]] = _from_nowhere  # of one about to run
 
     def _weight_of(self, tenant: str) -> float:
         return self._allowance_of(tenant).limits.weight
@@ -297,10 +300,14 @@ class Conversations:
         live, submit = self.turns.begin(begun, self._threads.loop.time(), weight)
         live.arrived_at = arrived_at
         try:
-            self._put(submit)
+            await self.bring_kv(live)
+            if live.phase is Phase.RUNNING:
+                self._put(submit)
         except PensieveError as error:
             await self.interrupt(live, error)
             raise
+        if live.cancelled:  # before the engine had it
+            self._tell(CancelTurn(live.number, submit.history_tokens + live.prompt_tokens))
         return live
 
     async def follow(self, live: LiveTurn, write: Write) -> None:
@@ -386,10 +393,7 @@ class Conversations:
             self._charge(live)
 
     async def interrupt(
-        self,
-        live: LiveTurn,
-        failure: PensieveError,
-        finish: FinishReason = FinishReason.FAILED,
+        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
     ) -> None:
         """End a turn and keep nothing of it, unless its end is decided already."""
         cancel = self.turns.interrupt(live)
@@ -401,10 +405,7 @@ class Conversations:
         await self.end_interrupted(live, failure, finish)
 
     async def end_interrupted(
-        self,
-        live: LiveTurn,
-        failure: PensieveError,
-        finish: FinishReason = FinishReason.FAILED,
+        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
     ) -> None:
         """Of a turn that is being interrupted."""
         await self._ends.interrupt(live)
@@ -416,10 +417,7 @@ class Conversations:
         await self._threads.behind_the_store()  # all ends that are on their way
 
     def _fail(
-        self,
-        live: LiveTurn,
-        failure: PensieveError,
-        finish: FinishReason = FinishReason.FAILED,
+        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
     ) -> None:
         self.turns.fail(live, failure, finish)
         self._ended(live)

@@ -16,17 +16,18 @@ All of it is of the loop but `_stale`, which the store's thread calls.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 
 from pensieve.engine.messages import DeleteConversation, Message
 from pensieve.errors import OwnedElsewhere, QueueFull, Unavailable
 from pensieve.service.conversations import Conversations
 from pensieve.service.history import History
-from pensieve.service.live_turn import cache_key
+from pensieve.service.live_turn import LiveTurn, cache_key
 from pensieve.service.threads import Threads
 from pensieve.store.remote.remote_store import RemoteStore, Store
 
+Pull = Callable[[str, str, str], Awaitable[object]]  # from an address, a tenant's conversation
 takes_over: ContextVar[bool] = ContextVar("takes_over", default=False)  # of the call that runs
 TAKEN = "the conversation was served elsewhere meanwhile; say it again"
 
@@ -42,9 +43,11 @@ class Owning:
     ) -> None:
         self._store, self._history, self._conversations = store, history, conversations
         self._threads, self._put = threads, put
+        self.pull: Pull | None = None  # where daemons fetch KV of each other
         if isinstance(store, RemoteStore):
             store.on_stale = self._stale
             threads.is_taken = self._is_taken
+            conversations.bring_kv = self._bring_kv
 
     def _stale(self, tenant: str, conversation_id: str) -> None:
         """In the store's thread."""
@@ -72,6 +75,14 @@ class Owning:
             return False
         await self.take(elsewhere.conversation_id, tenant)
         return True
+
+    async def _bring_kv(self, live: LiveTurn) -> None:
+        """Of a conversation that another daemon had until now, if that is sooner than computing it."""
+        if isinstance(self._store, RemoteStore):
+            named = live.tenant, live.conversation_id
+            address = self._store.came_from.pop(named, "")
+            if address and self.pull is not None:
+                await self.pull(address, *named)
 
     def _tell(self, message: Message) -> None:
         """A DeleteConversation is never refused (engine_client.py); without an engine there is no KV."""

@@ -105,6 +105,7 @@ class Listening:
     http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
     metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
     metrics_alias: str = "none"
+    peer_tokens: Sequence[auth.Token] = ()  # of other daemons, where clients need tokens
     peers: grpc.ChannelCredentials | None = None  # for calls to other daemons; None: without TLS
 
     def options(self) -> tuple[tuple[str, int], ...]:
@@ -222,7 +223,7 @@ class Server:
         self._audit_log = AuditLog(path) if path is not None else None
         self.audit = Audit(self._audit_log, asyncio.get_running_loop().time)
         self.guard = auth.AuthInterceptor(
-            listening.tokens,
+            (*listening.tokens, *listening.peer_tokens),
             daemon.admission.allowances,
             audit=self.audit,
             refusals=daemon.refusals,
@@ -296,7 +297,7 @@ class Server:
 
     def _use_tokens(self, tokens: Sequence[auth.Token]) -> None:
         limits = auth.limits_of(tokens)
-        self.guard.use(tokens)
+        self.guard.use((*tokens, *self.listening.peer_tokens))
         self.daemon.use_limits(limits)
 
     def _watching_ended(self, watching: asyncio.Task[None]) -> None:
