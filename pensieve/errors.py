@@ -7,6 +7,7 @@
     │   └── PrefixTaken           the prefix_id already stands for another system prompt or other tools
     ├── TurnRunning               a turn of this conversation is running; `turn_id` names it
     ├── StaleRevision             expected_revision is not the present one
+    ├── OwnedElsewhere            the conversation is at home at another daemon; `address` names it
     ├── WrongJobState             a job is in a state in which this cannot be done: it has ended, say
     ├── ContextFull               the conversation no longer fits; `tokens_max` is the limit
     ├── QueueFull                 a bounded queue is full, or a tenant's `limit` is reached; try again later
@@ -132,6 +133,17 @@ class StaleRevision(PensieveError):
         self.actual = actual
 
 
+class OwnedElsewhere(PensieveError):
+    """The conversation is at home at another daemon, at `address`; nothing was done here."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    reason = "OWNED_ELSEWHERE"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"the conversation is at home at {address or 'another daemon'}")
+        self.address = address
+
+
 class WrongJobState(PensieveError):
     """A job is in a state in which this cannot be done; the message names it."""
 
@@ -195,6 +207,7 @@ class Unavailable(PensieveError):
 
     grpc_status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
+    may_have_arrived = True  # False: the request has certainly not reached a daemon
 
 
 class Loading(Unavailable):

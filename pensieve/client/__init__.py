@@ -51,6 +51,7 @@ good enough to end a program, but not to go on with the connection.  To survive 
 start a thread that calls `turn.cancel()`.
 """
 
+from pensieve.client.addresses import AddressState
 from pensieve.client.aio import AsyncClient, AsyncConversation
 from pensieve.client.aio_jobs import AsyncJobs
 from pensieve.client.aio_prefix import AsyncPrefix
@@ -75,6 +76,7 @@ from pensieve.client.values import (
 )
 
 __all__ = [
+    "AddressState",
     "AsyncClient",
     "AsyncConversation",
     "AsyncJobs",

@@ -117,18 +117,25 @@ class FakeConversation:
 
 
 class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServicer):
-    def __init__(self, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, listen: str = "127.0.0.1:0", history_of: ScriptedServer | None = None
+    ) -> None:
+        """`history_of`: another server, with which this one has one history."""
         self.mishaps: deque[Mishap] = deque()
         self.refusals: deque[Refusal] = deque()  # of methods that are no streams
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
         self.abandoned: queue.Queue[str] = queue.Queue()  # request_ids of streams that were left
         self.found: dict[str, FakeConversation] = {}
         self.declared: dict[str, pb.GetPrefixResponse] = {}
+        self.homes: dict[str, str] = {}  # of conversations whose calls were forwarded
         self.health = status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
         self.before_cancel: Callable[[], None] = lambda: None
         self.odd = False  # says what only a newer server would
         self._held: threading.Event | None = None
         self._turn_ids = itertools.count(1)
+        if history_of is not None:
+            self.found, self.declared = history_of.found, history_of.declared
+            self._turn_ids = history_of._turn_ids
         self._server = grpc.server(futures.ThreadPoolExecutor(24))
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(self, self._server)
         self.jobs = ScriptedJobs()
@@ -407,6 +414,8 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
     def _note(self, name: str, request: Any, context: grpc.ServicerContext) -> None:
         metadata = dict(context.invocation_metadata())
         self.calls.append((name, request, metadata))
+        if home := self.homes.get(getattr(request, "conversation_id", "")):
+            context.send_initial_metadata((("pensieve-home", home),))
         held, self._held = self._held, None
         if held is not None:
             over = threading.Event()

@@ -23,6 +23,7 @@ from pensieve.errors import (
     InvalidArgument,
     Loading,
     ModelError,
+    OwnedElsewhere,
     PensieveError,
     QueueFull,
     StaleRevision,
@@ -404,6 +405,8 @@ def _causes(error: PensieveError) -> dict[str, str]:
         return {"conversation_id": error.conversation_id, "turn_id": error.turn_id}
     if isinstance(error, StaleRevision):
         return {"expected": str(error.expected), "actual": str(error.actual)}
+    if isinstance(error, OwnedElsewhere):
+        return {"address": error.address}
     if isinstance(error, ContextFull):
         return {"tokens": str(error.tokens), "tokens_max": str(error.tokens_max)}
     if isinstance(error, QueueFull) and error.limit:
