@@ -221,6 +221,7 @@ class Route:
         self._has_answered = False  # in this try
         self._tried: dict[str, PensieveError] = {}  # in this round: why each of them failed
         self._reached: list[str] = []  # of these, those with a daemon that does not serve
+        self._last: PensieveError | None = None  # what the last try failed with
 
     @property
     def are_several(self) -> bool:
@@ -228,16 +229,18 @@ class Route:
         return self._addresses.are_several
 
     def choose(self) -> Choice:
-        """The address for the next try."""
+        """The address for the next try; raises the error of the last one if there is none left to try."""
         order = self._addresses.order(self.key)
         if self._first:
             order = [self._first, *(name for name in order if name != self._first)]
         choice = self._addresses.choose(order, [*self._tried])
-        if choice is None:  # none is left: the most hopeful one answers for all
+        if choice is None:  # the rest was only looked at
+            if not self._reached and self._last is not None:
+                raise self._last
+            # The one that is there but does not serve says best what is to be waited for.
             choice = Choice(
                 next((name for name in order if name in self._reached), order[0]), False
             )
-            del self._tried[choice.name]
         self.at, self._has_answered = choice.name, False
         return choice
 
@@ -266,8 +269,9 @@ class Route:
 
         Without `repeat` it goes on only if this one has certainly done nothing.
         """
-        if not self.at:  # nothing was tried: the client is closed
+        if not self.at or error is self._last:  # the client is closed, or nothing is left to try
             return False
+        self._last = error
         if isinstance(error, OwnedElsewhere):
             self._addresses.works(self.at)
             self._tried[self.at], self._first = error, ""
@@ -296,6 +300,7 @@ class Route:
         """After a pause: all may be tried again."""
         self._tried.clear()
         self._reached.clear()
+        self._last = None
 
     def explained(self, error: PensieveError) -> PensieveError:
         """The error for whoever made the request: which addresses were tried, and why each one failed."""

@@ -77,6 +77,7 @@ class AsyncJobs:
                     raise upload.error from None
                 failure = error
             if was_sent and isinstance(failure, AlreadyExists):
+                route.answered()
                 found = await self._found(upload.header.job_id)
                 if found is not None and found.state != "receiving":
                     if found.sha256 == upload.header.sha256:

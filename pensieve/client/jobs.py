@@ -80,6 +80,7 @@ class Jobs:
                     raise upload.error from None
                 failure = error
             if was_sent and isinstance(failure, AlreadyExists):
+                route.answered()
                 found = self._found(upload.header.job_id)
                 if found is not None and found.state != "receiving":
                     if found.sha256 == upload.header.sha256:

@@ -64,7 +64,7 @@ class Retry:
         return None if left is not None and pause >= left else pause
 
     def grown(self, num_failures: int) -> float:
-        """The pause after so many failures in a row, with its jitter."""
+        """The pause after `num_failures` in a row, with its jitter."""
         doublings = min(num_failures - 1, 60)
         pause: float = min(self.first_seconds * 2**doublings, self.most_seconds)
         return pause * (0.5 + self.drawn() / 2)

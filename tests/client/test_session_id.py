@@ -140,9 +140,7 @@ def test_each_call_about_one_carries_its_id(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_about_none_carries_no_id(
-    name: str, listening: tuple[Listener, list[str]]
-) -> None:
+def test_what_is_about_none_carries_no_id(name: str, listening: tuple[Listener, list[str]]) -> None:
     listener, addresses = listening
     listener.calls.clear()
     client = Client(addresses[0], retry=Retry(retries=0))
