@@ -69,6 +69,10 @@ class AsyncCaller:
         """Its addresses, and what is known of each; sends nothing."""
         return self._connection.addresses.states()
 
+    def address_of(self, conversation_id: str) -> str:
+        """At which of its addresses `conversation_id` is at home, as far as this client knows."""
+        return self._connection.addresses.order(conversation_id)[0]
+
     async def close(self) -> None:
         """Close the connection: calls under way end, and later ones raise InvalidArgument.
 

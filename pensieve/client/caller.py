@@ -72,6 +72,10 @@ class Caller:
         """Its addresses, and what is known of each; sends nothing."""
         return self._connection.addresses.states()
 
+    def address_of(self, conversation_id: str) -> str:
+        """At which of its addresses `conversation_id` is at home, as far as this client knows."""
+        return self._connection.addresses.order(conversation_id)[0]
+
     def close(self) -> None:
         """Close the connection: calls under way end, and later ones raise InvalidArgument.
 

@@ -28,7 +28,7 @@ SEVERAL_OPTIONS = (
     *(each for each in OPTIONS if not each[0].startswith("grpc.keepalive")),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # as long as a connection may take to be made
+    ("grpc.min_reconnect_backoff_ms", 3_000),  # as long as a connection may take to be made
 )
 SESSION_KEY = "session_id"  # Ray Serve's name on gRPC; another one scatters calls without an error
 HOME_KEY = "pensieve-home"  # a daemon that has forwarded a call says where the conversation is
