@@ -21,6 +21,7 @@ class Fleet:
         first = ScriptedServer()
         self.servers = [first, *(ScriptedServer(history_of=first) for _ in range(num_servers - 1))]
         self.addresses = [server.address for server in self.servers]
+        self.ever = [*self.servers]  # those that were stopped included
 
     def __enter__(self) -> Self:
         for server in self.servers:
@@ -42,6 +43,7 @@ class Fleet:
         """It comes back, and remembers what the others do."""
         server = ScriptedServer(address, history_of=self.servers[0])
         assert server.address == address
+        self.ever.append(server)
         self.servers[self.addresses.index(address)] = server.__enter__()
         return server
 

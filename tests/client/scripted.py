@@ -133,9 +133,10 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self.odd = False  # says what only a newer server would
         self._held: threading.Event | None = None
         self._turn_ids = itertools.count(1)
+        self._ending = threading.Lock()  # a turn ends once, wherever it is read
         if history_of is not None:
             self.found, self.declared = history_of.found, history_of.declared
-            self._turn_ids = history_of._turn_ids
+            self._turn_ids, self._ending = history_of._turn_ids, history_of._ending
         self._server = grpc.server(futures.ThreadPoolExecutor(24))
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(self, self._server)
         self.jobs = ScriptedJobs()
@@ -235,15 +236,16 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         if not context.is_active():
             return
         over.set()
-        if not replayed:
-            kept.running = None
-            kept.conversation.revision += 1
-            kept.say(pb.ROLE_USER, request.messages[0].content)
-            kept.say(pb.ROLE_ASSISTANT, " ".join(sent))
-            turn.words = [word.lower() for word in sent]
-            turn.finish_reason = (
-                pb.FINISH_REASON_CANCELLED if turn.cancelled else pb.FINISH_REASON_STOP
-            )
+        with self._ending:
+            if not replayed and turn.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+                kept.running = None
+                kept.conversation.revision += 1
+                kept.say(pb.ROLE_USER, request.messages[0].content)
+                kept.say(pb.ROLE_ASSISTANT, " ".join(sent))
+                turn.words = [word.lower() for word in sent]
+                turn.finish_reason = (
+                    pb.FINISH_REASON_CANCELLED if turn.cancelled else pb.FINISH_REASON_STOP
+                )
         completed = pb.TurnCompleted(
             finish_reason=99 if self.odd else turn.finish_reason,  # type: ignore[arg-type]
             usage=pb.Usage(prompt_tokens=3, new_tokens=3, output_tokens=len(sent)),

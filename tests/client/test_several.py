@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -421,6 +425,68 @@ def test_it_is_healthy_while_one_daemon_serves(fleet: Fleet, client: WithThreads
     assert client.do(lambda c: c.healthy())
     fleet.servers[2].health = NOT_SERVING
     assert not client.do(lambda c: c.healthy())
+
+
+def test_a_host_that_swallows_packets_is_waited_for_once(fleet: Fleet) -> None:
+    with contextlib.closing(socket.socket()) as hole:
+        hole.bind(("127.0.0.1", 0))
+        hole.listen(50)  # connections are made, and nobody answers on them
+        address = f"127.0.0.1:{hole.getsockname()[1]}"
+        addresses = [address, *fleet.addresses]
+        mine = [each for each in IDS if ranked(each, addresses)[0] == address][:5]
+        with WithThreads(addresses, Retry(first_seconds=600.0, most_seconds=600.0)) as client:
+            for each in mine:
+                assert client.ask(each, "hello").text == "hello "
+            state = client.states[address]
+            assert (state.state, state.num_failures) == ("avoided", 1)
+            assert state.seconds_left > 100
+            assert client.slept == []
+
+
+def test_turns_are_held_once_while_daemons_come_and_go(fleet: Fleet) -> None:
+    texts = [f"one two three {number}" for number in range(30)]
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        for address in itertools.cycle(fleet.addresses):
+            fleet.stop(address)
+            time.sleep(0.02)
+            fleet.start(address)
+            if over.wait(0.03):
+                return
+
+    async def talk(client: AsyncClient, name: str) -> None:
+        for text in texts:
+            seen = ""
+            async for event in client.conversation(name).send(text):
+                seen = "" if isinstance(event, Restarted) else seen + str(event)
+                await asyncio.sleep(0.002)
+            assert seen == f"{text} "
+
+    async def main() -> None:
+        retry = Retry(retries=20, first_seconds=0.005, most_seconds=0.1)
+        async with (
+            AsyncClient(fleet.addresses, retry=retry) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            for name in IDS[:20]:
+                group.create_task(talk(client, name))
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        asyncio.run(main())
+    finally:
+        over.set()
+        thread.join()
+    num_sent = sum(server.names().count("SendMessage") for server in fleet.ever)
+    assert len(fleet.ever) > 5
+    assert num_sent > 20 * len(texts)  # some were sent again
+    for name in IDS[:20]:
+        kept = fleet.servers[0].found[name]
+        assert [message.content for message in kept.messages] == [
+            text for text in texts for _ in range(2)
+        ]
 
 
 # -- homes that daemons name --
