@@ -243,26 +243,27 @@ def test_a_turn_that_ended_without_its_reader_is_replayed_from_the_history_elsew
     assert [message.content for message in kept.messages] == ["a b c d", "a b c d"]
 
 
-def test_a_home_that_is_back_is_used_from_the_next_turn_on(
-    fleet: Fleet, client: WithThreads
-) -> None:
+def test_a_home_that_is_back_is_used_from_the_next_turn_on(fleet: Fleet) -> None:
     order = ranked("talk-0", fleet.addresses)
-    fleet.stop(order[0])
-    fleet.at(order[1]).mishaps.append(Mishap(after=2))
+    beside = next(each for each in IDS[1:] if ranked(each, fleet.addresses)[0] == order[0])
+    with WithThreads(fleet.addresses) as client:
+        fleet.stop(order[0])
+        fleet.at(order[1]).mishaps.append(Mishap(after=2))
 
-    def after(number: int) -> None:
-        if number == 1:
-            fleet.start(order[0])
+        def is_home() -> bool:
+            client.ask(beside, "hello")
+            return order[0] in fleet.who_has(beside)
 
-    events = client.events("talk-0", "a b c d", after)
-    assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
-    assert fleet.who_has("talk-0") == [order[1]] * 2  # where it had begun
+        def after(number: int) -> None:
+            if number == 1:
+                fleet.start(order[0])
+                until(is_home)
 
-    def is_home() -> bool:
+        events = client.events("talk-0", "a b c d", after)
+        assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
+        assert fleet.who_has("talk-0") == [order[1]] * 2  # where it had begun
         client.ask("talk-0", "e")
-        return order[0] in fleet.who_has("talk-0")
-
-    until(is_home)
+        assert fleet.who_has("talk-0").count(order[0]) == 1
 
 
 def test_a_turn_is_cancelled_where_it_runs(fleet: Fleet, client: WithThreads) -> None:
