@@ -277,8 +277,7 @@ class Route:
             self._tried[self.at], self._first = error, ""
             if self._addresses.learn(self.key, error.address) and error.address not in self._tried:
                 self._first = error.address
-                return self.are_several
-            return self._is_one_left
+            return self._is_one_left and not self._has_answered  # else two could toss it forever
         if isinstance(error, DeadlineExceeded) and not self._has_answered:
             self._addresses.doubt(self.at, str(error))
             return False

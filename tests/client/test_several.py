@@ -11,12 +11,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 
 from pensieve import errors
 from pensieve.client import AsyncClient, Client, Restarted, Retry
 from pensieve.client.admin import Admin
+from pensieve.client.grpc_errors import error_of
 from pensieve.client.rendezvous import ranked
+from pensieve.service.grpc.translate import status
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 from tests.client.fleet import Fleet, WithTasks, WithThreads
@@ -509,6 +512,29 @@ def test_a_daemon_that_names_another_one_is_believed(fleet: Fleet, client: WithT
     fleet.stop(order[2])  # and not for ever
     client.ask("talk-0", "on")
     assert fleet.who_has("talk-0").count(order[0]) == 2
+
+
+def test_a_turn_whose_conversation_moves_in_the_middle_goes_on_at_its_new_home(
+    fleet: Fleet, client: WithThreads
+) -> None:
+    order = ranked("talk-0", fleet.addresses)
+    fleet.at(order[0]).mishaps.append(Mishap(after=2, refusal=owned_at(order[2])))
+    fleet.at(order[2]).mishaps.append(Mishap(after=2, refusal=owned_at(order[0])))
+    events = client.events("talk-0", "a b c d")
+    assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
+    assert fleet.who_has("talk-0").count(order[0]) == 2
+    assert fleet.who_has("talk-0").count(order[2]) == 1
+    assert len(client.slept) == 2  # so two that disagree cannot keep it busy
+
+
+def test_the_error_that_names_a_home_travels_with_its_address() -> None:
+    trailing = [
+        ("grpc-status-details-bin", status(errors.OwnedElsewhere("gpu2:1")).SerializeToString())
+    ]
+    error = error_of(grpc.StatusCode.FAILED_PRECONDITION, "elsewhere", trailing)
+    assert isinstance(error, errors.OwnedElsewhere)
+    assert error.address == "gpu2:1"
+    assert str(error) == "the conversation is at home at gpu2:1"
 
 
 def test_what_would_do_harm_twice_is_sent_to_the_home_that_is_named(

@@ -238,7 +238,8 @@ PROTECTIONS = (
             Change(
                 "pensieve/client/turn.py",
                 "            connection.begin_reading(course, self._stream)\n",
-                "            connection.begin_reading(course, self._stream)\n            course.was_sent = True\n",
+                "            connection.begin_reading(course, self._stream)\n"
+                "            course.was_sent = True\n",
             ),
         ),
         (
@@ -300,7 +301,6 @@ PROTECTIONS = (
         "            self._first = self.at\n",
         "",
         "client/test_several.py::test_a_home_that_is_back_is_used_from_the_next_turn_on",
-        "client/test_several.py::test_a_turn_goes_on_at_the_next_daemon_when_its_own_dies_in_the_middle",
     ),
     protection(
         "one request looks at a daemon that was away, and the others do not wait for it",
