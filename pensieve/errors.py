@@ -196,6 +196,7 @@ class Unavailable(PensieveError):
 
     grpc_status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
+    may_have_arrived = True  # False: the request has certainly not reached a daemon
 
 
 class Loading(Unavailable):

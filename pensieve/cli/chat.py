@@ -109,7 +109,7 @@ def _with_daemon_here(
     client = stack.enter_context(Client(daemon.address, sleep=waiting))
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
     info = client.server_info()
-    parts = (client, lambda: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
+    parts = (client, lambda _: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
     return _chat(resolved, quiet, info, *parts), name
 
 
@@ -133,8 +133,9 @@ def _with_daemon_at(
     )
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def admin() -> Admin:
-        return Admin(address, token=token, tls=tls, retry=Retry(retries=0))
+    def admin(conversation_id: str) -> Admin:
+        home = client.address_of(conversation_id)
+        return Admin(home, token=token, tls=tls_to(home, resolved), retry=Retry(retries=0))
 
     name = address if info is None else f"{info.model} at {address}"
     return _chat(resolved, quiet, info, client, admin, lambda: False, ctrl_c, screen), name
@@ -145,7 +146,7 @@ def _chat(
     quiet: bool,
     info: ServerInfo | None,  # None: of a daemon of an earlier version
     client: Client,
-    admin: Callable[[], Admin],
+    admin: Callable[[str], Admin],  # of a conversation's daemon
     ended: Callable[[], bool],
     ctrl_c: CtrlC,
     screen: Screen,

@@ -54,7 +54,7 @@ class Commands:
         self,
         talk: Talk,
         client: Client,
-        admin: Callable[[], Admin],
+        admin: Callable[[str], Admin],  # of a conversation's daemon
         ctrl_c: CtrlC,
         screen: Screen,
     ) -> None:
@@ -252,7 +252,7 @@ class Commands:
         self._screen.line("\n".join(map(sampling.line, names) if names else sampling.lines()))
 
     def _stats(self, argument: str) -> None:
-        with self._admin() as admin:
+        with self._admin(self._talk.conversation_id) as admin:
             figures = sorted(admin.stats().more.items())
         for name, value in figures:
             self._screen.line(f"{name.replace('_', ' '):<32} {value:>14,.6g}")

@@ -46,7 +46,7 @@ class Chat:
     def __init__(
         self,
         client: Client,
-        admin: Callable[[], Admin],
+        admin: Callable[[str], Admin],  # of a conversation's daemon
         manner: Manner,
         ended: Callable[[], bool],  # whether nothing will ever be answered again
         ctrl_c: CtrlC,

@@ -42,8 +42,9 @@ def add_settings(command: argparse.ArgumentParser, *tables: Table) -> None:
 
 
 def tls_to(address: str, resolved: Resolved) -> Tls:
-    """How the daemon at this address is reached; a UNIX socket has no TLS, whatever the network has."""
-    if address.removeprefix("grpc://").startswith("unix:"):
+    """How the daemons at these addresses are reached; UNIX sockets have no TLS, whatever the network has."""
+    names = [each.strip().removeprefix("grpc://") for each in address.split(",")]
+    if all(name.startswith("unix:") for name in names):
         return False
     return resolved.values["tls_ca"] or bool(resolved.values["tls"])
 

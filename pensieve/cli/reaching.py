@@ -132,7 +132,7 @@ def reached(client: Client) -> ServerInfo | None:
     except (Unavailable, DeadlineExceeded) as error:
         hint = "; `pensieve serve` starts a daemon" if "nothing listens" in str(error) else ""
         raise Unavailable(f"no daemon can be reached at {client.address}: {error}{hint}") from error
-    if info.state == "draining":
+    if info.state == "draining" and len(client.addresses) == 1:  # else another one takes turns
         raise Unavailable(f"the daemon at {client.address} is about to stop, and takes no turns")
     return info
 

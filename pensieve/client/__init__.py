@@ -23,6 +23,11 @@ loading its model is waited for, up to ten minutes.  A `timeout` ends both.
 
     Client("127.0.0.1:50051", timeout=120, retry=Retry(retries=12))  # out of reach: tried for 31 to 63 s
 
+**Several daemons** that have one history may be named together.  Each conversation goes to the address that
+its id hashes to, and to the next one while that is away; `client.addresses` shows what is known of them.
+
+    Client("gpu1:50051,gpu2:50051,gpu3:50051")  # or a list
+
 **Ending a turn early.**  Who leaves a turn on purpose ends it, at once: by a `timeout`, `close`, the end of
 its `with`, a `break`, an exception in the loop, a cancelled task, Ctrl-C, or the end of the client or of the
 program.  The next message may follow directly.  The history then is what the caller has seen: of `send`, the
@@ -51,6 +56,7 @@ good enough to end a program, but not to go on with the connection.  To survive 
 start a thread that calls `turn.cancel()`.
 """
 
+from pensieve.client.addresses import AddressState
 from pensieve.client.aio import AsyncClient, AsyncConversation
 from pensieve.client.aio_jobs import AsyncJobs
 from pensieve.client.aio_prefix import AsyncPrefix
@@ -75,6 +81,7 @@ from pensieve.client.values import (
 )
 
 __all__ = [
+    "AddressState",
     "AsyncClient",
     "AsyncConversation",
     "AsyncJobs",

@@ -7,9 +7,9 @@ of admin.proto.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 
 from pensieve.client.client import Client
+from pensieve.client.connection import Link
 from pensieve.client.requests import check_id, check_text
 from pensieve.client.retry import Deadline
 from pensieve.v1 import admin_pb2 as pb
@@ -20,23 +20,23 @@ LOOK_SECONDS = 30.0  # the timeout of calls that walk the cache
 
 
 class Admin(Client):
-    """A connection to a daemon for its operator; takes the arguments of `Client`.
+    """A connection to a daemon for its operator; takes the arguments of `Client`, with one address.
 
     A `conversation_id` that several tenants have needs a `tenant`, too.
     """
 
-    @cached_property
-    def _admin(self) -> admin_pb2_grpc.AdminServiceStub:
-        return admin_pb2_grpc.AdminServiceStub(self._connection.channel)
+    _is_for_one_daemon = True
 
     def stats(self) -> pb.Stats:
         """The daemon's figures now."""
-        return self.call(self._admin.GetStats, pb.GetStatsRequest()).stats
+        return self.call(lambda at: _stub(at).GetStats, pb.GetStatsRequest()).stats
 
     def watch(self, interval_seconds: float = 1.0) -> Iterator[pb.Stats]:
         """The daemon's figures every `interval_seconds`, until the daemon ends or the caller stops."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
-        stream = self._connection.stream(self._admin.WatchStats, request, Deadline(None))
+        stream = self._connection.stream(
+            lambda at: _stub(at).WatchStats, request, Deadline(None), self._connection.route("")
+        )
         try:
             while (response := stream.read()) is not None:
                 yield response.stats
@@ -45,7 +45,7 @@ class Admin(Client):
 
     def metrics(self) -> str:
         """The daemon's metrics now, in Prometheus' exposition format."""
-        return self.call(self._admin.GetMetrics, pb.GetMetricsRequest()).text
+        return self.call(lambda at: _stub(at).GetMetrics, pb.GetMetricsRequest()).text
 
     def cached(self, least_valuable: bool = False, limit: int = 20) -> list[pb.CachedConversation]:
         """The conversations with KV in the cache, `limit` of them at most.
@@ -55,7 +55,7 @@ class Admin(Client):
         kinds = pb.ListCachedConversationsRequest
         order = kinds.ORDER_LEAST_VALUABLE if least_valuable else kinds.ORDER_LARGEST
         request = kinds(order=order, limit=limit)
-        answer = self.call(self._admin.ListCachedConversations, request, LOOK_SECONDS)
+        answer = self.call(lambda at: _stub(at).ListCachedConversations, request, LOOK_SECONDS)
         return list(answer.conversations)
 
     def explain(self, conversation_id: str, tenant: str = "") -> pb.ExplainConversationResponse:
@@ -64,7 +64,7 @@ class Admin(Client):
             conversation_id=check_text("conversation_id", conversation_id),
             tenant=check_text("tenant", tenant),
         )
-        return self.call(self._admin.ExplainConversation, request, LOOK_SECONDS)
+        return self.call(lambda at: _stub(at).ExplainConversation, request, LOOK_SECONDS)
 
     def evict(self, conversation_id: str, tenant: str = "", to_host: bool = False) -> int:
         """Evict the KV of one conversation; returns the number of chunks that lost their pages.
@@ -79,20 +79,22 @@ class Admin(Client):
             if to_host
             else destination.DESTINATION_NOWHERE,
         )
-        answer = self.call(self._admin.EvictConversation, request)
+        answer = self.call(lambda at: _stub(at).EvictConversation, request)
         return answer.chunks_moved if to_host else answer.chunks_dropped
 
     def check(self) -> list[str]:
         """Check the daemon's bookkeeping; returns the problems found, as a rule none."""
-        return list(self.call(self._admin.CheckIntegrity, pb.CheckIntegrityRequest()).problems)
+        return list(
+            self.call(lambda at: _stub(at).CheckIntegrity, pb.CheckIntegrityRequest()).problems
+        )
 
     def tenants(self) -> list[pb.Tenant]:
         """What each tenant has taken, and what it may take."""
-        return list(self.call(self._admin.ListTenants, pb.ListTenantsRequest()).tenants)
+        return list(self.call(lambda at: _stub(at).ListTenants, pb.ListTenantsRequest()).tenants)
 
     def tenant_prefixes(self) -> list[pb.TenantPrefix]:
         """The declared prefixes of all tenants, the oldest first."""
-        answer = self.call(self._admin.ListTenantPrefixes, pb.ListTenantPrefixesRequest())
+        answer = self.call(lambda at: _stub(at).ListTenantPrefixes, pb.ListTenantPrefixesRequest())
         return list(answer.prefixes)
 
     def delete_tenant_prefix(self, prefix_id: str, tenant: str = "") -> None:
@@ -100,11 +102,11 @@ class Admin(Client):
         request = pb.DeleteTenantPrefixRequest(
             prefix_id=check_id(prefix_id, "prefix_id"), tenant=check_text("tenant", tenant)
         )
-        self.call(self._admin.DeleteTenantPrefix, request)
+        self.call(lambda at: _stub(at).DeleteTenantPrefix, request)
 
     def drain(self) -> int:
         """Let the daemon refuse new turns and finish those that run; returns how many run."""
-        return self.call(self._admin.Drain, pb.DrainRequest()).turns_running
+        return self.call(lambda at: _stub(at).Drain, pb.DrainRequest()).turns_running
 
     def back_up(self, folder: str, timeout: float = BACK_UP_SECONDS) -> pb.BackUpResponse:
         """Copy the whole history into a folder of the daemon's machine; only through its socket.
@@ -112,4 +114,8 @@ class Admin(Client):
         After `timeout` seconds it is given up.
         """
         request = pb.BackUpRequest(folder=check_text("folder", folder))
-        return self.call(self._admin.BackUp, request, timeout)
+        return self.call(lambda at: _stub(at).BackUp, request, timeout)
+
+
+def _stub(at: Link) -> admin_pb2_grpc.AdminServiceStub:
+    return admin_pb2_grpc.AdminServiceStub(at.channel)

@@ -16,6 +16,7 @@ from pensieve.client.aio_caller import PAGE_SIZE, AsyncCaller
 from pensieve.client.aio_jobs import AsyncJobs
 from pensieve.client.aio_prefix import AsyncPrefix
 from pensieve.client.aio_turn import AsyncTurn
+from pensieve.client.channel import CHECK_SECONDS
 from pensieve.client.requests import (
     MessageInput,
     SendOptions,
@@ -26,6 +27,7 @@ from pensieve.client.requests import (
     new_id,
     send_request,
 )
+from pensieve.client.retry import Deadline
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
@@ -40,20 +42,18 @@ from pensieve.client.values import (
 )
 from pensieve.errors import DeadlineExceeded, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import status_pb2
-
-HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 
 
 class AsyncClient(AsyncCaller):
-    """A connection to a Pensieve daemon.
+    """A connection to a Pensieve daemon, or to several that have one history.
 
     Several tasks may share one client.  Nothing is sent before the first call.  Use the client by
     `async with`, or `close` it: that leaves the turns that are being read, and frees the connection.
     Whatever fails raises a subclass of `pensieve.errors.PensieveError`.
 
     Args:
-        address: HOST:PORT or unix:PATH, with or without grpc:// before it.
+        address: HOST:PORT or unix:PATH, with or without grpc:// before it; several of them as a list, or
+            with commas between.  By default $PENSIEVE_DAEMON, else 127.0.0.1:50051.
         token: the access token, if the daemon asks for one.
         tls: False for none; True trusts the system's certificate authorities; a path names the
             certificate of the one authority to trust; or gRPC channel credentials.
@@ -77,8 +77,8 @@ class AsyncClient(AsyncCaller):
 
         `timeout` is for each page that is fetched.
         """
-        method, request = self._connection.stub.ListConversations, pb.ListConversationsRequest()
-        async for page in self.pages(method, request, timeout):
+        request = pb.ListConversationsRequest()
+        async for page in self.pages(lambda at: at.stub.ListConversations, request, timeout):
             for each in page.conversations:
                 yield state_of(each)
 
@@ -91,8 +91,8 @@ class AsyncClient(AsyncCaller):
 
         They are without their messages, tools and options.  `timeout` is for each page that is fetched.
         """
-        method, request = self._connection.stub.ListPrefixes, pb.ListPrefixesRequest()
-        async for page in self.pages(method, request, timeout):
+        request = pb.ListPrefixesRequest()
+        async for page in self.pages(lambda at: at.stub.ListPrefixes, request, timeout):
             for each in page.prefixes:
                 yield prefix_of(each)
 
@@ -102,29 +102,29 @@ class AsyncClient(AsyncCaller):
         return AsyncJobs(self)
 
     async def healthy(self, timeout: float | None = 5.0) -> bool:
-        """Whether the daemon can be reached and accepts new turns."""
-        check = self._connection.channel.unary_unary(
-            HEALTH_METHOD,
-            request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=status_pb2.HealthCheckResponse.FromString,
-        )
-        try:
-            answer = await self.call(check, status_pb2.HealthCheckRequest(), timeout)
-        except (Unavailable, DeadlineExceeded):
-            return False
-        return answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
+        """Whether a daemon can be reached and accepts new turns: one of them, where there are several."""
+        deadline, names = Deadline(timeout), self._connection.addresses.names
+        for name in names:
+            left = deadline.left()
+            most = left if len(names) == 1 else min(CHECK_SECONDS, left or CHECK_SECONDS)
+            error = await self._connection.serves(name, most)
+            if error is None:
+                return True
+            if not isinstance(error, Unavailable | DeadlineExceeded):
+                raise error
+        return False
 
     async def server_info(self, timeout: float | None = None) -> ServerInfo:
         """Which model the daemon serves, and how; it answers also while the model is loading."""
-        method, request = self._connection.stub.GetServerInfo, pb.GetServerInfoRequest()
-        return info_of((await self.call(method, request, timeout, repeat=True)).server)
+        request = pb.GetServerInfoRequest()
+        answer = await self.call(lambda at: at.stub.GetServerInfo, request, timeout, repeat=True)
+        return info_of(answer.server)
 
     async def _call_named(
         self, method: str, request: Any, timeout: float | None, *, repeat: bool = False
     ) -> Any:
         """Call a method of ConversationService by its name."""
-        named = getattr(self._connection.stub, method)
-        return await self.call(named, request, timeout, repeat=repeat)
+        return await self.call(lambda at: getattr(at.stub, method), request, timeout, repeat=repeat)
 
 
 class AsyncConversation:
@@ -182,8 +182,7 @@ class AsyncConversation:
             prefix_id,
             messages,
         )
-        method = self.client._connection.stub.CreateConversation
-        answer = await self.client.call(method, request, timeout)
+        answer = await self.client.call(lambda at: at.stub.CreateConversation, request, timeout)
         return state_of(answer.conversation)
 
     async def get(self, timeout: float | None = None) -> ConversationState:
@@ -193,8 +192,9 @@ class AsyncConversation:
             NotFound: there is no such conversation.
         """
         request = pb.GetConversationRequest(conversation_id=self.conversation_id)
-        method = self.client._connection.stub.GetConversation
-        answer = await self.client.call(method, request, timeout, repeat=True)
+        answer = await self.client.call(
+            lambda at: at.stub.GetConversation, request, timeout, repeat=True
+        )
         return state_of(answer.conversation)
 
     async def delete(self, timeout: float | None = None) -> None:
@@ -204,7 +204,7 @@ class AsyncConversation:
             NotFound: there is no such conversation.
         """
         request = pb.DeleteConversationRequest(conversation_id=self.conversation_id)
-        await self.client.call(self.client._connection.stub.DeleteConversation, request, timeout)
+        await self.client.call(lambda at: at.stub.DeleteConversation, request, timeout)
 
     def send(self, message: MessageInput, **options: Unpack[SendOptions]) -> AsyncTurn:
         """Send a message; iterate over the turn that this returns for the reply as it is generated.
@@ -256,6 +256,7 @@ class AsyncConversation:
             request,
             self.client.retry,
             self.client.timeout if timeout is None else timeout,
+            self.client._connection.route(self.conversation_id),
             options.get("keep_partial", True),
         )
         return AsyncTurn(self.client._connection, course, self.client._sleep, self.cancel)
@@ -289,8 +290,9 @@ class AsyncConversation:
             include_token_ids=include_token_ids,
             cut_replies=cut_replies,
         )
-        method = self.client._connection.stub.ListMessages
-        async for page in self.client.pages(method, request, timeout, page_size):
+        async for page in self.client.pages(
+            lambda at: at.stub.ListMessages, request, timeout, page_size
+        ):
             for each in page.messages:
                 yield message_of(each)
 
@@ -309,9 +311,12 @@ class AsyncConversation:
             conversation_id: the id of the new conversation; random by default.
             metadata: any JSON object, for the new conversation.
         """
+        addresses = self.client._connection.addresses
+        if conversation_id is None:
+            conversation_id = addresses.id_beside(self.conversation_id)
         request = fork_request(self.conversation_id, at_revision, conversation_id, metadata)
-        method = self.client._connection.stub.ForkConversation
-        answer = await self.client.call(method, request, timeout)
+        answer = await self.client.call(lambda at: at.stub.ForkConversation, request, timeout)
+        addresses.learn(conversation_id, addresses.order(self.conversation_id)[0])
         return AsyncConversation(self.client, answer.conversation.conversation_id)
 
     async def rewind(self, to_revision: int, timeout: float | None = None) -> ConversationState:
@@ -319,15 +324,13 @@ class AsyncConversation:
         request = pb.RewindConversationRequest(
             conversation_id=self.conversation_id, to_revision=to_revision
         )
-        method = self.client._connection.stub.RewindConversation
-        answer = await self.client.call(method, request, timeout)
+        answer = await self.client.call(lambda at: at.stub.RewindConversation, request, timeout)
         return state_of(answer.conversation)
 
     async def warm(self, timeout: float | None = None) -> None:
         """Ask the server to bring the conversation's KV to the device, ahead of its next message."""
         request = pb.WarmConversationRequest(conversation_id=self.conversation_id)
-        method = self.client._connection.stub.WarmConversation
-        await self.client.call(method, request, timeout, repeat=True)
+        await self.client.call(lambda at: at.stub.WarmConversation, request, timeout, repeat=True)
 
     async def cancel(self, turn_id: str = "", timeout: float | None = None) -> bool:
         """End the running turn and keep what it has generated; returns whether one was running.
@@ -337,6 +340,7 @@ class AsyncConversation:
         request = pb.CancelTurnRequest(
             conversation_id=self.conversation_id, turn_id=check_text("turn_id", turn_id)
         )
-        method = self.client._connection.stub.CancelTurn
-        answer = await self.client.call(method, request, timeout, repeat=True)
+        answer = await self.client.call(
+            lambda at: at.stub.CancelTurn, request, timeout, repeat=True
+        )
         return answer.was_running

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import grpc
 
-from pensieve.client.aio_connection import AsyncConnection, Sleep
-from pensieve.client.channel import DEFAULT_ADDRESS, Tls
+from pensieve.client.addresses import Addresses, AddressState, is_waited_for
+from pensieve.client.aio_connection import AsyncConnection, AsyncLink, Sleep
+from pensieve.client.channel import Address, Tls, key_of, names_of
 from pensieve.client.requests import PagedRequest, PagedResponse
 from pensieve.client.retry import Deadline, Retry, Tries
-from pensieve.errors import Loading, PensieveError
+from pensieve.errors import InvalidArgument, PensieveError
 
 PAGE_SIZE = 500  # items of a list that one call brings
 Request = TypeVar("Request")
@@ -25,9 +26,11 @@ Page = TypeVar("Page", bound=PagedResponse)
 class AsyncCaller:
     """The calls of a client."""
 
+    _is_for_one_daemon: ClassVar[bool] = False
+
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: Address | None = None,
         *,
         token: str | None = None,
         tls: Tls = False,
@@ -35,11 +38,17 @@ class AsyncCaller:
         retry: Retry | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.address = address
+        names = names_of(address)
+        if self._is_for_one_daemon and len(names) > 1:
+            raise InvalidArgument(
+                "address",
+                f"{type(self).__name__} speaks to one daemon; name one of {', '.join(names)}",
+            )
+        self.address = address if isinstance(address, str) else ",".join(names)
         self.timeout = timeout
         self.retry = retry or Retry()
         self._sleep = sleep
-        self._connection = AsyncConnection(address, token, tls)
+        self._connection = AsyncConnection(Addresses(names, self.retry), token, tls)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.address}>"
@@ -55,6 +64,15 @@ class AsyncCaller:
     ) -> None:
         await self.close()
 
+    @property
+    def addresses(self) -> tuple[AddressState, ...]:
+        """Its addresses, and what is known of each; sends nothing."""
+        return self._connection.addresses.states()
+
+    def address_of(self, conversation_id: str) -> str:
+        """At which of its addresses `conversation_id` is at home, as far as this client knows."""
+        return self._connection.addresses.order(conversation_id)[0]
+
     async def close(self) -> None:
         """Close the connection: calls under way end, and later ones raise InvalidArgument.
 
@@ -64,7 +82,7 @@ class AsyncCaller:
 
     async def call(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        method: Callable[[AsyncLink], grpc.aio.UnaryUnaryMultiCallable[Request, Response]],
         request: Request,
         timeout: float | None = None,
         *,
@@ -72,25 +90,33 @@ class AsyncCaller:
     ) -> Response:
         """Call one method of a gRPC stub, with this client's token, timeout and errors.
 
+        `method` takes the stub's method from a link, the channel to one address.  The request goes to the
+        address at which the conversation or job that it names is at home, and to the next one if that is
+        out of reach.
+
         With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
         whose second call does no harm.  A server that loads its model has done nothing, so that is waited for
         with any method.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
-        tries = Tries(self.retry, deadline)
+        tries, route = Tries(self.retry, deadline), self._connection.route(key_of(request))
         await self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
         while True:
             try:
-                return await self._connection.unary(method, request, deadline)
+                return await self._connection.unary(method, request, deadline, route)
             except PensieveError as error:
-                if not repeat and not isinstance(error, Loading):
-                    raise
-                pause = tries.pause(error)
-            await self._sleep(pause)
+                failure = error
+            if route.goes_on(failure, repeat):
+                continue
+            explained = route.explained(failure)
+            if not repeat and not is_waited_for(failure):
+                raise explained
+            await self._sleep(tries.pause(explained))
+            route.begin_round()
 
     async def pages(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[PageRequest, Page],
+        method: Callable[[AsyncLink], grpc.aio.UnaryUnaryMultiCallable[PageRequest, Page]],
         request: PageRequest,
         timeout: float | None,
         page_size: int = PAGE_SIZE,

@@ -1,6 +1,6 @@
-"""One gRPC channel to a daemon, used by the tasks of one event loop: `connection.py` for asyncio.
+"""One gRPC channel to each address, used by the tasks of one event loop: `connection.py` for asyncio.
 
-It differs in five ways.  The channel is opened by the first call, because gRPC binds it to the running
+It differs in five ways.  A channel is opened by its first call, because gRPC binds it to the running
 loop.  When the client is closed, gRPC ends a call by raising CancelledError in a task that was not
 cancelled; the task gets a PensieveError instead.  A stream that is dropped must be cancelled by hand,
 because gRPC's own task keeps it alive.  A turn that was left is ended in a task, which the loop is asked for:
@@ -16,17 +16,38 @@ from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
-from pensieve.client.channel import OPTIONS, Tls, credentials_of, metadata_of, target_of
+from pensieve.client.addresses import Addresses, Route
+from pensieve.client.channel import (
+    CHECK_SECONDS,
+    HEALTH_METHOD,
+    OPTIONS,
+    SEVERAL_OPTIONS,
+    Tls,
+    credentials_of,
+    home_in,
+    key_of,
+    metadata_of,
+    routed,
+)
 from pensieve.client.grpc_errors import error_of_call
 from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
 from pensieve.client.turn_progress import TurnCourse
-from pensieve.errors import InvalidArgument, NotFound, PensieveError
+from pensieve.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    Unavailable,
+)
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc, status_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Sleep = Callable[[float], Awaitable[None]]
+
+
+NOT_SERVING = "it does not serve at present"
 
 
 class AsyncEnding:
@@ -39,60 +60,100 @@ class AsyncEnding:
         self.task: asyncio.Task[None] | None = None
 
 
-class AsyncConnection:
-    """A channel, its stub and the caller's token.  Any number of tasks of one event loop may use it."""
+class AsyncLink:
+    """The channel to one address, with its stubs."""
 
-    def __init__(self, address: str, token: str | None, tls: Tls) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.stub: conversation_pb2_grpc.ConversationServiceAsyncStub = (
+            conversation_pb2_grpc.ConversationServiceStub(channel)
+        )
+        self.jobs_stub: jobs_pb2_grpc.JobServiceAsyncStub = jobs_pb2_grpc.JobServiceStub(channel)
+        self.check = channel.unary_unary(
+            HEALTH_METHOD,
+            request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=status_pb2.HealthCheckResponse.FromString,
+        )
+
+
+class AsyncConnection:
+    """The channels to a client's addresses, and its token.  The tasks of one event loop may use it."""
+
+    def __init__(self, addresses: Addresses, token: str | None, tls: Tls) -> None:
+        self.addresses = addresses
         self._metadata = metadata_of(token)
         self._closed = False
-        self._target, self._credentials = target_of(address), credentials_of(tls)
+        self._credentials = credentials_of(tls)
         self._endings: set[AsyncEnding] = set()
-        self.reading: dict[TurnCourse, AsyncStream[pb.SendMessageResponse]] = {}  # turns
+        self._reading: dict[TurnCourse, AsyncStream[pb.SendMessageResponse]] = {}  # turns
+        self._attached: dict[str, TurnCourse] = {}  # of these, the last of each conversation
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: conversation_pb2_grpc.ConversationServiceAsyncStub | None = None
-        self._jobs_stub: jobs_pb2_grpc.JobServiceAsyncStub | None = None
+        self._links: dict[str, AsyncLink] = {}  # of the addresses that were used
 
-    @property
-    def channel(self) -> grpc.aio.Channel:
-        """The channel, opened in the running event loop on first use."""
-        self._check_open()
-        if self._channel is None:
+    def route(self, key: str) -> Route:
+        """The way of a request about this conversation or job; while its turn is read, to where that is."""
+        course = self._attached.get(key)
+        return Route(self.addresses, key, course.route.at if course is not None else "")
+
+    def link(self, name: str) -> AsyncLink:
+        """The channel to an address, opened on first use."""
+        if name not in self._links:
+            self._check_open()
             self._loop = asyncio.get_running_loop()
+            options = SEVERAL_OPTIONS if self.addresses.are_several else OPTIONS
             if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self._target, options=OPTIONS)
+                channel = grpc.aio.insecure_channel(name, options=options)
             else:
-                self._channel = grpc.aio.secure_channel(
-                    self._target, self._credentials, options=OPTIONS
-                )
-        return self._channel
+                channel = grpc.aio.secure_channel(name, self._credentials, options=options)
+            self._links[name] = AsyncLink(channel)
+        return self._links[name]
 
-    @property
-    def stub(self) -> conversation_pb2_grpc.ConversationServiceAsyncStub:
-        """The methods of ConversationService on this channel."""
-        self._check_open()
-        if self._stub is None:
-            self._stub = conversation_pb2_grpc.ConversationServiceStub(self.channel)
-        return self._stub
+    async def serves(self, name: str, seconds: float | None) -> PensieveError | None:
+        """Why this address takes no turns now, as its health service says it; None if it does."""
+        check, deadline = self.link(name).check, Deadline(seconds)
+        try:
+            answer = await check(
+                status_pb2.HealthCheckRequest(), timeout=seconds, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as failure:
+            return error_of_call(failure, deadline)
+        except asyncio.CancelledError:
+            self._check_cancelled()
+            raise
+        if answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING:
+            return None
+        return Unavailable(NOT_SERVING)
 
-    @property
-    def jobs_stub(self) -> jobs_pb2_grpc.JobServiceAsyncStub:
-        """The methods of JobService on this channel."""
-        self._check_open()
-        if self._jobs_stub is None:
-            self._jobs_stub = jobs_pb2_grpc.JobServiceStub(self.channel)
-        return self._jobs_stub
+    async def _chosen(self, route: Route, deadline: Deadline) -> AsyncLink:
+        """Where the next try of a request goes."""
+        while True:
+            choice = route.choose()
+            if not choice.look_first:
+                return self.link(choice.name)
+            left = deadline.left()
+            seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
+            error = await self.serves(choice.name, seconds)
+            if not isinstance(error, Unavailable | DeadlineExceeded):  # or has no health service
+                route.serves()
+                return self.link(choice.name)
+            route.does_not_serve(error, is_reached=str(error) == NOT_SERVING)
 
     async def unary(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        method: Callable[[AsyncLink], grpc.aio.UnaryUnaryMultiCallable[Request, Response]],
         request: Request,
         deadline: Deadline,
+        route: Route,
     ) -> Response:
         """Send one request and wait for its response."""
         self._check_open()
+        link = await self._chosen(route, deadline)
+        metadata = routed(self._metadata, key_of(request))
         try:
-            return await method(request, timeout=deadline.left(), metadata=self._metadata)
+            call = method(link)(request, timeout=deadline.left(), metadata=metadata)
+            response = await call
+            route.answered(home_in(await call.initial_metadata()) if route.are_several else "")
+            return response
         except grpc.aio.AioRpcError as failure:
             raise error_of_call(failure, deadline) from None
         except asyncio.CancelledError:
@@ -100,45 +161,68 @@ class AsyncConnection:
             raise
 
     async def create_job(
-        self, messages: Iterator[jobs_pb2.CreateJobRequest], deadline: Deadline
+        self, messages: Iterator[jobs_pb2.CreateJobRequest], deadline: Deadline, route: Route
     ) -> jobs_pb2.Job:
         """Send the messages of a file, and wait for the job that it makes."""
         self._check_open()
-        create, metadata = self.jobs_stub.CreateJob, self._metadata
+        link = await self._chosen(route, deadline)
+        create, metadata = link.jobs_stub.CreateJob, routed(self._metadata, route.key)
         try:
-            return (await create(messages, timeout=deadline.left(), metadata=metadata)).job
+            job = (await create(messages, timeout=deadline.left(), metadata=metadata)).job
+            route.answered()
+            return job
         except grpc.aio.AioRpcError as failure:
             raise error_of_call(failure, deadline) from None
         except asyncio.CancelledError:
             self._check_cancelled()
             raise
 
-    def stream(
+    async def stream(
         self,
-        method: grpc.aio.UnaryStreamMultiCallable[Request, Response],
+        method: Callable[[AsyncLink], grpc.aio.UnaryStreamMultiCallable[Request, Response]],
         request: Request,
         deadline: Deadline,
+        route: Route,
     ) -> AsyncStream[Response]:
         """Send one request whose responses are read from the stream that this returns."""
         self._check_open()
-        responses = method(request, timeout=deadline.left(), metadata=self._metadata)
-        return AsyncStream(responses, deadline, self._check_cancelled)
+        link = await self._chosen(route, deadline)
+        metadata = routed(self._metadata, key_of(request))
+        responses = method(link)(request, timeout=deadline.left(), metadata=metadata)
+        return AsyncStream(responses, deadline, route, self._check_cancelled)
+
+    # -- turns that are read --
+
+    def begin_reading(
+        self, course: TurnCourse, stream: AsyncStream[pb.SendMessageResponse]
+    ) -> None:
+        """The turn is attached: what else is about its conversation goes where it is."""
+        self._reading[course] = stream
+        self._attached[course.request.conversation_id] = course
+
+    def end_reading(self, course: TurnCourse) -> None:
+        """It no longer is.  A finalizer may call it."""
+        self._reading.pop(course, None)
+        if self._attached.get(course.request.conversation_id) is course:
+            self._attached.pop(course.request.conversation_id, None)
 
     # -- turns that are left --
 
-    async def end_turn(self, request: pb.CancelTurnRequest) -> pb.CancelTurnResponse | None:
-        """Have the server end a turn; None if it does not answer in END_SECONDS."""
-        ending = self.begin_ending(request)
+    async def end_turn(
+        self, request: pb.CancelTurnRequest, route: Route
+    ) -> pb.CancelTurnResponse | None:
+        """Have the server end the turn that went this way; None if it does not answer in END_SECONDS."""
+        ending = self.begin_ending(request, route)
         await self._wait([ending], Deadline(None))
         return ending.answer
 
-    def begin_ending(self, request: pb.CancelTurnRequest) -> AsyncEnding:
+    def begin_ending(self, request: pb.CancelTurnRequest, route: Route) -> AsyncEnding:
         """The same without waiting.  A finalizer may call it, so nothing in here may wait for a lock."""
         ending = AsyncEnding(request.conversation_id)
         assert self._loop is not None, "something was sent before"
         self._endings.add(ending)
         try:
-            self._loop.call_soon_threadsafe(self._start, ending, request)
+            self._loop.call_soon_threadsafe(self._start, ending, request, route.at)
         except RuntimeError:  # the loop is closed, and the connection with it
             self._endings.discard(ending)
             ending.over.set()
@@ -150,17 +234,18 @@ class AsyncConnection:
         if endings:
             await self._wait(endings, deadline)
 
-    def _start(self, ending: AsyncEnding, request: pb.CancelTurnRequest) -> None:
-        ending.task = asyncio.get_running_loop().create_task(self._end(ending, request))
+    def _start(self, ending: AsyncEnding, request: pb.CancelTurnRequest, at: str) -> None:
+        ending.task = asyncio.get_running_loop().create_task(self._end(ending, request, at))
 
-    async def _end(self, ending: AsyncEnding, request: pb.CancelTurnRequest) -> None:
-        deadline = Deadline(END_SECONDS)
+    async def _end(self, ending: AsyncEnding, request: pb.CancelTurnRequest, at: str) -> None:
+        deadline, route = Deadline(END_SECONDS), Route(self.addresses, ending.conversation_id, at)
         tries = Tries(Retry(), deadline)
         try:
             while ending.answer is None:
-                ending.answer, error = await self._try_to_end(request, deadline)
-                if error is not None:
-                    await asyncio.sleep(tries.pause(error))
+                ending.answer, error = await self._try_to_end(request, route, deadline)
+                if error is not None and not route.goes_on(error):
+                    await asyncio.sleep(tries.pause(route.explained(error)))
+                    route.begin_round()
         except (PensieveError, grpc.aio.UsageError):  # in vain; UsageError: the channel is closed
             pass
         finally:
@@ -168,12 +253,15 @@ class AsyncConnection:
             ending.over.set()
 
     async def _try_to_end(
-        self, request: pb.CancelTurnRequest, deadline: Deadline
+        self, request: pb.CancelTurnRequest, route: Route, deadline: Deadline
     ) -> tuple[pb.CancelTurnResponse | None, PensieveError | None]:
-        assert self._stub is not None
+        link = await self._chosen(route, deadline)
         try:
-            return await self._stub.CancelTurn(
-                request, timeout=deadline.left(), wait_for_ready=True, metadata=self._metadata
+            return await link.stub.CancelTurn(
+                request,
+                timeout=deadline.left(),
+                wait_for_ready=not route.are_several,
+                metadata=routed(self._metadata, route.key),
             ), None
         except grpc.aio.AioRpcError as failure:
             error = error_of_call(failure, deadline)
@@ -196,13 +284,13 @@ class AsyncConnection:
     async def close(self) -> None:
         """Leave the turns that are being read, wait for their ends, and end every call that is under way."""
         self._closed = True
-        for course, stream in self.reading.copy().items():
+        for course, stream in self._reading.copy().items():
             stream.cancel()
             if (request := course.end_request()) is not None:
-                self.begin_ending(request)
+                self.begin_ending(request, course.route)
         await self._wait(list(self._endings.copy()), Deadline(None))
-        if self._channel is not None:
-            await self._channel.close()
+        for link in [*self._links.values()]:
+            await link.channel.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -222,10 +310,13 @@ class AsyncStream(Generic[Response]):
         self,
         responses: grpc.aio.UnaryStreamCall[Any, Response],
         deadline: Deadline,
+        route: Route,
         check_cancelled: Callable[[], None],
     ) -> None:
         self._responses = responses
         self._deadline = deadline
+        self._route = route
+        self._has_begun = False
         self._check_cancelled = check_cancelled
         self._cancelled = False
 
@@ -233,6 +324,11 @@ class AsyncStream(Generic[Response]):
         """The next response; None at the end of the stream."""
         try:
             response = await self._responses.read()
+            if not self._has_begun and response is not grpc.aio.EOF:
+                self._has_begun = True
+                several = self._route.are_several
+                home = home_in(await self._responses.initial_metadata()) if several else ""
+                self._route.answered(home)
         except grpc.aio.AioRpcError as failure:
             raise error_of_call(failure, self._deadline) from None
         except asyncio.CancelledError:

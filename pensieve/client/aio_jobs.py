@@ -68,24 +68,29 @@ class AsyncJobs:
         upload = JobUpload(source, job_id, name, endpoint, check_only)
         connection, deadline = self._client._connection, self._deadline(timeout)
         tries, was_sent = Tries(self._client.retry, deadline), False
+        route = connection.route(upload.header.job_id)
         while True:
             try:
-                return job_of(await connection.create_job(upload.messages(), deadline))
+                return job_of(await connection.create_job(upload.messages(), deadline, route))
             except PensieveError as error:
                 if upload.error is not None:
                     raise upload.error from None
                 failure = error
             if was_sent and isinstance(failure, AlreadyExists):
+                route.answered()
                 found = await self._found(upload.header.job_id)
                 if found is not None and found.state != "receiving":
                     if found.sha256 == upload.header.sha256:
                         return found
                     raise failure
                 failure = Unavailable("the server still waits for what an earlier try has sent")
+            goes_on = route.goes_on(failure, upload.can_repeat)
             if not upload.can_repeat:
-                raise failure
+                raise route.explained(failure)
             was_sent = True
-            await self._client._sleep(tries.pause(failure))
+            if not goes_on:
+                await self._client._sleep(tries.pause(route.explained(failure)))
+                route.begin_round()
 
     async def _found(self, job_id: str) -> Job | None:
         """None: the daemon has thrown away what an earlier try has sent."""
@@ -101,8 +106,13 @@ class AsyncJobs:
             NotFound: there is no such job.
         """
         request = pb.GetJobRequest(**_named(job_id, tenant))
-        method = self._client._connection.jobs_stub.GetJob
-        return job_of((await self._client.call(method, request, timeout, repeat=True)).job)
+        return job_of(
+            (
+                await self._client.call(
+                    lambda at: at.jobs_stub.GetJob, request, timeout, repeat=True
+                )
+            ).job
+        )
 
     async def list(
         self, *, all_tenants: bool = False, timeout: float | None = None
@@ -112,28 +122,42 @@ class AsyncJobs:
         `timeout` is for each page that is fetched.
         """
         request = pb.ListJobsRequest(all_tenants=all_tenants)
-        method = self._client._connection.jobs_stub.ListJobs
-        async for page in self._client.pages(method, request, timeout):
+        async for page in self._client.pages(lambda at: at.jobs_stub.ListJobs, request, timeout):
             for each in page.jobs:
                 yield job_of(each)
 
     async def pause(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Begin nothing more of the job until `resume`; what was answered stays."""
         request = pb.PauseJobRequest(**_named(job_id, tenant))
-        method = self._client._connection.jobs_stub.PauseJob
-        return job_of((await self._client.call(method, request, timeout, repeat=True)).job)
+        return job_of(
+            (
+                await self._client.call(
+                    lambda at: at.jobs_stub.PauseJob, request, timeout, repeat=True
+                )
+            ).job
+        )
 
     async def resume(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Let a paused job go on when its turn among the jobs comes."""
         request = pb.ResumeJobRequest(**_named(job_id, tenant))
-        method = self._client._connection.jobs_stub.ResumeJob
-        return job_of((await self._client.call(method, request, timeout, repeat=True)).job)
+        return job_of(
+            (
+                await self._client.call(
+                    lambda at: at.jobs_stub.ResumeJob, request, timeout, repeat=True
+                )
+            ).job
+        )
 
     async def cancel(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """End the job for good; what was answered stays."""
         request = pb.CancelJobRequest(**_named(job_id, tenant))
-        method = self._client._connection.jobs_stub.CancelJob
-        return job_of((await self._client.call(method, request, timeout, repeat=True)).job)
+        return job_of(
+            (
+                await self._client.call(
+                    lambda at: at.jobs_stub.CancelJob, request, timeout, repeat=True
+                )
+            ).job
+        )
 
     async def delete(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
         """Delete the job with its lines and results, for good.
@@ -142,7 +166,7 @@ class AsyncJobs:
             NotFound: there is no such job.
         """
         request = pb.DeleteJobRequest(**_named(job_id, tenant))
-        await self._client.call(self._client._connection.jobs_stub.DeleteJob, request, timeout)
+        await self._client.call(lambda at: at.jobs_stub.DeleteJob, request, timeout)
 
     async def results(
         self,
@@ -165,9 +189,11 @@ class AsyncJobs:
             **_named(job_id, tenant), kind=RESULT_KINDS[kind], after_line=after_line
         )
         connection, deadline = self._client._connection, self._deadline(timeout)
-        tries = Tries(self._client.retry, deadline)
+        tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
-            stream = connection.stream(connection.jobs_stub.GetResults, request, deadline)
+            stream = await connection.stream(
+                lambda at: at.jobs_stub.GetResults, request, deadline, route
+            )
             begun = b""  # a line whose end is still to come
             try:
                 while (piece := await stream.read()) is not None:
@@ -178,10 +204,12 @@ class AsyncJobs:
                     request.after_line = piece.last_line
                 return
             except PensieveError as error:
-                pause = tries.pause(error)
+                failure = error
             finally:
                 stream.cancel()
-            await self._client._sleep(pause)
+            if not route.goes_on(failure):
+                await self._client._sleep(tries.pause(route.explained(failure)))
+                route.begin_round()
 
     async def watch(
         self, job_id: str, *, tenant: str = "", timeout: float | None = None
@@ -193,19 +221,23 @@ class AsyncJobs:
         """
         request = pb.WatchJobRequest(**_named(job_id, tenant))
         connection, deadline = self._client._connection, self._deadline(timeout)
-        tries = Tries(self._client.retry, deadline)
+        tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
-            stream = connection.stream(connection.jobs_stub.WatchJob, request, deadline)
+            stream = await connection.stream(
+                lambda at: at.jobs_stub.WatchJob, request, deadline, route
+            )
             try:
                 while (news := await stream.read()) is not None:
                     tries.made_progress()
                     yield job_of(news.job)
                 return
             except PensieveError as error:
-                pause = tries.pause(error)
+                failure = error
             finally:
                 stream.cancel()
-            await self._client._sleep(pause)
+            if not route.goes_on(failure):
+                await self._client._sleep(tries.pause(route.explained(failure)))
+                route.begin_round()
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._client.timeout if timeout is None else timeout)

@@ -6,17 +6,18 @@ Generated from aio_caller.py by scripts/generate_sync_client; do not edit.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import grpc
 
-from pensieve.client.channel import DEFAULT_ADDRESS, Tls
-from pensieve.client.connection import Connection, Sleep
+from pensieve.client.addresses import Addresses, AddressState, is_waited_for
+from pensieve.client.channel import Address, Tls, key_of, names_of
+from pensieve.client.connection import Connection, Link, Sleep
 from pensieve.client.requests import PagedRequest, PagedResponse
 from pensieve.client.retry import Deadline, Retry, Tries
-from pensieve.errors import Loading, PensieveError
+from pensieve.errors import InvalidArgument, PensieveError
 
 PAGE_SIZE = 500  # items of a list that one call brings
 Request = TypeVar("Request")
@@ -28,9 +29,11 @@ Page = TypeVar("Page", bound=PagedResponse)
 class Caller:
     """The calls of a client."""
 
+    _is_for_one_daemon: ClassVar[bool] = False
+
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: Address | None = None,
         *,
         token: str | None = None,
         tls: Tls = False,
@@ -38,11 +41,17 @@ class Caller:
         retry: Retry | None = None,
         sleep: Sleep = time.sleep,
     ) -> None:
-        self.address = address
+        names = names_of(address)
+        if self._is_for_one_daemon and len(names) > 1:
+            raise InvalidArgument(
+                "address",
+                f"{type(self).__name__} speaks to one daemon; name one of {', '.join(names)}",
+            )
+        self.address = address if isinstance(address, str) else ",".join(names)
         self.timeout = timeout
         self.retry = retry or Retry()
         self._sleep = sleep
-        self._connection = Connection(address, token, tls)
+        self._connection = Connection(Addresses(names, self.retry), token, tls)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.address}>"
@@ -58,6 +67,15 @@ class Caller:
     ) -> None:
         self.close()
 
+    @property
+    def addresses(self) -> tuple[AddressState, ...]:
+        """Its addresses, and what is known of each; sends nothing."""
+        return self._connection.addresses.states()
+
+    def address_of(self, conversation_id: str) -> str:
+        """At which of its addresses `conversation_id` is at home, as far as this client knows."""
+        return self._connection.addresses.order(conversation_id)[0]
+
     def close(self) -> None:
         """Close the connection: calls under way end, and later ones raise InvalidArgument.
 
@@ -67,7 +85,7 @@ class Caller:
 
     def call(
         self,
-        method: grpc.UnaryUnaryMultiCallable[Request, Response],
+        method: Callable[[Link], grpc.UnaryUnaryMultiCallable[Request, Response]],
         request: Request,
         timeout: float | None = None,
         *,
@@ -75,25 +93,33 @@ class Caller:
     ) -> Response:
         """Call one method of a gRPC stub, with this client's token, timeout and errors.
 
+        `method` takes the stub's method from a link, the channel to one address.  The request goes to the
+        address at which the conversation or job that it names is at home, and to the next one if that is
+        out of reach.
+
         With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
         whose second call does no harm.  A server that loads its model has done nothing, so that is waited for
         with any method.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
-        tries = Tries(self.retry, deadline)
+        tries, route = Tries(self.retry, deadline), self._connection.route(key_of(request))
         self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
         while True:
             try:
-                return self._connection.unary(method, request, deadline)
+                return self._connection.unary(method, request, deadline, route)
             except PensieveError as error:
-                if not repeat and not isinstance(error, Loading):
-                    raise
-                pause = tries.pause(error)
-            self._sleep(pause)
+                failure = error
+            if route.goes_on(failure, repeat):
+                continue
+            explained = route.explained(failure)
+            if not repeat and not is_waited_for(failure):
+                raise explained
+            self._sleep(tries.pause(explained))
+            route.begin_round()
 
     def pages(
         self,
-        method: grpc.UnaryUnaryMultiCallable[PageRequest, Page],
+        method: Callable[[Link], grpc.UnaryUnaryMultiCallable[PageRequest, Page]],
         request: PageRequest,
         timeout: float | None,
         page_size: int = PAGE_SIZE,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import grpc
 
+from pensieve.client.requests import ID_PATTERN
 from pensieve.errors import ConfigError, InvalidArgument
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+ADDRESS_VARIABLE = "PENSIEVE_DAEMON"  # as the commands that talk to a daemon have it
 OPTIONS = (
     ("grpc.enable_retries", 0),  # retry.py knows which requests may be sent twice; gRPC does not
     ("grpc.max_receive_message_length", 8 << 20),
@@ -19,8 +23,35 @@ OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
 )
+# Where there is another daemon to go to, one that swallows packets is noticed sooner.
+SEVERAL_OPTIONS = (
+    *(each for each in OPTIONS if not each[0].startswith("grpc.keepalive")),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.min_reconnect_backoff_ms", 3_000),  # as long as a connection may take to be made
+)
+SESSION_KEY = "session_id"  # Ray Serve's name on gRPC; another one scatters calls without an error
+HOME_KEY = "pensieve-home"  # a daemon that has forwarded a call says where the conversation is
+CHECK_SECONDS = 2.0  # that an address which failed has to say that it serves
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+Address = str | Sequence[str]
 Tls = bool | str | Path | grpc.ChannelCredentials
 Metadata = tuple[tuple[str, str], ...]
+
+
+def names_of(address: Address | None) -> tuple[str, ...]:
+    """The addresses that a client was given: a text with commas, or a list; None takes the default."""
+    if address is None:
+        address = os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
+    given = address.split(",") if isinstance(address, str) else list(address)
+    names = [target_of(each.strip()) for each in given]
+    if not names or not all(names) or any("\n" in name for name in names):
+        raise InvalidArgument(
+            "address", "is HOST:PORT or unix:PATH, or several with commas between"
+        )
+    if len({*names}) < len(names):
+        raise InvalidArgument("address", "names one daemon twice")
+    return tuple(names)
 
 
 def target_of(address: str) -> str:
@@ -53,3 +84,21 @@ def metadata_of(token: str | None) -> Metadata:
         # The message does not repeat the token, which is a secret.
         raise InvalidArgument("token", "holds a character that no token has")
     return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+def key_of(request: object) -> str:
+    """What a request is about, by which it is routed: a conversation's id, or a job's; else nothing."""
+    for name in ("conversation_id", "job_id"):
+        if key := getattr(request, name, ""):
+            return str(key)
+    return ""
+
+
+def routed(metadata: Metadata, key: str) -> Metadata:
+    """The metadata of a call about this key; an id that no conversation can have is left out."""
+    return (*metadata, (SESSION_KEY, key)) if ID_PATTERN.fullmatch(key) else metadata
+
+
+def home_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Where a daemon says that the conversation is; empty if it says nothing."""
+    return next((str(value) for name, value in metadata or () if name == HOME_KEY), "")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from pensieve.client.caller import PAGE_SIZE, Caller
+from pensieve.client.channel import CHECK_SECONDS
 from pensieve.client.jobs import Jobs
 from pensieve.client.prefix import Prefix
 from pensieve.client.requests import (
@@ -21,6 +22,7 @@ from pensieve.client.requests import (
     new_id,
     send_request,
 )
+from pensieve.client.retry import Deadline
 from pensieve.client.turn import Turn
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
@@ -36,20 +38,18 @@ from pensieve.client.values import (
 )
 from pensieve.errors import DeadlineExceeded, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import status_pb2
-
-HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 
 
 class Client(Caller):
-    """A connection to a Pensieve daemon.
+    """A connection to a Pensieve daemon, or to several that have one history.
 
     Several threads may share one client.  Nothing is sent before the first call.  Use the client by
     `with`, or `close` it: that leaves the turns that are being read, and frees the connection.
     Whatever fails raises a subclass of `pensieve.errors.PensieveError`.
 
     Args:
-        address: HOST:PORT or unix:PATH, with or without grpc:// before it.
+        address: HOST:PORT or unix:PATH, with or without grpc:// before it; several of them as a list, or
+            with commas between.  By default $PENSIEVE_DAEMON, else 127.0.0.1:50051.
         token: the access token, if the daemon asks for one.
         tls: False for none; True trusts the system's certificate authorities; a path names the
             certificate of the one authority to trust; or gRPC channel credentials.
@@ -73,8 +73,8 @@ class Client(Caller):
 
         `timeout` is for each page that is fetched.
         """
-        method, request = self._connection.stub.ListConversations, pb.ListConversationsRequest()
-        for page in self.pages(method, request, timeout):
+        request = pb.ListConversationsRequest()
+        for page in self.pages(lambda at: at.stub.ListConversations, request, timeout):
             for each in page.conversations:
                 yield state_of(each)
 
@@ -87,8 +87,8 @@ class Client(Caller):
 
         They are without their messages, tools and options.  `timeout` is for each page that is fetched.
         """
-        method, request = self._connection.stub.ListPrefixes, pb.ListPrefixesRequest()
-        for page in self.pages(method, request, timeout):
+        request = pb.ListPrefixesRequest()
+        for page in self.pages(lambda at: at.stub.ListPrefixes, request, timeout):
             for each in page.prefixes:
                 yield prefix_of(each)
 
@@ -98,29 +98,29 @@ class Client(Caller):
         return Jobs(self)
 
     def healthy(self, timeout: float | None = 5.0) -> bool:
-        """Whether the daemon can be reached and accepts new turns."""
-        check = self._connection.channel.unary_unary(
-            HEALTH_METHOD,
-            request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=status_pb2.HealthCheckResponse.FromString,
-        )
-        try:
-            answer = self.call(check, status_pb2.HealthCheckRequest(), timeout)
-        except (Unavailable, DeadlineExceeded):
-            return False
-        return answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
+        """Whether a daemon can be reached and accepts new turns: one of them, where there are several."""
+        deadline, names = Deadline(timeout), self._connection.addresses.names
+        for name in names:
+            left = deadline.left()
+            most = left if len(names) == 1 else min(CHECK_SECONDS, left or CHECK_SECONDS)
+            error = self._connection.serves(name, most)
+            if error is None:
+                return True
+            if not isinstance(error, Unavailable | DeadlineExceeded):
+                raise error
+        return False
 
     def server_info(self, timeout: float | None = None) -> ServerInfo:
         """Which model the daemon serves, and how; it answers also while the model is loading."""
-        method, request = self._connection.stub.GetServerInfo, pb.GetServerInfoRequest()
-        return info_of((self.call(method, request, timeout, repeat=True)).server)
+        request = pb.GetServerInfoRequest()
+        answer = self.call(lambda at: at.stub.GetServerInfo, request, timeout, repeat=True)
+        return info_of(answer.server)
 
     def _call_named(
         self, method: str, request: Any, timeout: float | None, *, repeat: bool = False
     ) -> Any:
         """Call a method of ConversationService by its name."""
-        named = getattr(self._connection.stub, method)
-        return self.call(named, request, timeout, repeat=repeat)
+        return self.call(lambda at: getattr(at.stub, method), request, timeout, repeat=repeat)
 
 
 class Conversation:
@@ -178,8 +178,7 @@ class Conversation:
             prefix_id,
             messages,
         )
-        method = self.client._connection.stub.CreateConversation
-        answer = self.client.call(method, request, timeout)
+        answer = self.client.call(lambda at: at.stub.CreateConversation, request, timeout)
         return state_of(answer.conversation)
 
     def get(self, timeout: float | None = None) -> ConversationState:
@@ -189,8 +188,7 @@ class Conversation:
             NotFound: there is no such conversation.
         """
         request = pb.GetConversationRequest(conversation_id=self.conversation_id)
-        method = self.client._connection.stub.GetConversation
-        answer = self.client.call(method, request, timeout, repeat=True)
+        answer = self.client.call(lambda at: at.stub.GetConversation, request, timeout, repeat=True)
         return state_of(answer.conversation)
 
     def delete(self, timeout: float | None = None) -> None:
@@ -200,7 +198,7 @@ class Conversation:
             NotFound: there is no such conversation.
         """
         request = pb.DeleteConversationRequest(conversation_id=self.conversation_id)
-        self.client.call(self.client._connection.stub.DeleteConversation, request, timeout)
+        self.client.call(lambda at: at.stub.DeleteConversation, request, timeout)
 
     def send(self, message: MessageInput, **options: Unpack[SendOptions]) -> Turn:
         """Send a message; iterate over the turn that this returns for the reply as it is generated.
@@ -252,6 +250,7 @@ class Conversation:
             request,
             self.client.retry,
             self.client.timeout if timeout is None else timeout,
+            self.client._connection.route(self.conversation_id),
             options.get("keep_partial", True),
         )
         return Turn(self.client._connection, course, self.client._sleep, self.cancel)
@@ -285,8 +284,7 @@ class Conversation:
             include_token_ids=include_token_ids,
             cut_replies=cut_replies,
         )
-        method = self.client._connection.stub.ListMessages
-        for page in self.client.pages(method, request, timeout, page_size):
+        for page in self.client.pages(lambda at: at.stub.ListMessages, request, timeout, page_size):
             for each in page.messages:
                 yield message_of(each)
 
@@ -305,9 +303,12 @@ class Conversation:
             conversation_id: the id of the new conversation; random by default.
             metadata: any JSON object, for the new conversation.
         """
+        addresses = self.client._connection.addresses
+        if conversation_id is None:
+            conversation_id = addresses.id_beside(self.conversation_id)
         request = fork_request(self.conversation_id, at_revision, conversation_id, metadata)
-        method = self.client._connection.stub.ForkConversation
-        answer = self.client.call(method, request, timeout)
+        answer = self.client.call(lambda at: at.stub.ForkConversation, request, timeout)
+        addresses.learn(conversation_id, addresses.order(self.conversation_id)[0])
         return Conversation(self.client, answer.conversation.conversation_id)
 
     def rewind(self, to_revision: int, timeout: float | None = None) -> ConversationState:
@@ -315,15 +316,13 @@ class Conversation:
         request = pb.RewindConversationRequest(
             conversation_id=self.conversation_id, to_revision=to_revision
         )
-        method = self.client._connection.stub.RewindConversation
-        answer = self.client.call(method, request, timeout)
+        answer = self.client.call(lambda at: at.stub.RewindConversation, request, timeout)
         return state_of(answer.conversation)
 
     def warm(self, timeout: float | None = None) -> None:
         """Ask the server to bring the conversation's KV to the device, ahead of its next message."""
         request = pb.WarmConversationRequest(conversation_id=self.conversation_id)
-        method = self.client._connection.stub.WarmConversation
-        self.client.call(method, request, timeout, repeat=True)
+        self.client.call(lambda at: at.stub.WarmConversation, request, timeout, repeat=True)
 
     def cancel(self, turn_id: str = "", timeout: float | None = None) -> bool:
         """End the running turn and keep what it has generated; returns whether one was running.
@@ -333,6 +332,5 @@ class Conversation:
         request = pb.CancelTurnRequest(
             conversation_id=self.conversation_id, turn_id=check_text("turn_id", turn_id)
         )
-        method = self.client._connection.stub.CancelTurn
-        answer = self.client.call(method, request, timeout, repeat=True)
+        answer = self.client.call(lambda at: at.stub.CancelTurn, request, timeout, repeat=True)
         return answer.was_running

@@ -1,4 +1,4 @@
-"""One gRPC channel to a daemon, used by threads; the SDK's only synchronous input and output.
+"""One gRPC channel to each address, used by threads; the SDK's only synchronous input and output.
 
 `aio_connection.py` is its counterpart for asyncio, with the same names.  Everything above these two files
 is written once, in `aio.py`, and generated for threads.  A call that fails raises a PensieveError, and
@@ -30,17 +30,38 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from pensieve.client.channel import OPTIONS, Tls, credentials_of, metadata_of, target_of
+from pensieve.client.addresses import Addresses, Route
+from pensieve.client.channel import (
+    CHECK_SECONDS,
+    HEALTH_METHOD,
+    OPTIONS,
+    SEVERAL_OPTIONS,
+    Tls,
+    credentials_of,
+    home_in,
+    key_of,
+    metadata_of,
+    routed,
+)
 from pensieve.client.grpc_errors import error_of_call
 from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
 from pensieve.client.turn_progress import TurnCourse
-from pensieve.errors import InvalidArgument, NotFound, PensieveError
+from pensieve.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    Unavailable,
+)
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc, status_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Sleep = Callable[[float], None]
+
+
+NOT_SERVING = "it does not serve at present"
 
 
 class Ending:
@@ -79,77 +100,162 @@ _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 _standby = Standby()
 
 
-class Connection:
-    """A channel, its stub and the caller's token.  Any number of threads may use it."""
+class Link:
+    """The channel to one address, with its stubs."""
 
-    def __init__(self, address: str, token: str | None, tls: Tls) -> None:
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self.stub = conversation_pb2_grpc.ConversationServiceStub(channel)
+        self.jobs_stub = jobs_pb2_grpc.JobServiceStub(channel)
+        self.check = channel.unary_unary(
+            HEALTH_METHOD,
+            request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=status_pb2.HealthCheckResponse.FromString,
+        )
+
+
+class Connection:
+    """The channels to a client's addresses and its token.  Any number of threads may use it."""
+
+    def __init__(self, addresses: Addresses, token: str | None, tls: Tls) -> None:
+        self.addresses = addresses
         self._metadata = metadata_of(token)
         self._closed = False
+        self._credentials = credentials_of(tls)
         self._endings: set[Ending] = set()
-        self.reading: dict[TurnCourse, Stream[pb.SendMessageResponse]] = {}  # turns
-        target, credentials = target_of(address), credentials_of(tls)
-        if credentials is None:
-            self.channel = grpc.insecure_channel(target, options=OPTIONS)
-        else:
-            self.channel = grpc.secure_channel(target, credentials, options=OPTIONS)
-        self.stub = conversation_pb2_grpc.ConversationServiceStub(self.channel)
-        self.jobs_stub = jobs_pb2_grpc.JobServiceStub(self.channel)
+        self._reading: dict[TurnCourse, Stream[pb.SendMessageResponse]] = {}  # turns
+        self._attached: dict[str, TurnCourse] = {}  # of these, the last of each conversation
+        self._opening = threading.Lock()
+        self._links: dict[str, Link] = {}  # of the addresses that were used
         _standby.start()
         _open.add(self)
 
+    def route(self, key: str) -> Route:
+        """The way of a request about this conversation or job; while its turn is read, to where that is."""
+        course = self._attached.get(key)
+        return Route(self.addresses, key, course.route.at if course is not None else "")
+
+    def link(self, name: str) -> Link:
+        """The channel to an address, opened on first use."""
+        if (link := self._links.get(name)) is not None:
+            return link
+        with self._opening:
+            if name not in self._links:
+                self._check_open()
+                options = SEVERAL_OPTIONS if self.addresses.are_several else OPTIONS
+                if self._credentials is None:
+                    channel = grpc.insecure_channel(name, options=options)
+                else:
+                    channel = grpc.secure_channel(name, self._credentials, options=options)
+                self._links[name] = Link(channel)
+            return self._links[name]
+
+    def serves(self, name: str, seconds: float | None) -> PensieveError | None:
+        """Why this address takes no turns now, as its health service says it; None if it does."""
+        check, deadline = self.link(name).check, Deadline(seconds)
+        try:
+            answer = check(
+                status_pb2.HealthCheckRequest(), timeout=seconds, metadata=self._metadata
+            )
+        except grpc.RpcError as failure:
+            return error_of_call(failure, deadline)
+        if answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING:
+            return None
+        return Unavailable(NOT_SERVING)
+
+    def _chosen(self, route: Route, deadline: Deadline) -> Link:
+        """Where the next try of a request goes."""
+        while True:
+            choice = route.choose()
+            if not choice.look_first:
+                return self.link(choice.name)
+            left = deadline.left()
+            seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
+            error = self.serves(choice.name, seconds)
+            if not isinstance(error, Unavailable | DeadlineExceeded):  # or has no health service
+                route.serves()
+                return self.link(choice.name)
+            route.does_not_serve(error, is_reached=str(error) == NOT_SERVING)
+
     def unary(
         self,
-        method: grpc.UnaryUnaryMultiCallable[Request, Response],
+        method: Callable[[Link], grpc.UnaryUnaryMultiCallable[Request, Response]],
         request: Request,
         deadline: Deadline,
+        route: Route,
     ) -> Response:
         """Send one request and wait for its response."""
         self._check_open()
+        link = self._chosen(route, deadline)
+        metadata = routed(self._metadata, key_of(request))
         try:
-            return method(request, timeout=deadline.left(), metadata=self._metadata)
+            response, call = method(link).with_call(
+                request, timeout=deadline.left(), metadata=metadata
+            )
+            route.answered(home_in(call.initial_metadata()) if route.are_several else "")
+            return response
         except grpc.RpcError as failure:
             raise error_of_call(failure, deadline) from None
 
     def create_job(
-        self, messages: Iterator[jobs_pb2.CreateJobRequest], deadline: Deadline
+        self, messages: Iterator[jobs_pb2.CreateJobRequest], deadline: Deadline, route: Route
     ) -> jobs_pb2.Job:
         """Send the messages of a file, and wait for the job that it makes."""
         self._check_open()
-        create, metadata = self.jobs_stub.CreateJob, self._metadata
+        link = self._chosen(route, deadline)
+        create, metadata = link.jobs_stub.CreateJob, routed(self._metadata, route.key)
         try:
-            return create(messages, timeout=deadline.left(), metadata=metadata).job
+            job = create(messages, timeout=deadline.left(), metadata=metadata).job
+            route.answered()
+            return job
         except grpc.RpcError as failure:
             raise error_of_call(failure, deadline) from None
 
     def stream(
         self,
-        method: grpc.UnaryStreamMultiCallable[Request, Response],
+        method: Callable[[Link], grpc.UnaryStreamMultiCallable[Request, Response]],
         request: Request,
         deadline: Deadline,
+        route: Route,
     ) -> Stream[Response]:
         """Send one request whose responses are read from the stream that this returns."""
         self._check_open()
-        responses = method(request, timeout=deadline.left(), metadata=self._metadata)
-        return Stream(responses, deadline)
+        link = self._chosen(route, deadline)
+        metadata = routed(self._metadata, key_of(request))
+        responses = method(link)(request, timeout=deadline.left(), metadata=metadata)
+        return Stream(responses, deadline, route)
+
+    # -- turns that are read --
+
+    def begin_reading(self, course: TurnCourse, stream: Stream[pb.SendMessageResponse]) -> None:
+        """The turn is attached: what else is about its conversation goes where it is."""
+        self._reading[course] = stream
+        self._attached[course.request.conversation_id] = course
+
+    def end_reading(self, course: TurnCourse) -> None:
+        """It no longer is.  A finalizer may call it."""
+        self._reading.pop(course, None)
+        if self._attached.get(course.request.conversation_id) is course:
+            self._attached.pop(course.request.conversation_id, None)
 
     # -- turns that are left --
 
-    def end_turn(self, request: pb.CancelTurnRequest) -> pb.CancelTurnResponse | None:
-        """Have the server end a turn; None if it does not answer in END_SECONDS."""
-        ending = self.begin_ending(request)
+    def end_turn(self, request: pb.CancelTurnRequest, route: Route) -> pb.CancelTurnResponse | None:
+        """Have the server end the turn that went this way; None if it does not answer in END_SECONDS."""
+        ending = self.begin_ending(request, route)
         ending.over.wait(END_SECONDS)
         return ending.answer
 
-    def begin_ending(self, request: pb.CancelTurnRequest) -> Ending:
+    def begin_ending(self, request: pb.CancelTurnRequest, route: Route) -> Ending:
         """The same without waiting.  A finalizer may call it, so nothing in here may wait for a lock."""
         ending = Ending(request.conversation_id)
         self._endings.add(ending)
         _open.add(self)  # again: where it is collected with its turn, it was forgotten before
         try:
             # Not threading.Thread, which waits for locks until the thread runs.
-            _thread.start_new_thread(self._end, (ending, request))
+            _thread.start_new_thread(self._end, (ending, request, route.at))
         except RuntimeError:  # the program ends
-            _standby.act(partial(self._end, ending, request))
+            _standby.act(partial(self._end, ending, request, route.at))
         return ending
 
     def wait_for_endings(self, conversation_id: str, deadline: Deadline) -> None:
@@ -158,14 +264,15 @@ class Connection:
             [e for e in self._endings.copy() if e.conversation_id == conversation_id], deadline
         )
 
-    def _end(self, ending: Ending, request: pb.CancelTurnRequest) -> None:
-        deadline = Deadline(END_SECONDS)
+    def _end(self, ending: Ending, request: pb.CancelTurnRequest, at: str) -> None:
+        deadline, route = Deadline(END_SECONDS), Route(self.addresses, ending.conversation_id, at)
         tries = Tries(Retry(), deadline)
         try:
             while ending.answer is None:
-                ending.answer, error = self._try_to_end(request, deadline)
-                if error is not None:
-                    time.sleep(tries.pause(error))
+                ending.answer, error = self._try_to_end(request, route, deadline)
+                if error is not None and not route.goes_on(error):
+                    time.sleep(tries.pause(route.explained(error)))
+                    route.begin_round()
         except (PensieveError, ValueError):  # in vain; ValueError: the channel is closed
             pass
         finally:
@@ -173,11 +280,15 @@ class Connection:
             ending.over.set()
 
     def _try_to_end(
-        self, request: pb.CancelTurnRequest, deadline: Deadline
+        self, request: pb.CancelTurnRequest, route: Route, deadline: Deadline
     ) -> tuple[pb.CancelTurnResponse | None, PensieveError | None]:
+        link = self._chosen(route, deadline)
         try:
-            return self.stub.CancelTurn(
-                request, timeout=deadline.left(), wait_for_ready=True, metadata=self._metadata
+            return link.stub.CancelTurn(
+                request,
+                timeout=deadline.left(),
+                wait_for_ready=not route.are_several,
+                metadata=routed(self._metadata, route.key),
             ), None
         except grpc.RpcError as failure:
             error = error_of_call(failure, deadline)
@@ -199,15 +310,16 @@ class Connection:
         """Leave the turns that are being read, wait for their ends, and end every call that is under way."""
         self._closed = True
         self._wait(self._leave(), Deadline(None))
-        self.channel.close()
+        for link in [*self._links.values()]:
+            link.channel.close()
 
     def _leave(self) -> list[Ending]:
         """Begin to end the turns that are being read; these ends and those that are under way."""
-        for course, stream in self.reading.copy().items():
+        for course, stream in self._reading.copy().items():
             if self._closed:
                 stream.cancel()
             if (request := course.end_request()) is not None:
-                self.begin_ending(request)
+                self.begin_ending(request, course.route)
         return list(self._endings.copy())
 
     @staticmethod
@@ -227,14 +339,23 @@ atexit.register(Connection._leave_all)
 class Stream(Generic[Response]):
     """The responses to one request.  gRPC cancels the stream when this object is collected."""
 
-    def __init__(self, responses: grpc._CallIterator[Response], deadline: Deadline) -> None:
+    def __init__(
+        self, responses: grpc._CallIterator[Response], deadline: Deadline, route: Route
+    ) -> None:
         self._responses = responses
         self._deadline = deadline
+        self._route = route
+        self._has_begun = False
 
     def read(self) -> Response | None:
         """The next response; None at the end of the stream."""
         try:
-            return next(self._responses, None)
+            response = next(self._responses, None)
+            if not self._has_begun and response is not None:
+                self._has_begun = True
+                several = self._route.are_several
+                self._route.answered(home_in(self._responses.initial_metadata()) if several else "")
+            return response
         except grpc.RpcError as failure:
             raise error_of_call(failure, self._deadline) from None
 

@@ -26,6 +26,7 @@ from pensieve.v1 import status_pb2
 DETAILS_KEY = "grpc-status-details-bin"
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
 DOMAIN = "pensieve"
+NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words before it has sent anything
 
 
 @dataclass
@@ -91,6 +92,12 @@ def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.Pen
         return errors.TurnRunning(causes.get("conversation_id", ""), causes.get("turn_id", ""))
     if kind is errors.StaleRevision:
         return errors.StaleRevision(_whole(causes, "expected"), _whole(causes, "actual"))
+    if kind is errors.OwnedElsewhere:
+        return errors.OwnedElsewhere(
+            causes.get("conversation_id", ""),
+            causes.get("replica", "another daemon"),
+            causes.get("address", ""),
+        )
     if kind is errors.ContextFull:
         return errors.ContextFull(_whole(causes, "tokens"), _whole(causes, "tokens_max"))
     if kind is errors.InvalidArgument:
@@ -119,7 +126,9 @@ def _of_code(
     if "RST_STREAM" in text and code is grpc.StatusCode.INTERNAL:
         return errors.Unavailable(text)
     if code is grpc.StatusCode.UNAVAILABLE:
-        text = _why_unreachable(text)
+        unreachable = errors.Unavailable(_why_unreachable(text))
+        unreachable.may_have_arrived = not text.startswith(NO_CONNECTION)
+        return unreachable
     return BY_CODE.get(code, errors.ServerFault)(text)
 
 

@@ -71,24 +71,29 @@ class Jobs:
         upload = JobUpload(source, job_id, name, endpoint, check_only)
         connection, deadline = self._client._connection, self._deadline(timeout)
         tries, was_sent = Tries(self._client.retry, deadline), False
+        route = connection.route(upload.header.job_id)
         while True:
             try:
-                return job_of(connection.create_job(upload.messages(), deadline))
+                return job_of(connection.create_job(upload.messages(), deadline, route))
             except PensieveError as error:
                 if upload.error is not None:
                     raise upload.error from None
                 failure = error
             if was_sent and isinstance(failure, AlreadyExists):
+                route.answered()
                 found = self._found(upload.header.job_id)
                 if found is not None and found.state != "receiving":
                     if found.sha256 == upload.header.sha256:
                         return found
                     raise failure
                 failure = Unavailable("the server still waits for what an earlier try has sent")
+            goes_on = route.goes_on(failure, upload.can_repeat)
             if not upload.can_repeat:
-                raise failure
+                raise route.explained(failure)
             was_sent = True
-            self._client._sleep(tries.pause(failure))
+            if not goes_on:
+                self._client._sleep(tries.pause(route.explained(failure)))
+                route.begin_round()
 
     def _found(self, job_id: str) -> Job | None:
         """None: the daemon has thrown away what an earlier try has sent."""
@@ -104,8 +109,9 @@ class Jobs:
             NotFound: there is no such job.
         """
         request = pb.GetJobRequest(**_named(job_id, tenant))
-        method = self._client._connection.jobs_stub.GetJob
-        return job_of((self._client.call(method, request, timeout, repeat=True)).job)
+        return job_of(
+            (self._client.call(lambda at: at.jobs_stub.GetJob, request, timeout, repeat=True)).job
+        )
 
     def list(self, *, all_tenants: bool = False, timeout: float | None = None) -> Iterator[Job]:
         """Iterate over the jobs, the newest first; with `all_tenants`, which is for operators, over all.
@@ -113,28 +119,34 @@ class Jobs:
         `timeout` is for each page that is fetched.
         """
         request = pb.ListJobsRequest(all_tenants=all_tenants)
-        method = self._client._connection.jobs_stub.ListJobs
-        for page in self._client.pages(method, request, timeout):
+        for page in self._client.pages(lambda at: at.jobs_stub.ListJobs, request, timeout):
             for each in page.jobs:
                 yield job_of(each)
 
     def pause(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Begin nothing more of the job until `resume`; what was answered stays."""
         request = pb.PauseJobRequest(**_named(job_id, tenant))
-        method = self._client._connection.jobs_stub.PauseJob
-        return job_of((self._client.call(method, request, timeout, repeat=True)).job)
+        return job_of(
+            (self._client.call(lambda at: at.jobs_stub.PauseJob, request, timeout, repeat=True)).job
+        )
 
     def resume(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Let a paused job go on when its turn among the jobs comes."""
         request = pb.ResumeJobRequest(**_named(job_id, tenant))
-        method = self._client._connection.jobs_stub.ResumeJob
-        return job_of((self._client.call(method, request, timeout, repeat=True)).job)
+        return job_of(
+            (
+                self._client.call(lambda at: at.jobs_stub.ResumeJob, request, timeout, repeat=True)
+            ).job
+        )
 
     def cancel(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """End the job for good; what was answered stays."""
         request = pb.CancelJobRequest(**_named(job_id, tenant))
-        method = self._client._connection.jobs_stub.CancelJob
-        return job_of((self._client.call(method, request, timeout, repeat=True)).job)
+        return job_of(
+            (
+                self._client.call(lambda at: at.jobs_stub.CancelJob, request, timeout, repeat=True)
+            ).job
+        )
 
     def delete(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
         """Delete the job with its lines and results, for good.
@@ -143,7 +155,7 @@ class Jobs:
             NotFound: there is no such job.
         """
         request = pb.DeleteJobRequest(**_named(job_id, tenant))
-        self._client.call(self._client._connection.jobs_stub.DeleteJob, request, timeout)
+        self._client.call(lambda at: at.jobs_stub.DeleteJob, request, timeout)
 
     def results(
         self,
@@ -166,9 +178,9 @@ class Jobs:
             **_named(job_id, tenant), kind=RESULT_KINDS[kind], after_line=after_line
         )
         connection, deadline = self._client._connection, self._deadline(timeout)
-        tries = Tries(self._client.retry, deadline)
+        tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
-            stream = connection.stream(connection.jobs_stub.GetResults, request, deadline)
+            stream = connection.stream(lambda at: at.jobs_stub.GetResults, request, deadline, route)
             begun = b""  # a line whose end is still to come
             try:
                 while (piece := stream.read()) is not None:
@@ -179,10 +191,12 @@ class Jobs:
                     request.after_line = piece.last_line
                 return
             except PensieveError as error:
-                pause = tries.pause(error)
+                failure = error
             finally:
                 stream.cancel()
-            self._client._sleep(pause)
+            if not route.goes_on(failure):
+                self._client._sleep(tries.pause(route.explained(failure)))
+                route.begin_round()
 
     def watch(
         self, job_id: str, *, tenant: str = "", timeout: float | None = None
@@ -194,19 +208,21 @@ class Jobs:
         """
         request = pb.WatchJobRequest(**_named(job_id, tenant))
         connection, deadline = self._client._connection, self._deadline(timeout)
-        tries = Tries(self._client.retry, deadline)
+        tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
-            stream = connection.stream(connection.jobs_stub.WatchJob, request, deadline)
+            stream = connection.stream(lambda at: at.jobs_stub.WatchJob, request, deadline, route)
             try:
                 while (news := stream.read()) is not None:
                     tries.made_progress()
                     yield job_of(news.job)
                 return
             except PensieveError as error:
-                pause = tries.pause(error)
+                failure = error
             finally:
                 stream.cancel()
-            self._client._sleep(pause)
+            if not route.goes_on(failure):
+                self._client._sleep(tries.pause(route.explained(failure)))
+                route.begin_round()
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._client.timeout if timeout is None else timeout)

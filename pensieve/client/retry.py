@@ -29,6 +29,9 @@ class Retry:
     for `loading_seconds` in all, and this does not count as retries.  So a turn outlives a restart of the
     daemon if the daemon listens again within those seconds, however long its model takes to load.
 
+    A client with several addresses sends a request to each of them before it counts a failure, and avoids
+    an address that has failed for pauses that grow in the same way.
+
     The timeout of a call or turn ends both: a pause that would outlast it is not begun, and the last error
     is raised.
 
@@ -57,9 +60,14 @@ class Retry:
         )
         if not worthwhile or num_tries > self.retries:
             return None
-        grown = min(self.first_seconds * 2 ** (num_tries - 1), self.most_seconds)
-        pause = max(grown * (0.5 + self.drawn() / 2), error.retry_after_seconds or 0.0)
+        pause = max(self.grown(num_tries), error.retry_after_seconds or 0.0)
         return None if left is not None and pause >= left else pause
+
+    def grown(self, num_failures: int) -> float:
+        """The pause after `num_failures` in a row, with its jitter."""
+        doublings = min(num_failures - 1, 60)
+        pause: float = min(self.first_seconds * 2**doublings, self.most_seconds)
+        return pause * (0.5 + self.drawn() / 2)
 
     def loading_pause(
         self, error: PensieveError, waited: float, left: float | None

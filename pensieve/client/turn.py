@@ -85,7 +85,7 @@ class Turn:
             self._detach()
             if error is not None and course.is_over_time(error):
                 request = course.end_request()
-                answer = self._connection.end_turn(request) if request else None
+                answer = self._connection.end_turn(request, course.route) if request else None
                 course.time_is_over(error, answer)
             elif pause := course.stream_ended(error):
                 self._sleep(pause)
@@ -106,7 +106,7 @@ class Turn:
         for _ in self:
             pass
         if (request := self._course.question()) is not None:
-            self._course.was_ended(self._connection.end_turn(request))
+            self._course.was_ended(self._connection.end_turn(request, self._course.route))
         return self._course.reply
 
     def cancel(self) -> bool:
@@ -121,7 +121,7 @@ class Turn:
         """Leave the turn: if it has not ended, the server ends it, and keeps what `keep_partial` says."""
         self._detach()
         if (request := self._course.leave()) is not None:
-            self._course.was_ended(self._connection.end_turn(request))
+            self._course.was_ended(self._connection.end_turn(request, self._course.route))
 
     def __enter__(self) -> Turn:
         return self
@@ -136,9 +136,9 @@ class Turn:
 
     def __del__(self) -> None:
         """It was dropped; nobody can wait for its end but the next call in this conversation."""
-        self._connection.reading.pop(self._course, None)
+        self._connection.end_reading(self._course)
         if (request := self._course.leave()) is not None:
-            self._connection.begin_ending(request)
+            self._connection.begin_ending(request, self._course.route)
 
     def _attached(self) -> Stream[pb.SendMessageResponse] | None:
         """None if another thread has closed the turn, which may have been before the request was sent."""
@@ -146,13 +146,14 @@ class Turn:
             course, connection = self._course, self._connection
             request, deadline = course.request, course.deadline
             connection.wait_for_endings(request.conversation_id, deadline)
-            method = connection.stub.SendMessage
             course.was_sent = True  # before it is: an interrupt may come in between
-            self._stream = connection.stream(method, request, deadline)
-            connection.reading[course] = self._stream
+            self._stream = connection.stream(
+                lambda at: at.stub.SendMessage, request, deadline, course.route
+            )
+            connection.begin_reading(course, self._stream)
             if course.was_left and (end_request := course.end_request()) is not None:
                 self._detach()
-                course.was_ended(connection.end_turn(end_request))
+                course.was_ended(connection.end_turn(end_request, course.route))
         return self._stream
 
     def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
@@ -167,6 +168,6 @@ class Turn:
 
     def _detach(self) -> None:
         stream, self._stream = self._stream, None
-        self._connection.reading.pop(self._course, None)
+        self._connection.end_reading(self._course)
         if stream is not None:
             stream.cancel()

@@ -21,6 +21,7 @@ would say it again.
 
 from __future__ import annotations
 
+from pensieve.client.addresses import Route
 from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
 from pensieve.client.values import (
     KINDS,
@@ -148,10 +149,15 @@ class TurnCourse:
         request: pb.SendMessageRequest,
         retry: Retry,
         timeout: float | None,
+        route: Route,
         keep_partial: bool = True,
     ) -> None:
-        """`keep_partial`: what the reader was given stays in the history if it leaves before the end."""
+        """`route` is its way to a daemon.
+
+        `keep_partial`: what the reader was given stays in the history if it leaves before the end.
+        """
         self.request = request
+        self.route = route
         self.deadline = Deadline(timeout)
         self.progress = TurnProgress()
         self.cancelling = False
@@ -214,11 +220,16 @@ class TurnCourse:
         if self._left:
             return 0.0
         error = error or Unavailable("the server ended the stream within the turn")
+        if self.route.goes_on(error):
+            return 0.0
+        error = self.route.explained(error)
         try:
-            return self._tries.pause(error)
+            pause = self._tries.pause(error)
         except PensieveError:
             self._failure = error
             raise
+        self.route.begin_round()
+        return pause
 
     # -- leaving --
 
@@ -267,6 +278,8 @@ class TurnCourse:
     def time_is_over(self, error: PensieveError, answer: pb.CancelTurnResponse | None) -> None:
         """The server has ended the turn, too; raises the error that says so, or reads a complete reply."""
         self.was_ended(answer)
+        if answer is None:
+            self.route.doubt(error)
         if self._fate == ALL_STAYS and not self._is_late:
             self._is_late = True
             self.deadline = Deadline(END_SECONDS)

@@ -6,7 +6,15 @@ from pensieve.config.parsing import file, number, switch, whole
 from pensieve.config.setting import Setting, Table
 
 REACHING: Table = (
-    Setting("daemon", str, "", "a daemon's HOST:PORT or unix:PATH", "A", "daemon", "--address"),
+    Setting(
+        "daemon",
+        str,
+        "",
+        "a daemon's HOST:PORT or unix:PATH; several that have one history with commas between",
+        "A",
+        "daemon",
+        "--address",
+    ),
     Setting("token", str, "", "token for that daemon", "TOKEN", "daemon", secret=True),
     Setting(
         "tls",

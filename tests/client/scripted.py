@@ -117,18 +117,26 @@ class FakeConversation:
 
 
 class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServicer):
-    def __init__(self, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, listen: str = "127.0.0.1:0", history_of: ScriptedServer | None = None
+    ) -> None:
+        """`history_of`: another server, with which this one has one history."""
         self.mishaps: deque[Mishap] = deque()
         self.refusals: deque[Refusal] = deque()  # of methods that are no streams
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
         self.abandoned: queue.Queue[str] = queue.Queue()  # request_ids of streams that were left
         self.found: dict[str, FakeConversation] = {}
         self.declared: dict[str, pb.GetPrefixResponse] = {}
+        self.homes: dict[str, str] = {}  # of conversations whose calls were forwarded
         self.health = status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
         self.before_cancel: Callable[[], None] = lambda: None
         self.odd = False  # says what only a newer server would
         self._held: threading.Event | None = None
         self._turn_ids = itertools.count(1)
+        self._ending = threading.Lock()  # a turn ends once, wherever it is read
+        if history_of is not None:
+            self.found, self.declared = history_of.found, history_of.declared
+            self._turn_ids, self._ending = history_of._turn_ids, history_of._ending
         self._server = grpc.server(futures.ThreadPoolExecutor(24))
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(self, self._server)
         self.jobs = ScriptedJobs()
@@ -228,15 +236,16 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         if not context.is_active():
             return
         over.set()
-        if not replayed:
-            kept.running = None
-            kept.conversation.revision += 1
-            kept.say(pb.ROLE_USER, request.messages[0].content)
-            kept.say(pb.ROLE_ASSISTANT, " ".join(sent))
-            turn.words = [word.lower() for word in sent]
-            turn.finish_reason = (
-                pb.FINISH_REASON_CANCELLED if turn.cancelled else pb.FINISH_REASON_STOP
-            )
+        with self._ending:
+            if not replayed and turn.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+                kept.running = None
+                kept.conversation.revision += 1
+                kept.say(pb.ROLE_USER, request.messages[0].content)
+                kept.say(pb.ROLE_ASSISTANT, " ".join(sent))
+                turn.words = [word.lower() for word in sent]
+                turn.finish_reason = (
+                    pb.FINISH_REASON_CANCELLED if turn.cancelled else pb.FINISH_REASON_STOP
+                )
         completed = pb.TurnCompleted(
             finish_reason=99 if self.odd else turn.finish_reason,  # type: ignore[arg-type]
             usage=pb.Usage(prompt_tokens=3, new_tokens=3, output_tokens=len(sent)),
@@ -407,6 +416,8 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
     def _note(self, name: str, request: Any, context: grpc.ServicerContext) -> None:
         metadata = dict(context.invocation_metadata())
         self.calls.append((name, request, metadata))
+        if home := self.homes.get(getattr(request, "conversation_id", "")):
+            context.send_initial_metadata((("pensieve-home", home),))
         held, self._held = self._held, None
         if held is not None:
             over = threading.Event()

@@ -276,6 +276,14 @@ NOT_RUN = {
         "needs servers of PostgreSQL; tests/store/test_postgres_crash.py and"
         " tests/service/test_postgres.py start their own",
     ),
+    **dict.fromkeys(
+        (
+            "pensieve chat --address gpu1:50051,gpu2:50051",
+            "pensieve chat --address gpu1:50051,gpu2:50051,gpu3:50051",
+            "pensieve conversations ls --address gpu1:50051,gpu2:50051,gpu3:50051",
+        ),
+        "needs several daemons; tests/cli/test_several_addresses.py has some",
+    ),
     "pensieve chat --address chat.example:50051 --tls": "needs a server with a certificate that the system"
     " trusts; tests/cli/test_flags.py has one with an authority of its own",
     "pensieve simulate --plan trace.jsonl --cost cost.json --device-tokens 60k --tbt-p99 0.2"

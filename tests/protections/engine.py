@@ -237,8 +237,9 @@ PROTECTIONS = (
             ),
             Change(
                 "pensieve/client/turn.py",
-                "            connection.reading[course] = self._stream\n",
-                "            connection.reading[course] = self._stream\n            course.was_sent = True\n",
+                "            connection.begin_reading(course, self._stream)\n",
+                "            connection.begin_reading(course, self._stream)\n"
+                "            course.was_sent = True\n",
             ),
         ),
         (
@@ -279,6 +280,34 @@ PROTECTIONS = (
         "            isinstance(error, DeadlineExceeded) and",
         "            error is not None and",
         "client/test_leaving.py::test_a_connection_that_breaks_leaves_nothing_and_has_its_grace",
+    ),
+    protection(
+        "a router can read what a call is about",
+        "client/channel.py",
+        'SESSION_KEY = "session_id"',
+        'SESSION_KEY = "x-session-id"',
+        "client/test_session_id.py::test_each_call_about_one_carries_its_id",
+    ),
+    protection(
+        "what may have been done is not sent to another daemon",
+        "client/addresses.py",
+        "self._is_one_left and (repeat or is_waited_for(error) or not error.may_have_arrived)",
+        "self._is_one_left",
+        "client/test_several.py::test_what_may_have_been_done_is_not_sent_elsewhere",
+    ),
+    protection(
+        "a turn stays where its stream has begun",
+        "client/addresses.py",
+        "            self._first = self.at\n",
+        "",
+        "client/test_several.py::test_a_home_that_is_back_is_used_from_the_next_turn_on",
+    ),
+    protection(
+        "one request looks at a daemon that was away, and the others do not wait for it",
+        "client/addresses.py",
+        "                    self._avoid(standing, now)\n                    return Choice(name, True)\n",
+        "                    return Choice(name, True)\n",
+        "client/test_addresses.py::test_an_address_that_fails_is_avoided_for_longer_each_time",
     ),
     protection(
         "loading is waited for",

@@ -404,7 +404,11 @@ def _causes(error: PensieveError) -> dict[str, str]:
     if isinstance(error, TurnRunning):
         return {"conversation_id": error.conversation_id, "turn_id": error.turn_id}
     if isinstance(error, OwnedElsewhere):
-        return {"replica": error.replica, "address": error.address}
+        return {
+            "conversation_id": error.conversation_id,
+            "replica": error.replica,
+            "address": error.address,
+        }
     if isinstance(error, StaleRevision):
         return {"expected": str(error.expected), "actual": str(error.actual)}
     if isinstance(error, ContextFull):

@@ -1,0 +1,68 @@
+"""Commands that talk to several daemons, which have one history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.client.rendezvous import ranked
+from tests.client.fleet import Fleet
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with Fleet() as fleet:
+        yield fleet
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSIEVE_DATA", str(tmp_path / "own"))
+
+
+def test_a_talk_goes_to_the_home_of_its_conversation_and_on_without_it(
+    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = ranked("trip-42", fleet.addresses)
+    talk = ["chat", "--address", ",".join(fleet.addresses), "--conversation", "trip-42", "-q"]
+    assert main([*talk, "Hello there."]) == 0
+    fleet.stop(order[0])
+    assert main([*talk, "Still there?"]) == 0
+    assert fleet.who_has("trip-42").count(order[0]) == 1
+    assert fleet.who_has("trip-42").count(order[1]) == 1
+    shown = capsys.readouterr().out
+    assert shown.index("Hello there.") < shown.index("Still there?")
+
+
+def test_the_variable_names_several_and_conversations_are_listed_once(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSIEVE_DAEMON", ", ".join(fleet.addresses))
+    for name in ("a", "b", "c"):
+        assert main(["chat", "--conversation", name, "-q", "Hello."]) == 0
+    fleet.stop(fleet.addresses[0])
+    capsys.readouterr()
+    assert main(["conversations", "ls"]) == 0
+    assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()) == [*"abc"]
+
+
+def test_an_operator_is_told_to_name_one(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["admin", "stats", "--address", ",".join(fleet.addresses)]) == 2
+    assert capsys.readouterr().err.strip() == (
+        "pensieve: address: Admin speaks to one daemon; name one of " + ", ".join(fleet.addresses)
+    )
+
+
+def test_when_none_can_be_reached_all_are_named(
+    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for address in fleet.addresses:
+        fleet.stop(address)
+    assert main(["chat", "--address", ",".join(fleet.addresses), "-q", "Hello."]) == 1
+    told = capsys.readouterr().err
+    assert "; `pensieve serve` starts a daemon" in told
+    for address in fleet.addresses:
+        assert f"{address}: nothing listens at {address}" in told

@@ -1,0 +1,164 @@
+"""Three scripted daemons with one history, and a client of either kind that speaks to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from pensieve.client import AddressState, AsyncClient, Client, Reply, Retry
+from tests.client.scripted import ScriptedServer
+
+QUICK = Retry(retries=3, first_seconds=0.001, most_seconds=0.002)
+
+
+class Fleet:
+    """Servers that share what they remember; one that was stopped comes back at its address."""
+
+    def __init__(self, num_servers: int = 3) -> None:
+        first = ScriptedServer()
+        self.servers = [first, *(ScriptedServer(history_of=first) for _ in range(num_servers - 1))]
+        self.addresses = [server.address for server in self.servers]
+        self.ever = [*self.servers]  # those that were stopped included
+
+    def __enter__(self) -> Self:
+        for server in self.servers:
+            server.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.__exit__()
+
+    def at(self, address: str) -> ScriptedServer:
+        return self.servers[self.addresses.index(address)]
+
+    def stop(self, address: str) -> None:
+        """Its connections are cut, and nobody listens there any more."""
+        self.at(address).__exit__()
+
+    def start(self, address: str) -> ScriptedServer:
+        """It comes back, and remembers what the others do."""
+        server = ScriptedServer(address, history_of=self.servers[0])
+        assert server.address == address
+        self.ever.append(server)
+        self.servers[self.addresses.index(address)] = server.__enter__()
+        return server
+
+    def who_has(self, conversation_id: str, name: str = "SendMessage") -> list[str]:
+        """At which addresses such a call about this conversation has arrived, in any order."""
+        return [
+            server.address
+            for server in self.servers
+            for called, request, _ in server.calls
+            if called == name and request.conversation_id == conversation_id
+        ]
+
+    def forget_calls(self) -> None:
+        for server in self.servers:
+            server.calls.clear()
+
+
+class WithThreads:
+    """The client for threads."""
+
+    def __init__(self, addresses: list[str], retry: Retry = QUICK, **options: Any) -> None:
+        self.slept: list[float] = []
+        options.setdefault("sleep", self.slept.append)
+        self.client = Client(addresses, retry=retry, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.client.close()
+
+    def do(self, call: Callable[[Any], Any]) -> Any:
+        """What a call of the client returns."""
+        return call(self.client)
+
+    def ask(self, conversation_id: str, text: str, **options: Any) -> Reply:
+        return self.client.conversation(conversation_id).ask(text, **options)
+
+    def events(
+        self,
+        conversation_id: str,
+        text: str,
+        after: Callable[[int], None] = lambda n: None,
+        **options: Any,
+    ) -> list[Any]:
+        """What a reader of a turn gets; `after` is called after each, with their number."""
+        seen: list[Any] = []
+        for event in self.client.conversation(conversation_id).send(text, **options):
+            seen.append(event)
+            after(len(seen))
+        return seen
+
+    def listed(self, call: Callable[[Any], Any]) -> list[Any]:
+        return list(call(self.client))
+
+    @property
+    def states(self) -> dict[str, AddressState]:
+        return {each.address: each for each in self.client.addresses}
+
+
+class WithTasks(WithThreads):
+    """The client for asyncio, in an event loop that runs while it is called."""
+
+    def __init__(self, addresses: list[str], retry: Retry = QUICK, **options: Any) -> None:
+        self.slept = []
+        self._runner = asyncio.Runner()
+
+        async def sleep(seconds: float) -> None:
+            self.slept.append(seconds)
+
+        options.setdefault("sleep", sleep)
+        self.client: Any = AsyncClient(addresses, retry=replace(retry), **options)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._runner.run(self.client.close())
+        self._runner.close()
+
+    def do(self, call: Callable[[Any], Any]) -> Any:
+        async def main() -> Any:
+            return await call(self.client)
+
+        return self._runner.run(main())
+
+    def ask(self, conversation_id: str, text: str, **options: Any) -> Reply:
+        talk = self.client.conversation(conversation_id)
+        return self._runner.run(talk.ask(text, **options))  # type: ignore[no-any-return]
+
+    def events(
+        self,
+        conversation_id: str,
+        text: str,
+        after: Callable[[int], None] = lambda n: None,
+        **options: Any,
+    ) -> list[Any]:
+        async def main() -> list[Any]:
+            seen: list[Any] = []
+            async for event in self.client.conversation(conversation_id).send(text, **options):
+                seen.append(event)
+                after(len(seen))
+            return seen
+
+        return self._runner.run(main())
+
+    def listed(self, call: Callable[[Any], Any]) -> list[Any]:
+        async def main() -> list[Any]:
+            return [each async for each in call(self.client)]
+
+        return self._runner.run(main())

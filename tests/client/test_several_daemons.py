@@ -1,0 +1,124 @@
+"""Three real daemons behind one client; each with a history of its own, so what moves is easily seen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.client import Client, Restarted
+from pensieve.client.rendezvous import ranked
+from pensieve.service.grpc.server import Listening
+from tests.client.fleet import QUICK, WithTasks, WithThreads
+from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
+
+IDS = [f"talk-{number}" for number in range(40)]
+
+
+class Daemons:
+    """Rigs that can be stopped and started again at their address."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self._folder = folder
+        self._program = (*ECHO, f"--seconds={seconds}")
+        self._stack = contextlib.ExitStack()
+        self.rigs: dict[str, contextlib.ExitStack] = {}
+        for number in range(3):
+            self._start(number, "127.0.0.1:0")
+
+    def _start(self, number: int, address: str) -> None:
+        data = self._folder / str(number)
+        data.mkdir(exist_ok=True)
+        rig = DaemonRig(
+            data, listening=Listening(address, data / "admin.sock"), program=self._program
+        )
+        stack = contextlib.ExitStack()
+        stack.enter_context(rig)
+        self.rigs[rig.server.address] = stack
+        self._stack.callback(stack.close)
+
+    @property
+    def addresses(self) -> list[str]:
+        return list(self.rigs)
+
+    def stop(self, address: str) -> None:
+        self.rigs[address].close()
+
+    def start(self, address: str) -> None:
+        self._start(self.addresses.index(address), address)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def daemons(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Daemons]:
+    daemons = Daemons(tmp_path, getattr(request, "param", 0.0))
+    yield daemons
+    daemons.close()
+
+
+def who_knows(daemons: Daemons) -> dict[str, set[str]]:
+    """Which conversations each running daemon has."""
+    known = {}
+    for address in daemons.addresses:
+        with Client(address, retry=QUICK) as client:
+            if client.healthy():
+                known[address] = {each.conversation_id for each in client.conversations()}
+    return known
+
+
+@pytest.mark.parametrize("kind", [WithThreads, WithTasks], ids=["threads", "tasks"])
+def test_forty_conversations_have_homes_that_a_stop_moves_and_a_return_restores(
+    kind: type[WithThreads], daemons: Daemons
+) -> None:
+    home = {each: ranked(each, daemons.addresses)[0] for each in IDS}
+    mine = {address: {each for each in IDS if home[each] == address} for address in home.values()}
+    with kind(daemons.addresses) as client:
+        for text in ("one", "two"):
+            for each in IDS:
+                assert client.ask(each, text, max_tokens=2).finish_reason == "length"
+        assert who_knows(daemons) == mine  # none is split
+        gone = home[IDS[0]]
+        daemons.stop(gone)
+        for each in IDS:
+            revision = client.ask(each, "three", max_tokens=2).revision
+            # A stand-in without that history begins anew; with a shared one it would go on.
+            assert revision == (1 if home[each] == gone else 3)
+        assert client.slept == []
+        moved = {each: ranked(each, daemons.addresses)[1] for each in mine[gone]}
+        assert who_knows(daemons) == {
+            address: mine[address] | {each for each in moved if moved[each] == address}
+            for address in mine
+            if address != gone
+        }
+        daemons.start(gone)
+        wait_for(lambda: client.ask(IDS[0], "four", max_tokens=2).revision >= 3)
+        for each in IDS[1:]:
+            revision = client.ask(each, "four", max_tokens=2).revision
+            assert revision == (3 if home[each] == gone else 4)
+
+
+@pytest.mark.parametrize("daemons", [0.02], indirect=True)
+@pytest.mark.parametrize("kind", [WithThreads, WithTasks], ids=["threads", "tasks"])
+def test_a_turn_whose_daemon_stops_in_the_middle_is_answered_by_the_next(
+    kind: type[WithThreads], daemons: Daemons
+) -> None:
+    order = ranked("trip", daemons.addresses)
+
+    def after(number: int) -> None:
+        if number == 2:
+            daemons.stop(order[0])
+
+    with kind(daemons.addresses) as client:
+        events = client.events("trip", "hello there", after, max_tokens=100)
+        restarts = [index for index, each in enumerate(events) if isinstance(each, Restarted)]
+        pieces = events[restarts[-1] + 1 :] if restarts else events
+        text = "".join(str(each) for each in pieces)
+    with Client(order[1]) as second:
+        messages = list(second.conversation("trip").messages())
+    assert [message.role for message in messages] == ["user", "assistant"]
+    assert messages[0].text == "hello there"
+    assert messages[1].text == text  # what the reader saw since the restart, no piece twice
