@@ -151,7 +151,7 @@ class Cluster:
         self._source = self.setting.talk.conversations(
             self._starts, self._ends, self.setting.active_seconds
         )
-        logs: dict[str, list[tuple[float, Conversation]]] = {}
+        past: dict[str, list[Conversation]] = {}
         found = []
         for conversation in self._source:
             if not conversation.length:
@@ -165,11 +165,15 @@ class Cluster:
             conversation.plain = self.placement.home(conversation.name)
             if conversation.messages:
                 self._at(conversation.begins, partial(self._come_message, conversation))
-            logs.setdefault(home, []).append((conversation.active_at, conversation))
+            if self._is_simulated[home]:
+                past.setdefault(home, []).append(conversation)
+            else:
+                conversation.past.clear()
         self._owners.fill(found)
-        for name, replica in self.replicas.items():
-            if isinstance(replica, SimulatedReplica) and (of_replica := logs.get(name)):
-                replica.fill(sorted(of_replica, key=lambda log: log[0]))
+        for name, conversations in past.items():
+            replica = self.replicas[name]
+            assert isinstance(replica, SimulatedReplica)
+            replica.fill(conversations)
 
     def _first(self, conversation: Conversation) -> None:
         """A new conversation begins, and the one after it is due."""

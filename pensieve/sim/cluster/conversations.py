@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
@@ -39,6 +39,9 @@ class Conversation:
     messages: deque[Message]  # to come, the next first
     begins: float  # when the next one comes
     length: int = 0  # of its log
+    past: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # ends of turns, and its length then
     active_at: float = 0.0  # when a turn of it last began, or before the clock's start ended
     owner: str = ""
     incarnation: int = 0  # of the owner, which may have come back by the same name
@@ -104,15 +107,17 @@ class Talk:
 
     def _begun(self, name: str, turns: list[Arrival], before: float, starts: float) -> Conversation:
         """As it is when the clock starts."""
-        begin, length, active_at, number = (turns[0].at or 0.0) - before + starts, 0, 0.0, 0
+        begin, length, number = (turns[0].at or 0.0) - before + starts, 0, 0
+        past: list[tuple[float, int]] = []
         while number < len(turns) and begin < starts:
             turn = turns[number]
             length += turn.input_tokens + turn.output_tokens
-            active_at = ended = begin + self.seconds_per_token * turn.output_tokens
+            ended = begin + self.seconds_per_token * turn.output_tokens
+            past.append((min(ended, starts), length))
             number += 1
             if number < len(turns):
                 begin = ended + turns[number].after
         messages = deque(
             Message(turn.input_tokens, turn.output_tokens, turn.after) for turn in turns[number:]
         )
-        return Conversation(name, messages, begin, length, min(active_at, starts))
+        return Conversation(name, messages, begin, length, past, past[-1][0] if past else begin)

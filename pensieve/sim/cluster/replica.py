@@ -15,7 +15,7 @@ token budget, which it would not in a daemon; hand-overs are rare enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -171,12 +171,19 @@ class SimulatedReplica(Replica):
         self.is_busy = False  # the cluster steps it
         self._ended: list[Ended] = []
 
-    def fill(self, logs: Sequence[tuple[float, Conversation]]) -> None:
-        """Computes these logs in no time, each when its last turn ended; in the order of these times."""
+    def fill(self, conversations: Iterable[Conversation]) -> None:
+        """Computes their turns so far in no time, each when it ended: so the policy knows who returns."""
         self._executor.use_costs(instant(CHUNK_TOKENS)[0])
-        for at, conversation in logs:
+        options = TurnOptions(Sampling(max_tokens=1))
+        turns = []
+        for conversation in conversations:
+            before = 0
+            for at, length in conversation.past:
+                turns.append((at, length, before, conversation.name))
+                before = length
+        for at, length, before, name in sorted(turns):
             self.clock.advance_to(at)
-            self._submit(conversation.name, conversation.length, 0, TurnOptions(), warm=True)
+            self._submit(name, length - 1, before, options)
             while self._engine.step():
                 pass
         self._executor.use_costs(self._machine.cost)
@@ -198,13 +205,9 @@ class SimulatedReplica(Replica):
         tokens = conversation.length + message.input_tokens
         self._submit(conversation.name, tokens, conversation.length, options)
 
-    def _submit(
-        self, name: str, tokens: int, history: int, options: TurnOptions, warm: bool = False
-    ) -> None:
+    def _submit(self, name: str, tokens: int, history: int, options: TurnOptions) -> None:
         self._num_turns += 1
-        self._mailbox.put(
-            SubmitTurn(self._num_turns, name, bytes(4 * tokens), history, options, warm)
-        )
+        self._mailbox.put(SubmitTurn(self._num_turns, name, bytes(4 * tokens), history, options))
 
     def step(self) -> tuple[bool, list[Ended]]:
         """Whether there was anything to do, and the turns that it ended."""
