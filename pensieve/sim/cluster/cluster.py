@@ -11,9 +11,9 @@ its conversations gets a new home with its next turn.  The new owner computes th
 
 **A replica that drains** ends what it runs and takes nothing more.  Its conversations get new homes with
 their next turns, and for `drain_seconds` their KV can be had: it is sent where that is through
-sooner than the new owner, alone, would have computed it (`Links`, `Machine.recompute_seconds`).  With
-`push` those that were active of late and have no turn running move at once, the latest first, and all their
-KV is sent.  Then the replica is gone.  After a restart it comes back `restart_seconds` later by the same
+sooner than the new owner, alone, would have computed it (hand_over.py).  With `push`
+those that were active of late move at once, the latest first, or when their turn ends, and all their KV is
+sent.  Then the replica is gone.  After a restart it comes back `restart_seconds` later by the same
 name, and empty.
 
 **Which replicas are simulated.**  `simulated` of them have the daemon's scheduler, the others count their
@@ -35,6 +35,7 @@ from functools import partial
 
 from pensieve.core.placement import BOUND, KEEP_BOUND
 from pensieve.sim.cluster.conversations import Conversation, Talk
+from pensieve.sim.cluster.hand_over import HandOver
 from pensieve.sim.cluster.network import Links
 from pensieve.sim.cluster.owners import Owners
 from pensieve.sim.cluster.replica import (
@@ -46,8 +47,7 @@ from pensieve.sim.cluster.replica import (
     slowest_pace,
 )
 from pensieve.sim.cluster.script import Happening, Kind, phases
-from pensieve.sim.cluster.tally import Cause, Phase, Tally
-from pensieve.sim.cost import CHUNK_TOKENS
+from pensieve.sim.cluster.tally import Phase, Tally
 
 OVER_SHARE = "over its share"
 FORK_APART = "fork apart from its parent"
@@ -95,7 +95,7 @@ class Cluster:
         self._is_simulated: dict[str, bool] = {}
         for name in names:
             self._come(name, 0.0)
-        self.links = Links(setting.link_bytes_per_second or 1.0)
+        self._hand_over = HandOver(setting.machine, setting.link_bytes_per_second)
         self.pace = slowest_pace(setting.machine)
         self.tally = Tally(phases(setting.script, setting.seconds))
         self._draw = random.Random(setting.talk.seed)
@@ -103,6 +103,11 @@ class Cluster:
         self._num_events = 0
         self._busy: list[tuple[float, int, SimulatedReplica]] = []
         self._source: Iterator[Conversation] = iter(())
+
+    @property
+    def links(self) -> Links | None:
+        """None where no KV is handed over."""
+        return self._hand_over.links
 
     def run(self, progress: Progress = lambda now, turns: None) -> Tally:
         self._begin_load()
@@ -232,7 +237,9 @@ class Cluster:
             conversation.arrives = 0.0
         self._owners.begin(conversation, now)
         lost = conversation.length if why else 0
-        arrives = self._handed_over(source, home, lost) if source is not None and lost else 0.0
+        arrives = 0.0
+        if source is not None and lost:
+            arrives = self._hand_over.fetched(source, home, lost, now)
         received = lost if arrives else 0
         turn = Submitted(conversation, lost - received, received)
         if conversation.arrives:  # it was sent ahead
@@ -254,7 +261,7 @@ class Cluster:
                 cause.recomputed_tokens += turn.recomputed
                 if received:
                     cause.handed_over += 1
-                    cause.handed_over_bytes += self._bytes(received)
+                    cause.handed_over_bytes += self._hand_over.bytes_of(received)
         fork_of = parent.name if parent is not None and not why and conversation.length else ""
         submit = partial(self._submit, replica, turn, fork_of, fresh)
         if arrives:
@@ -293,6 +300,8 @@ class Cluster:
             conversation.length += message.input_tokens + message.output_tokens
             if isinstance(replica, SimulatedReplica):
                 self._measure(conversation, ended, ended.first_token_at, message.output_tokens)
+        if self._pushes(replica):
+            self._push(replica, conversation)
         if conversation.messages:
             after = conversation.messages[0].after
             self._at(ended.at + after, partial(self._come_message, conversation))
@@ -319,28 +328,28 @@ class Cluster:
                     if phase is not None:
                         _add_waited(phase, conversation, self._ends - conversation.came_at)
 
-    # -- hand-over of KV --
+    # -- owners --
 
     def _own(self, conversation: Conversation, home: str) -> None:
         self._owners.own(conversation, home, self.replicas[home].incarnation)
 
-    def _bytes(self, tokens: int) -> int:
-        """Of whole chunks."""
-        whole = -(-tokens // CHUNK_TOKENS) * CHUNK_TOKENS
-        return whole * self.setting.machine.cost.kv_bytes_per_token
+    def _push(self, replica: Replica, conversation: Conversation) -> None:
+        """It moves now, before its next turn, and all its KV is sent."""
+        if conversation.name in replica.running or not conversation.length:
+            return
+        self._own(conversation, self.placement.home(conversation.name, self.loads))
+        conversation.arrives = self._hand_over.pushed(
+            replica,
+            conversation.owner,
+            conversation.length,
+            self._now,
+            self.tally.cause(replica.cause),
+        )
 
-    def _handed_over(self, source: Replica, home: str, tokens: int) -> float:
-        """When this KV is there, if it is sent; 0 if it is not to be had, or sooner computed again."""
-        now, setting = self._now, self.setting
-        if not setting.link_bytes_per_second or source.gone:
-            return 0.0
-        if source.answers_until and source.answers_until <= now:
-            return 0.0
-        num_bytes = self._bytes(tokens)
-        ends = self.links.ends(source.name, home, num_bytes, now)
-        if ends - now >= setting.machine.recompute_seconds(tokens):
-            return 0.0
-        return self.links.reserve(source.name, home, num_bytes, now)
+    def _pushes(self, replica: Replica) -> bool:
+        """It drains, and sends what it has."""
+        drains = not replica.gone and replica.answers_until > self._now
+        return drains and self.setting.push and self._hand_over.links is not None
 
     # -- what happens to replicas --
 
@@ -387,27 +396,13 @@ class Cluster:
         gone_at = self._now + self.setting.drain_seconds
         for name in chosen:
             self.replicas[name].answers_until = gone_at
-        if self.setting.push and self.setting.link_bytes_per_second:
-            self._push(set(chosen), cause)
+        if self._pushes(self.replicas[chosen[0]]):
+            for conversation in self._owners.active_of(set(chosen)):
+                self._push(self.replicas[conversation.owner], conversation)
         self._at(gone_at, partial(self._drained, chosen))
         if happening.kind is Kind.RESTART:
             back_at = gone_at + self.setting.restart_seconds
             self._at(back_at, partial(self._come_back, chosen))
-
-    def _push(self, names: set[str], cause: Cause) -> None:
-        """Their conversations move now, the latest first, and all their KV is sent."""
-        for conversation in self._owners.active_of(names):
-            source = self.replicas[conversation.owner]
-            if conversation.name in source.running or not conversation.length:
-                continue
-            self._own(conversation, self.placement.home(conversation.name, self.loads))
-            num_bytes = self._bytes(conversation.length)
-            conversation.arrives = self.links.reserve(
-                source.name, conversation.owner, num_bytes, self._now
-            )
-            cause.moved += 1
-            cause.handed_over += 1
-            cause.handed_over_bytes += num_bytes
 
     def _fail(self, names: Sequence[str], lease_seconds: float) -> None:
         for name in names:

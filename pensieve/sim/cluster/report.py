@@ -21,7 +21,7 @@ def result(
     cluster: Cluster, store_rates: Sequence[float], round_trips: Sequence[float]
 ) -> dict[str, Any]:
     """For JSON."""
-    setting, tally = cluster.setting, cluster.tally
+    setting, tally, links = cluster.setting, cluster.tally, cluster.links
     rows = [phase.row() for phase in tally.phases]
     seconds = sum(row["to"] - row["from"] for row in rows)
     rate = sum(row["turns"] for row in rows) / seconds
@@ -39,9 +39,9 @@ def result(
         "log_bytes_moved": TOKEN_BYTES * recomputed,
         "network": {
             "gigabits_per_second": 8e-9 * setting.link_bytes_per_second,
-            "handed_over": cluster.links.count,
-            "gigabytes": cluster.links.num_bytes / 1e9,
-            "peak_gigabits_per_second": cluster.links.peak_bits_per_second() / 1e9,
+            "handed_over": links.count if links else 0,
+            "gigabytes": links.num_bytes / 1e9 if links else 0.0,
+            "peak_gigabits_per_second": links.peak_bits_per_second() / 1e9 if links else 0.0,
             "kv_bytes_per_token": setting.machine.cost.kv_bytes_per_token,
         },
         "history": {
