@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=EVENTS,
         metavar="S:KIND:N,…",
         help="what happens, after so many seconds: fail, drain (for good), restart (drained, and back) or "
-        f"join, and to how many replicas, or what share of them (default: {EVENTS})",
+        "join, and to how many replicas, or what share of them (default: "
+        + EVENTS.replace("%", "%%")
+        + ")",
     )
     group.add_argument(
         "--network",

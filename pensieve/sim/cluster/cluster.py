@@ -386,8 +386,6 @@ class Cluster:
             replica = self.replicas[name]
             replica.cause = cause.name
             cause.owned += self.loads.of(name)
-            if happening.kind is Kind.FAIL:
-                cause.running += len(replica.running)
         if happening.kind is Kind.FAIL:
             self._at(self._now + self.setting.lease_seconds, partial(self._found_gone, chosen))
             self._fail(chosen, self.setting.lease_seconds)
@@ -409,6 +407,7 @@ class Cluster:
             replica = self.replicas[name]
             replica.gone, replica.found_gone_at = True, self._now + lease_seconds
             lost, replica.running = list(replica.running.values()), {}
+            self.tally.cause(replica.cause).running += len(lost)
             for turn in lost:
                 self._at(replica.found_gone_at, partial(self._begin, turn.conversation))
 

@@ -98,7 +98,7 @@ def _latencies(rows: Sequence[Row]) -> Iterator[str]:
 def _causes(found: dict[str, Any]) -> Iterator[str]:
     yield "moved conversations, and why"
     yield (
-        f"{'cause':<30}{'replicas':>9}{'had':>9}{'ran':>7}{'moved':>9}{'tokens again':>14}"
+        f"{'cause':<30}{'replicas':>9}{'had':>9}{'lost':>7}{'moved':>9}{'tokens again':>14}"
         f"{'KV sent':>9}{'GB':>9}"
     )
     for row in found["causes"]:
@@ -110,7 +110,7 @@ def _causes(found: dict[str, Any]) -> Iterator[str]:
     network = found["network"]
     if network["gigabits_per_second"]:
         yield (
-            f"(had, ran: conversations active of late, and turns that ran, when it happened; KV is sent over "
+            f"(had: conversations active of late; lost: turns that ran, and are run again; KV is sent over "
             f"{network['gigabits_per_second']:g} Gb/s a host where that is sooner than computing it: at most "
             f"{network['peak_gigabits_per_second']:.1f} Gb/s of a host in one second)"
         )
