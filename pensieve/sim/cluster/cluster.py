@@ -381,6 +381,8 @@ class Cluster:
                 self._come(name, self._now)
             self.placement.add(*names)
             return
+        if not count:
+            return  # the last one stays
         chosen = sorted(self._draw.sample(serving, count))
         for name in chosen:
             replica = self.replicas[name]

@@ -131,6 +131,13 @@ def test_a_sample_agrees_with_all_of_them() -> None:
     assert causes[1].moved == pytest.approx(causes[0].moved, rel=0.15)
 
 
+def test_the_last_replica_stays() -> None:
+    alone = cluster("5:fail:2,10:drain:1", replicas=2, seconds=20.0, push=True)
+    tally = alone.run()
+    assert len(alone.placement.serving) == 1
+    assert [cause.replicas for cause in tally.causes.values() if cause.at] == [1, 0]
+
+
 def test_the_report_has_all_tables() -> None:
     reported = cluster("20:fail:1,40:join:1", simulated=1)
     reported.run()
