@@ -497,7 +497,7 @@ def test_turns_are_held_once_while_daemons_come_and_go(fleet: Fleet) -> None:
 
 
 def owned_at(address: str) -> Refusal:
-    return Refusal("FAILED_PRECONDITION", "OWNED_ELSEWHERE", {"address": address})
+    return Refusal("UNAVAILABLE", "OWNED_ELSEWHERE", {"address": address})
 
 
 def test_a_daemon_that_names_another_one_is_believed(fleet: Fleet, client: WithThreads) -> None:
@@ -534,10 +534,10 @@ def test_the_error_that_names_a_home_travels_with_its_address() -> None:
             status(errors.OwnedElsewhere("tea", "two", "gpu2:1")).SerializeToString(),
         )
     ]
-    error = error_of(grpc.StatusCode.FAILED_PRECONDITION, "elsewhere", trailing)
+    error = error_of(grpc.StatusCode.UNAVAILABLE, "elsewhere", trailing)
     assert isinstance(error, errors.OwnedElsewhere)
     assert error.address == "gpu2:1"
-    assert str(error) == "the conversation is at home at gpu2:1"
+    assert str(error) == "conversation 'tea' is served by two at gpu2:1"
 
 
 def test_what_would_do_harm_twice_is_sent_to_the_home_that_is_named(
@@ -559,7 +559,7 @@ def test_a_home_that_is_none_of_the_addresses_is_waited_for(
     assert len(client.slept) == 2
     for server in fleet.servers:
         server.mishaps.extend([Mishap(refusal=owned_at("10.9.9.9:50051"))] * 9)
-    with pytest.raises(errors.Unavailable, match=r"at home at 10\.9\.9\.9:50051"):
+    with pytest.raises(errors.Unavailable, match=r"served by .* at 10\.9\.9\.9:50051"):
         client.ask("talk-0", "hello")
 
 
@@ -570,7 +570,7 @@ def test_two_daemons_that_name_each_other_are_tried_no_more_often_than_others(
     for address, other in ((order[0], order[1]), (order[1], order[0])):
         fleet.at(address).mishaps.extend([Mishap(refusal=owned_at(other))] * 50)
     fleet.stop(order[2])
-    with pytest.raises(errors.Unavailable, match="at home at"):
+    with pytest.raises(errors.Unavailable, match="served by"):
         client.ask("talk-0", "hello")
     assert len(client.slept) == 3
     assert len(fleet.who_has("talk-0")) <= 2 * 4
