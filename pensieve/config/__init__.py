@@ -8,7 +8,7 @@ follows from it and from the model (how many pages fit) is computed where it is 
 
 from pensieve.config.backing_up import BACKUP_KEEP_DAYS, BACKUP_SECONDS
 from pensieve.config.machine import available_memory_bytes
-from pensieve.config.parsing import TierSize
+from pensieve.config.parsing import TierSize, shown_store
 from pensieve.config.resolve import (
     Resolved,
     Serving,
@@ -30,7 +30,7 @@ from pensieve.config.tables import (
     TABLES,
     TURNS_WAITING_MAX,
 )
-from pensieve.config.talking import REACHING, TALKING
+from pensieve.config.talking import LOOKING, REACHING, TALKING
 
 __all__ = [
     "BACKUP_KEEP_DAYS",
@@ -41,6 +41,7 @@ __all__ = [
     "GROUPS",
     "HEARTBEAT_SECONDS",
     "ITERATION_SECONDS_MAX",
+    "LOOKING",
     "REACHING",
     "SERVING",
     "SETTINGS",
@@ -57,4 +58,5 @@ __all__ = [
     "default_data_folder",
     "print_settings",
     "resolve",
+    "shown_store",
 ]

@@ -70,6 +70,7 @@ class Serving:
     reflection: bool | None
     vllm_engine: bool | None
     connections_max: int
+    replica: str | None
     metrics: str | None
     metrics_alias: str
     traces: bool | None

@@ -15,7 +15,7 @@ from pensieve.config.parsing import (
     whole,
 )
 from pensieve.config.setting import Setting, Table
-from pensieve.config.talking import REACHING, TALKING
+from pensieve.config.talking import LOOKING, REACHING, TALKING
 from pensieve.config.watching import WATCHING
 
 GRACE_SECONDS = 5.0
@@ -422,7 +422,7 @@ SERVING: Table = (
         "on|off",
     ),
 )
-TABLES = (SETTINGS, SERVING, REACHING, TALKING)
+TABLES = (SETTINGS, SERVING, REACHING, LOOKING, TALKING)
 GROUPS = {
     "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",
     "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",
