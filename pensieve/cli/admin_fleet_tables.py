@@ -86,11 +86,12 @@ def stats(found: Sequence[Answer[pb.Stats]]) -> RenderableType:
 
 def _total_lines(total: Mapping[str, Any]) -> Iterator[str]:
     """Of all together, what has no column."""
+    cached, stored = total["conversations_cached"], total["conversations_stored"]
+    yield f"{cached:,} conversations cached of {stored:,}"
     yield (
-        f"{total['conversations_cached']:,} conversations cached of "
-        f"{total['conversations_stored']:,}; tokens: {total['new_tokens']:,} new, "
-        f"{total['device_tokens']:,} on the device, {total['host_tokens']:,} in host memory, "
-        f"{total['recomputed_tokens']:,} recomputed, {total['output_tokens']:,} generated"
+        f"tokens: {total['new_tokens']:,} new, {total['device_tokens']:,} on the device, "
+        f"{total['host_tokens']:,} on the host, {total['recomputed_tokens']:,} recomputed, "
+        f"{total['output_tokens']:,} generated"
     )
     for name, times in (("first token", total["first_token"]), ("token gap", total["token_gap"])):
         if times["count"]:
