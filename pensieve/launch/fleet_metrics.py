@@ -49,7 +49,7 @@ class FleetMetrics:
         """The metrics of all replicas that answer."""
         found = await self._fleet.metrics()
         self._is_serving = any(answer.value is not None for answer in found)
-        return merged((answer.replica, answer.value) for answer in found)
+        return await asyncio.to_thread(merged, [(answer.replica, answer.value) for answer in found])
 
     async def close(self) -> None:
         await self._listener.close()

@@ -161,17 +161,19 @@ class Fleet:
         return await self._each(call)
 
     async def metrics(self) -> list[Answer[exposition.Families]]:
-        """The metrics of each, parsed; `exposition.merged` makes one text of them."""
+        """The metrics of each, parsed; `exposition.merged` makes one text of them.
 
-        async def call(stub: AdminServiceAsyncStub, seconds: float) -> exposition.Families:
+        They are parsed when all have answered, in a thread: the texts of many replicas take seconds, which
+        must not count as theirs.
+        """
+
+        async def call(stub: AdminServiceAsyncStub, seconds: float) -> str:
             request = pb.GetMetricsRequest()
             answer = await stub.GetMetrics(request, timeout=seconds, metadata=self._metadata)
-            try:
-                return exposition.read(answer.text)
-            except exposition.Unreadable as error:
-                raise ServerFault(f"its metrics cannot be read: {error}") from None
+            return answer.text
 
-        return await self._each(call)
+        found = await self._each(call)
+        return await asyncio.to_thread(lambda: [_parsed(answer) for answer in found])
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
@@ -262,3 +264,13 @@ class Fleet:
 
 def _place(replica: Replica) -> Place:
     return replica.name, replica.address
+
+
+def _parsed(answer: Answer[str]) -> Answer[exposition.Families]:
+    if answer.value is None:
+        return Answer(answer.replica, error=answer.error)
+    try:
+        return Answer(answer.replica, exposition.read(answer.value))
+    except exposition.Unreadable as error:
+        why = ServerFault(f"its metrics cannot be read: {error}")
+        return Answer(answer.replica, error=why)

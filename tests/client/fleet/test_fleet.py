@@ -188,6 +188,23 @@ def test_metrics_of_all_are_one_text_with_a_label_for_each(world: Replicas) -> N
     assert len(heads) == len(set(heads)) == len({line.split(" ")[2] for line in heads})
 
 
+def test_a_text_that_cannot_be_read_costs_its_replica_alone(
+    world: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = world.rigs["b"].server.admin._metrics
+
+    async def broken() -> str:
+        return (await real()) + 'x{y="z\n'
+
+    monkeypatch.setattr(world.rigs["b"].server.admin, "_metrics", broken)
+    found = with_fleet(world.alive, Fleet.metrics)
+    assert [answer.value is not None for answer in found] == [True, False, True]
+    assert "its metrics cannot be read: line " in found[1].reason
+    text = exposition.merged((answer.replica, answer.value) for answer in found)
+    assert 'pensieve_replica_up{replica="b"} 0' in text
+    assert 'pensieve_engine_up{replica="c"' in text
+
+
 class Changing:
     """A discovery whose replicas are set from outside; None: it is out of reach."""
 
