@@ -18,6 +18,7 @@ from pensieve.config import (
     TierSize,
     print_settings,
     resolve,
+    shown_store,
 )
 from pensieve.core.policies.registry import DEFAULT, POLICIES
 from pensieve.errors import ConfigError
@@ -152,3 +153,23 @@ def test_no_two_settings_share_a_name_or_a_flag_of_one_command() -> None:
     for tables in (SERVE, (REACHING, TALKING, SETTINGS)):
         flags = [setting.flag for table in tables for setting in table]
         assert len(flags) == len(set(flags))
+
+
+def test_the_name_of_a_daemon_among_several_fits_into_labels_and_lists() -> None:
+    for name in ("a", "replica-1.eu~2_x", "A" * 128):
+        assert resolve({"replica": name}, {}, None, SERVE).values["replica"] == name
+    assert resolve({}, {}, None, SERVE).values["replica"] is None
+    for name in ("a b", "a=b", "a,b", "a/b", "A" * 129, "ä", "a\n"):
+        with pytest.raises(ConfigError, match="has 1 to 128 of the characters"):
+            resolve({"replica": name}, {}, None, SERVE)
+
+
+def test_where_a_history_is_may_be_shown() -> None:
+    for url, shown in (
+        ("", ""),
+        ("postgresql://ada:secret@db.example:5433/chats?sslmode=require", "db.example:5433/chats"),
+        ("postgres://ada@db.example/chats", "db.example/chats"),
+        ("postgresql://a.example,b.example/chats", "a.example,b.example/chats"),
+    ):
+        assert shown_store(url) == (f"postgresql://{shown}" if shown else "")
+    assert shown_store("history://10.0.0.9:7000") == "history://10.0.0.9:7000"

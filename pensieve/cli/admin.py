@@ -1,7 +1,8 @@
 """`pensieve admin` shows what a running daemon holds and why.
 
 It talks to the socket in the data folder, which only its owner may open, or to --address with an admin
-token.  It never opens the history itself.
+token.  It never opens the history itself.  With --replicas, or several addresses, it looks at several daemons
+as one (admin_fleet.py), or with --replica at one of them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pensieve.cli import admin_jobs
+from pensieve.cli import admin_fleet, admin_jobs
 from pensieve.cli.admin_stats import MIB, seconds_text, stats_table
-from pensieve.cli.flags import add_settings, with_settings
+from pensieve.cli.flags import add_settings, tls_to, with_settings
+from pensieve.cli.plain_values import plain
 from pensieve.cli.reaching import address_of
-from pensieve.config import DATA, REACHING, Resolved
+from pensieve.config import DATA, LOOKING, REACHING, Resolved
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,14 +32,16 @@ def add_parser(commands: Any) -> None:
         "admin",
         help="inspect and control a running daemon",
         description="Look into a running daemon. Without --address it uses the socket in the data "
-        "folder.",
+        "folder. With --replicas, or several addresses, it looks at several as one; then the exit code is "
+        "7 where some did not answer.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     def command(name: str, act: Callable[[Admin, argparse.Namespace], int], text: str) -> Any:
         sub = kinds.add_parser(name, help=text, description=text)
         sub.add_argument("--json", action="store_true", help="print JSON")
-        add_settings(sub, REACHING, (DATA,))
+        add_settings(sub, REACHING, LOOKING, (DATA,))
+        admin_fleet.add_arguments(sub, name)
         sub.set_defaults(
             run=with_settings(lambda arguments, resolved: _run(act, arguments, resolved))
         )
@@ -104,7 +108,15 @@ def _run(
     from pensieve.client import Retry
     from pensieve.client.admin import Admin
 
-    address, tls = address_of(resolved)
+    several = admin_fleet.several(resolved)
+    if several and not arguments.replica:
+        return admin_fleet.run(arguments, resolved, several)
+    if several:
+        address = admin_fleet.named(several, arguments.replica).address
+        tls = tls_to(address, resolved)
+    else:
+        admin_fleet.check_alone(arguments)
+        address, tls = address_of(resolved)
     token = resolved.values["token"]
     with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
         return act(admin, arguments)
@@ -153,7 +165,7 @@ def _sampling_text(named: Mapping[str, float] | None) -> str:
 def print_stats(admin: Admin, arguments: argparse.Namespace) -> int:
     stats = admin.stats()
     if arguments.json:
-        print(json.dumps(_plain(stats)))
+        print(json.dumps(plain(stats)))
     else:
         _print(stats_table(stats))
     return 0
@@ -162,7 +174,7 @@ def print_stats(admin: Admin, arguments: argparse.Namespace) -> int:
 def watch(admin: Admin, arguments: argparse.Namespace) -> int:
     if arguments.json or not sys.stdout.isatty():
         for stats in admin.watch(arguments.interval):
-            print(json.dumps(_plain(stats)), flush=True)
+            print(json.dumps(plain(stats)), flush=True)
         return 0
     from rich.live import Live
 
@@ -184,7 +196,7 @@ def metrics(admin: Admin, arguments: argparse.Namespace) -> int:
 def conversations(admin: Admin, arguments: argparse.Namespace) -> int:
     found = admin.cached(arguments.least_valuable, arguments.limit)
     if arguments.json:
-        print(json.dumps({"conversations": [_plain(each) for each in found]}))
+        print(json.dumps({"conversations": [plain(each) for each in found]}))
         return 0
     from rich.table import Table
 
@@ -209,7 +221,7 @@ def conversations(admin: Admin, arguments: argparse.Namespace) -> int:
 def explain(admin: Admin, arguments: argparse.Namespace) -> int:
     answer = admin.explain(arguments.conversation, arguments.tenant)
     if arguments.json:
-        print(json.dumps(_plain(answer)))
+        print(json.dumps(plain(answer)))
         return 0
     if answer.tenant:
         print(f"conversation {arguments.conversation} of tenant {answer.tenant}")
@@ -244,7 +256,7 @@ def check(admin: Admin, arguments: argparse.Namespace) -> int:
 def tenants(admin: Admin, arguments: argparse.Namespace) -> int:
     found = admin.tenants()
     if arguments.json:
-        print(json.dumps({"tenants": [_plain(each) for each in found]}))
+        print(json.dumps({"tenants": [plain(each) for each in found]}))
         return 0
     from rich.table import Table
 
@@ -289,7 +301,7 @@ def prefixes(admin: Admin, arguments: argparse.Namespace) -> int:
         return 0
     found = admin.tenant_prefixes()
     if arguments.json:
-        print(json.dumps({"prefixes": [_plain(each) for each in found]}))
+        print(json.dumps({"prefixes": [plain(each) for each in found]}))
         return 0
     from rich.table import Table
 
@@ -322,28 +334,3 @@ def _print(what: RenderableType) -> None:
     from pensieve.bench.report import print_whole
 
     print_whole(what)
-
-
-def _word(enum: Any, number: int) -> str:
-    """A value of an enum without what all its values begin with: SERVER_STATE_LOADING is loading."""
-    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    known = enum.values_by_number.get(number)
-    return known.name.removeprefix(prefix).lower() if known is not None else "unknown"
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    """With every field, and numbers as numbers."""
-    values: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            values[field.name] = dict(value)
-        elif field.label == field.LABEL_REPEATED:
-            values[field.name] = [_plain(each) for each in value]
-        elif field.message_type is not None:
-            values[field.name] = _plain(value)
-        elif field.enum_type is not None:
-            values[field.name] = _word(field.enum_type, value)
-        else:
-            values[field.name] = value
-    return values

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         prog="pensieve",
         description="Stateful serving of chat with large language models.",
         epilog="`pensieve COMMAND --help` says more. Exit codes: 0, 2 usage, 3 configuration or "
-        "history, 4 model, 5 address in use, 6 device.",
+        "history, 4 model, 5 address in use, 6 device, 7 some replicas did not answer.",
     )
     top.add_argument("--version", action="version", version=f"pensieve {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -9,7 +9,7 @@ follows from it and from the model (how many pages fit) is computed where it is 
 from pensieve.config.backing_up import BACKUP_KEEP_DAYS, BACKUP_SECONDS
 from pensieve.config.history_service import HISTORY
 from pensieve.config.machine import available_memory_bytes
-from pensieve.config.parsing import TierSize
+from pensieve.config.parsing import TierSize, shown_store
 from pensieve.config.resolve import (
     Resolved,
     Serving,
@@ -31,7 +31,7 @@ from pensieve.config.tables import (
     TABLES,
     TURNS_WAITING_MAX,
 )
-from pensieve.config.talking import REACHING, TALKING
+from pensieve.config.talking import LOOKING, REACHING, TALKING
 
 __all__ = [
     "BACKUP_KEEP_DAYS",
@@ -43,6 +43,7 @@ __all__ = [
     "HEARTBEAT_SECONDS",
     "HISTORY",
     "ITERATION_SECONDS_MAX",
+    "LOOKING",
     "REACHING",
     "SERVING",
     "SETTINGS",
@@ -59,4 +60,5 @@ __all__ = [
     "default_data_folder",
     "print_settings",
     "resolve",
+    "shown_store",
 ]

@@ -108,6 +108,13 @@ def file(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def replica_name(text: str) -> str:
+    """Of one daemon among several: it stands in labels, in flags and in front of an address."""
+    if not re.fullmatch(r"[A-Za-z0-9._~-]{1,128}", text):
+        raise ValueError("has 1 to 128 of the characters A-Z a-z 0-9 . _ ~ -")
+    return text
+
+
 # Every part is what libpq takes it for, so no piece of a password can get into an error as a host's name.
 _WORD = r"[^:@/?#\s,]*"
 _HOST = rf"(?:{_WORD}|\[[0-9a-fA-F:.%]*\])(?::[0-9]*)?"
@@ -127,3 +134,11 @@ def store_url(text: str) -> str:
             "history://host:port"
         )
     return text
+
+
+def shown_store(url: str) -> str:
+    """Where a history is, without user, password and options: the same for all that share it; "" for none."""
+    scheme, _, rest = url.partition("://")
+    place = rest.partition("?")[0].rpartition("@")[2]
+    scheme = "postgresql" if scheme == "postgres" else scheme
+    return f"{scheme}://{place}" if url else ""

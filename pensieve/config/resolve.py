@@ -70,6 +70,7 @@ class Serving:
     reflection: bool | None
     vllm_engine: bool | None
     connections_max: int
+    replica: str | None
     metrics: str | None
     metrics_alias: str
     traces: bool | None
@@ -79,7 +80,6 @@ class Serving:
     heartbeat: float
     iteration_timeout: float
     drain_timeout: float
-    replica: str | None
     history_secret: Path | None
     history_ca: Path | None
     backup: Path | None

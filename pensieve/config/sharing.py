@@ -10,15 +10,6 @@ LEASE_SECONDS = 10.0
 
 SHARING: Table = (
     Setting(
-        "replica",
-        str,
-        "",
-        "the name of this daemon among those that share a history (default: one made of the host's name and "
-        "the data folder)",
-        "NAME",
-        "history",
-    ),
-    Setting(
         "history_secret",
         file,
         "",

@@ -16,7 +16,7 @@ from pensieve.config.parsing import (
 )
 from pensieve.config.setting import Setting, Table
 from pensieve.config.sharing import HISTORY_SERVICE, SHARING
-from pensieve.config.talking import REACHING, TALKING
+from pensieve.config.talking import LOOKING, REACHING, TALKING
 from pensieve.config.watching import WATCHING
 
 GRACE_SECONDS = 5.0
@@ -425,7 +425,7 @@ SERVING: Table = (
         "on|off",
     ),
 )
-TABLES = (SETTINGS, SERVING, REACHING, TALKING, HISTORY_SERVICE)
+TABLES = (SETTINGS, SERVING, REACHING, LOOKING, TALKING, HISTORY_SERVICE)
 GROUPS = {
     "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",
     "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",

@@ -32,6 +32,16 @@ REACHING: Table = (
         "daemon",
     ),
 )
+LOOKING: Table = (
+    Setting(
+        "replicas",
+        str,
+        "",
+        "several daemons that are looked at as one; a name may be left out",
+        "NAME=A,…",
+        "daemon",
+    ),
+)
 TALKING: Table = (
     Setting("system", str, "", "system prompt of new conversations", "TEXT", "talking"),
     Setting(

@@ -1,11 +1,20 @@
-"""The settings of what others watch a daemon by: metrics and traces."""
+"""The settings of what others watch a daemon by: its name among several, metrics and traces."""
 
 from __future__ import annotations
 
-from pensieve.config.parsing import choice, switch
+from pensieve.config.parsing import choice, replica_name, switch
 from pensieve.config.setting import Setting, Table
 
+REPLICA = Setting(
+    "replica",
+    replica_name,
+    "",
+    "the name of this daemon among several that share a history; a label of its metrics",
+    "NAME",
+    "watching",
+)
 WATCHING: Table = (
+    REPLICA,
     Setting(
         "metrics",
         str,

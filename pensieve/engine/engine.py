@@ -69,7 +69,7 @@ from pensieve.engine.messages import (
     TurnEnded,
     WatchCache,
 )
-from pensieve.engine.metrics import Metrics, cached
+from pensieve.engine.metrics import Metrics, cached, usage
 from pensieve.engine.pictures import picture
 from pensieve.engine.ports import Clock, Executor, KvPages, Observer, Preparer, Sink
 
@@ -214,7 +214,8 @@ class Engine:
             case Explain(query_id, conversation_id):
                 log_lines = cache.eviction_log.lines_of(conversation_id, now)
                 locations = cache.locations(conversation_id)
-                return [Answer(query_id, rows=(*locations, *log_lines))]
+                figures = usage(cache, conversation_id, now)
+                return [Answer(query_id, figures, rows=(*locations, *log_lines))]
             case Picture(query_id, limit, prefix):
                 return [Answer(query_id, rows=picture(cache, limit, prefix))]
             case GetStats(query_id):

@@ -165,3 +165,13 @@ def cached(
     else:
         found = nlargest(limit, rows, key=lambda row: float(row[1]) + float(row[2]))
     return tuple(found)
+
+
+def usage(cache: KVCache, conversation_id: str, now: float) -> dict[str, float]:
+    """Whether a turn of a cached conversation runs, or else since when none does; nothing of another."""
+    conversation = cache.conversations.get(conversation_id)
+    if conversation is None:
+        return {}
+    if conversation.turn_id is not None:
+        return {"running": 1.0}
+    return {"idle_seconds": now - conversation.idle_since}

@@ -68,6 +68,10 @@ class RecentTimes:
             *(_middle(next(i for i, num in enumerate(up_to) if num >= rank)) for rank in ranks),
         )
 
+    def histogram(self, now: float) -> list[tuple[float, int]]:
+        """What `spread` takes its quantiles from: what times count as, in rising order, and how many do."""
+        return [(_middle(i), num) for i, num in enumerate(self._counts(now)) if num]
+
     def attained(self, now: float) -> float:
         """The share of times that met the objective; 1 of none."""
         total = sum(self._counts(now))

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pensieve.config import Resolved, Serving
+from pensieve.config import Resolved, Serving, shown_store
 from pensieve.errors import (
     ConfigError,
     InvalidArgument,
@@ -147,11 +147,13 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             scrub_seconds=serving.scrub * DAY_SECONDS,
             request_keep_seconds=serving.request_keep * DAY_SECONDS,
             chain_keep_seconds=serving.chain_keep * DAY_SECONDS,
+            replica=serving.replica or "",
+            history=shown_store(resolved.settings.store or ""),
         ),
         engine_programs[serving.engine],
         serving.drain_timeout,
         statement_seconds=serving.statement_timeout,
-        traces=open_traces() if serving.traces else None,
+        traces=open_traces(serving.replica or "") if serving.traces else None,
         tool_calls=serving.tool_calls,
         sharing=sharing,
     )

@@ -30,18 +30,21 @@ PACKAGES = {
 }
 TRACEPARENT_CHARACTERS_MAX = 128
 CLOSE_MILLISECONDS = 3_000
+INSTANCE = "service.instance.id"
 
 
 class Traces:
     """Any thread may export; it is the loop that does."""
 
-    def __init__(self, processor: Any) -> None:
-        """`processor` is a span processor of OpenTelemetry."""
+    def __init__(self, processor: Any, replica: str = "") -> None:
+        """`processor` is a span processor of OpenTelemetry; `replica` names this daemon among several."""
         api = need("otel", "opentelemetry.trace", PURPOSE)
         sdk = need("otel", "opentelemetry.sdk.trace", PURPOSE)
         resources = need("otel", "opentelemetry.sdk.resources", PURPOSE)
         context = need("otel", "opentelemetry.trace.propagation.tracecontext", PURPOSE)
         named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "pensieve"}
+        if replica and INSTANCE not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+            named[INSTANCE] = replica
         self._provider = sdk.TracerProvider(resource=resources.Resource.create(named))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("pensieve")
@@ -76,10 +79,10 @@ class Traces:
         span.end(end_time=turn.end_ns)
 
 
-def open_traces() -> Traces:
+def open_traces(replica: str = "") -> Traces:
     """With the exporter that the environment names."""
     export = need("otel", "opentelemetry.sdk.trace.export", PURPOSE)
-    return Traces(export.BatchSpanProcessor(_exporter()))
+    return Traces(export.BatchSpanProcessor(_exporter()), replica)
 
 
 def _exporter() -> Any:

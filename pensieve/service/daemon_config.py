@@ -58,3 +58,5 @@ class DaemonConfig:
     )
     request_keep_seconds: float = 0.0  # that a request_id is known after its turn; 0: for ever
     chain_keep_seconds: float = 0.0  # that a history is found by what its client sends; 0: for ever
+    replica: str = ""  # the daemon's name among several; "": it has none
+    history: str = ""  # where the history is, in words that may be shown; "": in the data folder

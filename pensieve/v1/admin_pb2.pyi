@@ -212,6 +212,8 @@ class Stats(google.protobuf.message.Message):
     SERVER_FIELD_NUMBER: builtins.int
     FIRST_TOKEN_FIELD_NUMBER: builtins.int
     TOKEN_GAP_FIELD_NUMBER: builtins.int
+    REPLICA_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
     turns_queued: builtins.int
     """Turns that wait for their first iteration."""
     turns_running: builtins.int
@@ -254,6 +256,12 @@ class Stats(google.protobuf.message.Message):
     """The engine takes turns."""
     draining: builtins.bool
     """No new turn is taken any more."""
+    replica: builtins.str
+    """The daemon's name among several (--replica); empty: it has none."""
+    history: builtins.str
+    """Where its history is, without names of users and passwords: the same text for all that share one; empty: in its
+    own data folder.
+    """
     @property
     def device(self) -> Global___Tier:
         """On the device."""
@@ -313,9 +321,11 @@ class Stats(google.protobuf.message.Message):
         server: pensieve.v1.conversation_pb2.ServerInfo | None = ...,
         first_token: Global___Latency | None = ...,
         token_gap: Global___Latency | None = ...,
+        replica: builtins.str = ...,
+        history: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["device", b"device", "first_token", b"first_token", "host", b"host", "server", b"server", "service", b"service", "token_gap", b"token_gap"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_swapped_in", b"bytes_swapped_in", "bytes_swapped_out", b"bytes_swapped_out", "conversations_cached", b"conversations_cached", "conversations_stored", b"conversations_stored", "daemon_seconds", b"daemon_seconds", "device", b"device", "device_tokens", b"device_tokens", "draining", b"draining", "engine_restarts", b"engine_restarts", "engine_seconds", b"engine_seconds", "first_token", b"first_token", "host", b"host", "host_tokens", b"host_tokens", "idle_tokens", b"idle_tokens", "iterations", b"iterations", "iterations_per_second", b"iterations_per_second", "more", b"more", "new_tokens", b"new_tokens", "output_tokens", b"output_tokens", "recomputed_tokens", b"recomputed_tokens", "server", b"server", "service", b"service", "serving", b"serving", "token_gap", b"token_gap", "tokens_per_iteration", b"tokens_per_iteration", "turns_queued", b"turns_queued", "turns_running", b"turns_running", "turns_suspended", b"turns_suspended"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_swapped_in", b"bytes_swapped_in", "bytes_swapped_out", b"bytes_swapped_out", "conversations_cached", b"conversations_cached", "conversations_stored", b"conversations_stored", "daemon_seconds", b"daemon_seconds", "device", b"device", "device_tokens", b"device_tokens", "draining", b"draining", "engine_restarts", b"engine_restarts", "engine_seconds", b"engine_seconds", "first_token", b"first_token", "history", b"history", "host", b"host", "host_tokens", b"host_tokens", "idle_tokens", b"idle_tokens", "iterations", b"iterations", "iterations_per_second", b"iterations_per_second", "more", b"more", "new_tokens", b"new_tokens", "output_tokens", b"output_tokens", "recomputed_tokens", b"recomputed_tokens", "replica", b"replica", "server", b"server", "service", b"service", "serving", b"serving", "token_gap", b"token_gap", "tokens_per_iteration", b"tokens_per_iteration", "turns_queued", b"turns_queued", "turns_running", b"turns_running", "turns_suspended", b"turns_suspended"]) -> None: ...
 
 Global___Stats: typing_extensions.TypeAlias = Stats
 
@@ -329,6 +339,7 @@ class Latency(google.protobuf.message.Message):
     P50_SECONDS_FIELD_NUMBER: builtins.int
     P95_SECONDS_FIELD_NUMBER: builtins.int
     P99_SECONDS_FIELD_NUMBER: builtins.int
+    BUCKETS_FIELD_NUMBER: builtins.int
     count: builtins.int
     """How often it happened."""
     p50_seconds: builtins.float
@@ -337,6 +348,12 @@ class Latency(google.protobuf.message.Message):
     """all but the worst twentieth no longer than this,"""
     p99_seconds: builtins.float
     """and all but the worst hundredth no longer than this."""
+    @property
+    def buckets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LatencyBucket]:
+        """The times themselves, so that those of several daemons can be put together: the shortest first, and none that
+        did not happen.
+        """
+
     def __init__(
         self,
         *,
@@ -344,10 +361,33 @@ class Latency(google.protobuf.message.Message):
         p50_seconds: builtins.float = ...,
         p95_seconds: builtins.float = ...,
         p99_seconds: builtins.float = ...,
+        buckets: collections.abc.Iterable[Global___LatencyBucket] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "p50_seconds", b"p50_seconds", "p95_seconds", b"p95_seconds", "p99_seconds", b"p99_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buckets", b"buckets", "count", b"count", "p50_seconds", b"p50_seconds", "p95_seconds", b"p95_seconds", "p99_seconds", b"p99_seconds"]) -> None: ...
 
 Global___Latency: typing_extensions.TypeAlias = Latency
+
+@typing.final
+class LatencyBucket(google.protobuf.message.Message):
+    """Times that are as long as each other, to within 2 %."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    """What each of them counts as."""
+    count: builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        seconds: builtins.float = ...,
+        count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "seconds", b"seconds"]) -> None: ...
+
+Global___LatencyBucket: typing_extensions.TypeAlias = LatencyBucket
 
 @typing.final
 class Service(google.protobuf.message.Message):
@@ -536,6 +576,9 @@ class ListCachedConversationsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CONVERSATIONS_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
+    history: builtins.str
+    """Where the history is that they belong to; as in Stats."""
     @property
     def conversations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CachedConversation]:
         """In the order asked for."""
@@ -544,8 +587,9 @@ class ListCachedConversationsResponse(google.protobuf.message.Message):
         self,
         *,
         conversations: collections.abc.Iterable[Global___CachedConversation] | None = ...,
+        history: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["conversations", b"conversations"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["conversations", b"conversations", "history", b"history"]) -> None: ...
 
 Global___ListCachedConversationsResponse: typing_extensions.TypeAlias = ListCachedConversationsResponse
 
@@ -626,8 +670,17 @@ class ExplainConversationResponse(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Whose conversation it is; empty: no tenant's."""
+    running: builtins.bool
+    """A turn of it runs."""
+    idle_seconds: builtins.float
+    """Since its last turn ended; not given while one runs, and of a conversation that holds nothing."""
+    history: builtins.str
+    """Where the history is that it belongs to; as in Stats."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkRun]:
         """In order."""
@@ -642,8 +695,13 @@ class ExplainConversationResponse(google.protobuf.message.Message):
         runs: collections.abc.Iterable[Global___ChunkRun] | None = ...,
         events: collections.abc.Iterable[Global___ChunkEvent] | None = ...,
         tenant: builtins.str = ...,
+        running: builtins.bool = ...,
+        idle_seconds: builtins.float | None = ...,
+        history: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["events", b"events", "runs", b"runs", "tenant", b"tenant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_idle_seconds", b"_idle_seconds", "idle_seconds", b"idle_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_idle_seconds", b"_idle_seconds", "events", b"events", "history", b"history", "idle_seconds", b"idle_seconds", "running", b"running", "runs", b"runs", "tenant", b"tenant"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_idle_seconds", b"_idle_seconds"]) -> typing.Literal["idle_seconds"] | None: ...
 
 Global___ExplainConversationResponse: typing_extensions.TypeAlias = ExplainConversationResponse
 
@@ -821,6 +879,9 @@ class ListTenantsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENANTS_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
+    history: builtins.str
+    """Where the history is that stored_bytes and prefixes are of; as in Stats."""
     @property
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tenant]:
         """Those of the token file, those that have called, and those that have conversations; by name."""
@@ -829,8 +890,9 @@ class ListTenantsResponse(google.protobuf.message.Message):
         self,
         *,
         tenants: collections.abc.Iterable[Global___Tenant] | None = ...,
+        history: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["tenants", b"tenants"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["history", b"history", "tenants", b"tenants"]) -> None: ...
 
 Global___ListTenantsResponse: typing_extensions.TypeAlias = ListTenantsResponse
 

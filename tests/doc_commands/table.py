@@ -6,6 +6,8 @@ from tests.doc_commands.world import DAEMONS, FIT, RESTORE, Row
 
 TALK = "Hello.\n/bye\n"
 DRILL = "pensieve chat --address 127.0.0.1:{} --conversation drill -q {}"
+OF_ALL = "--config cluster.toml"
+REPLICAS = ("replica_a", "replica_b")
 SHAREGPT = "pensieve simulate --workload sharegpt"
 
 # In this order: a line may leave what a later one needs.
@@ -65,6 +67,25 @@ ROWS = (
     Row("pensieve conversations rm trip-42", needs=("shared",)),
     Row("pensieve admin check", needs=("shared",)),
     Row("pensieve admin drain", needs=("shared",)),
+    # Several daemons as one.
+    Row(DAEMONS["replica_a"], starts="replica_a"),
+    Row(DAEMONS["replica_b"], starts="replica_b"),
+    Row(f"pensieve admin stats {OF_ALL}", (r"all \(2 of 2\) +2 serving",), REPLICAS),
+    Row(f"pensieve admin watch {OF_ALL}", needs=REPLICAS, until='"turns_running"', code=130),
+    Row(f"pensieve admin conversations {OF_ALL}", (r"trip-42 +a ",), REPLICAS),
+    Row(f"pensieve admin explain trip-42 {OF_ALL}", (r"a serves it", r"not known to b"), REPLICAS),
+    Row(f"pensieve admin tenants {OF_ALL}", (r"\(none\)",), REPLICAS),
+    Row(f"pensieve admin check {OF_ALL}", (r"nothing is wrong on a, b",), REPLICAS),
+    Row(f"pensieve admin metrics {OF_ALL}", (r'engine_up\{replica="b"',), REPLICAS),
+    Row(
+        f"pensieve admin metrics {OF_ALL} --listen 127.0.0.1:9099",
+        needs=REPLICAS,
+        instead={"127.0.0.1:9099": "127.0.0.1:0"},
+        until="/metrics",
+        code=130,
+    ),
+    Row(f"pensieve admin info {OF_ALL} --replica b", (r"model +echo",), REPLICAS),
+    Row(f"pensieve admin drain {OF_ALL} --replica b", (r"draining",), REPLICAS),
     # A history, its backups and what is restored of them.
     Row(DAEMONS["drill"], starts="drill"),
     Row(DRILL.format(50061, '"Remember this."'), (r"\w",), ("drill",)),

@@ -39,6 +39,8 @@ DAEMONS = {
     "drill": "pensieve serve --data /var/lib/pensieve --backup /srv/backup --address 127.0.0.1:50061",
     "guarded": "pensieve serve --token-file tokens.toml --audit-log /var/log/pensieve/audit.jsonl",
     "restored": "pensieve serve --data /var/drill --address 127.0.0.1:50062",
+    "replica_a": "pensieve serve --replica a --data /var/lib/a --address 127.0.0.1:50071",
+    "replica_b": "pensieve serve --replica b --data /var/lib/b --address 127.0.0.1:50072",
 }
 RESTORE = "pensieve restore /srv/backup --data /var/drill"
 FIT = "pensieve simulate --journal run.jsonl --fit cost.json"
@@ -117,6 +119,18 @@ class World:
         with Client(self._address("50051")) as client:
             client.prefix("rules").create(system_prompt="Answer in one sentence.")
             client.conversation("trip-42").ask("Hello.", max_tokens=20)
+
+    def replica_a(self) -> None:
+        """A daemon with a conversation, and the file that names it and another."""
+        address = self._start("replica_a")
+        with Client(address) as client:
+            client.conversation("trip-42").ask("Hello.", max_tokens=20)
+        named = (f"{name}=unix:{self.folder}/var/lib/{name}/admin.sock" for name in "ab")
+        (self.desk / "cluster.toml").write_text(f'replicas = "{",".join(named)}"\n')
+
+    def replica_b(self) -> None:
+        """Another daemon beside it."""
+        self._start("replica_b")
 
     def drill(self) -> None:
         """A daemon whose backup has what was written to it."""

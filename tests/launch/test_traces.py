@@ -24,6 +24,7 @@ from pensieve.errors import ConfigError
 from pensieve.launch import traces
 from pensieve.launch.traces import Traces
 from pensieve.service import trace_names
+from pensieve.service.turn_spans import TurnSpan
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess, wait_for
 
@@ -319,3 +320,19 @@ def test_a_collector_gets_the_spans_by_otlp_and_no_text(
     assert SECRET.encode() not in sent
     for reply in replies:
         assert not reply.text or reply.text.encode() not in sent
+
+
+def test_a_span_names_the_daemon_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    def instance(replica: str) -> Any:
+        exporter = InMemorySpanExporter()
+        found = Traces(SimpleSpanProcessor(exporter), replica)
+        found.export(TurnSpan("chat echo", 1, 2, {}))
+        found.close()
+        (span,) = exporter.get_finished_spans()
+        return span.resource.attributes.get("service.instance.id")
+
+    unnamed = instance("")
+    assert unnamed != "replica-1"  # none, or one that OpenTelemetry has drawn
+    assert instance("replica-1") == "replica-1"
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=of-the-operator")
+    assert instance("replica-1") == "of-the-operator"

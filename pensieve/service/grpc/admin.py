@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
-from pensieve.engine.recent_times import Spread
+from pensieve.engine.recent_times import RecentTimes
 from pensieve.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -110,7 +110,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidArgument("limit", "must lie in 1..1000")
         least = request.order == pb.ListCachedConversationsRequest.ORDER_LEAST_VALUABLE
         answer = await self.daemon.query(lambda number: ListCached(number, limit, least))
-        given = pb.ListCachedConversationsResponse()
+        given = pb.ListCachedConversationsResponse(history=self.daemon.config.history)
         for key, on_device, on_host, dropped, idle, value, running in answer.rows:
             tenant, conversation_id = names_of(str(key))
             given.conversations.add(
@@ -131,7 +131,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         tenant = await self._owner(request.conversation_id, request.tenant)
         key = cache_key(tenant, request.conversation_id)
         answer = await self.daemon.query(lambda number: Explain(number, key))
-        given = pb.ExplainConversationResponse(tenant=tenant)
+        history = self.daemon.config.history
+        given = pb.ExplainConversationResponse(tenant=tenant, history=history)
+        if "running" in answer.figures:
+            given.running = bool(answer.figures["running"])
+        if "idle_seconds" in answer.figures:
+            given.idle_seconds = answer.figures["idle_seconds"]
         for row in answer.rows:
             if len(row) == 4:
                 first, count, place, holders = row
@@ -156,7 +161,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         daemon, now = self.daemon, asyncio.get_running_loop().time()
         allowances = daemon.admission.allowances
         stored, prefixes = await daemon.reads.stored_bytes(), await daemon.reads.num_prefixes()
-        given = pb.ListTenantsResponse()
+        given = pb.ListTenantsResponse(history=daemon.config.history)
         for name in sorted({*stored, *allowances.tenants}):
             allowance = allowances.known(name) or Allowance(NO_LIMITS, now)
             given.tenants.add(
@@ -231,11 +236,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             serving=daemon.serving,
             draining=daemon.draining,
             server=server_info(daemon),
+            replica=daemon.config.replica,
+            history=daemon.config.history,
         )
         if not daemon.loading:
             latencies, now = daemon.conversations.latencies, asyncio.get_running_loop().time()
-            given.first_token.CopyFrom(_latency(latencies.first_token.spread(now)))
-            given.token_gap.CopyFrom(_latency(latencies.token_gap.spread(now)))
+            given.first_token.CopyFrom(_latency(latencies.first_token, now))
+            given.token_gap.CopyFrom(_latency(latencies.token_gap, now))
             given.more["queue_wait_seconds"] = daemon.wait_seconds
         given.more["refused_for_ttft"] = daemon.admission.num_refused_for_ttft
         given.more["erasure_pending"] = daemon.store.erasure.pending
@@ -289,10 +296,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return iterations / seconds
 
 
-def _latency(found: Spread) -> pb.Latency:
-    return pb.Latency(
+def _latency(times: RecentTimes, now: float) -> pb.Latency:
+    found = times.spread(now)
+    given = pb.Latency(
         count=found.count, p50_seconds=found.p50, p95_seconds=found.p95, p99_seconds=found.p99
     )
+    for seconds, count in times.histogram(now):
+        given.buckets.add(seconds=seconds, count=count)
+    return given
 
 
 def _fill(given: pb.Stats, figures: Mapping[str, float]) -> None:

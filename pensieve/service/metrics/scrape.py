@@ -68,6 +68,8 @@ class Scrape:
             **self._of_jobs,
         }
         common = {"model_name": daemon.engine.model_name, "engine": "0"}
+        if daemon.config.replica:
+            common["replica"] = daemon.config.replica
         lines = list(exposition(FAMILIES, samples, PREFIX, common))
         if self._with_vllm:
             lines += exposition(VLLM_FAMILIES, samples, VLLM_PREFIX, common)

@@ -24,6 +24,7 @@ RULES = yaml.safe_load((DOCS / "alerts" / "pensieve.rules.yaml").read_text(encod
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
 OF_PROMETHEUS = {"instance", "job", "le"}
+OF_ALL = {"model_name", "engine", "replica"}
 
 
 def expressions() -> Iterator[tuple[str, str]]:
@@ -42,7 +43,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
     folder = tmp_path_factory.mktemp("dashboards")
-    config = DaemonConfig(grace_seconds=0.2, backup=BackupConfig(folder / "backup"))
+    config = DaemonConfig(grace_seconds=0.2, backup=BackupConfig(folder / "backup"), replica="a")
     with DaemonRig(folder / "data", config=config, batch_jobs=JobsConfig()) as rig:
         rig.ask("a", "one")
         return scrape(rig)
@@ -62,7 +63,7 @@ def test_an_expression_names_what_a_scrape_has(
             rf"^# TYPE {metric} ", scraped.text, re.MULTILINE
         ), f"{where}: there is no {metric}"
         (family,) = (f for f in FAMILIES if f"pensieve_{f.name}" in (metric, base))
-        labels |= {"model_name", "engine", *family.labels}
+        labels |= {*OF_ALL, *family.labels}
     assert found.labels <= labels | OF_PROMETHEUS, f"{where}: {found.labels - labels}"
 
 
@@ -102,7 +103,7 @@ def test_the_panels_have_ids_places_and_words() -> None:
         taken |= cells
     assert [row["title"] for row in DASHBOARD["panels"] if row["type"] == "row"] == [
         *("Overview", "Latency", "Cache", "Recompute", "Copies", "Queue"),
-        *("History and service process", "Batch jobs and tenants"),
+        *("History and service process", "Batch jobs and tenants", "Replicas"),
     ]
     for panel in PANELS:
         references = [target["refId"] for target in panel["targets"]]
@@ -128,3 +129,17 @@ def test_each_alert_has_a_name_a_severity_and_a_summary() -> None:
         used: set[Any] = set(re.findall(r"\$labels\.(\w+)", text))
         kept = set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", rule["expr"]))))
         assert used <= kept, rule["alert"]
+
+
+def test_the_dashboard_filters_by_replica_and_fits_a_daemon_without_a_name(
+    scraped: Scraped,
+) -> None:
+    of_all = {frozenset(dict(labels)) & OF_ALL for _, labels in scraped.samples}
+    assert of_all == {frozenset(OF_ALL)}
+    (variable,) = (each for each in DASHBOARD["templating"]["list"] if each["name"] == "replica")
+    assert re.fullmatch(variable["allValue"], "")  # what a label is that is not there
+    for panel in PANELS:
+        for target in panel["targets"]:
+            selectors = re.findall(r"pensieve_\w+(\{[^}]*\})?", target["expr"])
+            assert selectors, panel["title"]
+            assert all('replica=~"$replica"' in each for each in selectors), panel["title"]

@@ -1,0 +1,103 @@
+"""One call to each of several daemons at once; who does not answer is an answer that says so.
+
+All of it belongs to one event loop.  Each call has its own deadline, and nobody waits for more than the
+slowest of them: a daemon that is gone, hangs, or refuses costs a row, never the others' answers.  Connections
+stay open between calls, and those of replicas that are not listed any more are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import grpc
+
+from pensieve.client.channel import OPTIONS, Tls, credentials_of, metadata_of, target_of
+from pensieve.client.fleet.replicas import Replica
+from pensieve.client.grpc_errors import error_of_call
+from pensieve.client.retry import Deadline
+from pensieve.errors import DeadlineExceeded, PensieveError, whole_line
+from pensieve.v1 import admin_pb2_grpc
+
+if TYPE_CHECKING:  # a name that the stubs have for type checkers alone
+    from pensieve.v1.admin_pb2_grpc import AdminServiceAsyncStub
+
+T = TypeVar("T")
+LATE_SECONDS = 1.0  # after its deadline a call is given up, whatever gRPC makes of it
+
+
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """What came of one replica: a value, or why there is none."""
+
+    replica: Replica
+    value: T | None = None
+    error: PensieveError | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why there is no value, in a line; "" where there is one."""
+        return whole_line(self.error) if self.error is not None else ""
+
+
+class Connections:
+    """A channel to each replica that was called."""
+
+    def __init__(self, token: str | None, tls: Tls) -> None:
+        self.metadata = metadata_of(token)
+        self._credentials = credentials_of(tls)
+        self._channels: dict[str, grpc.aio.Channel] = {}  # by target
+
+    def stub(self, replica: Replica) -> AdminServiceAsyncStub:
+        target = target_of(replica.address)
+        if (channel := self._channels.get(target)) is None:
+            if self._credentials is None or target.startswith("unix:"):
+                channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+            else:
+                channel = grpc.aio.secure_channel(target, self._credentials, options=OPTIONS)
+            self._channels[target] = channel
+        return admin_pb2_grpc.AdminServiceStub(channel)
+
+    async def keep_only(self, replicas: Collection[Replica]) -> None:
+        kept = {target_of(each.address) for each in replicas}
+        for target in self._channels.keys() - kept:
+            await self._channels.pop(target).close()
+
+    async def close(self) -> None:
+        await self.keep_only(())
+
+
+async def ask_each(
+    replicas: Sequence[Replica],
+    call: Callable[[Replica, float], Awaitable[T]],
+    seconds: float,
+) -> list[Answer[T]]:
+    """An answer of each, in their order, after `seconds` at the latest; `call` is given those, too."""
+    return await asyncio.gather(*(_ask(each, call, seconds) for each in replicas))
+
+
+async def _ask(
+    replica: Replica, call: Callable[[Replica, float], Awaitable[T]], seconds: float
+) -> Answer[T]:
+    try:
+        async with asyncio.timeout(seconds + LATE_SECONDS):
+            return Answer(replica, await call(replica, seconds))
+    except TimeoutError:
+        return Answer(replica, error=_late(seconds))
+    except grpc.aio.AioRpcError as failure:
+        return Answer(replica, error=failed(failure, seconds))
+    except PensieveError as error:
+        return Answer(replica, error=error)
+
+
+def failed(failure: grpc.aio.AioRpcError, seconds: float) -> PensieveError:
+    """Why a call failed that had so many seconds."""
+    error = error_of_call(failure, Deadline(seconds))
+    is_deadline = failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return _late(seconds) if is_deadline else error
+
+
+def _late(seconds: float) -> PensieveError:
+    return DeadlineExceeded(f"no answer in {seconds:g} s")

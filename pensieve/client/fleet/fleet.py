@@ -1,0 +1,276 @@
+"""`Fleet`: the calls of AdminService to all replicas at once, and what is made of their answers.
+
+Every method answers with a row for each replica in the order of discovery, also for those that do not answer.
+Nothing is kept between calls but connections, so a replica that comes back is there in the next answer.
+
+`watch` has a task for each replica, which reads its stream and keeps the latest figures; a stream that ends,
+or brings nothing for an interval and the deadline, is begun again.  What is given out each interval is the
+latest of each, so one that hangs delays no row but its own.  It looks at most once in LIST_SECONDS whether
+there are other replicas.  All of it belongs to the event loop of the first call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import grpc
+
+from pensieve.client.channel import Tls
+from pensieve.client.fleet import exposition
+from pensieve.client.fleet.asking import Answer, Connections, ask_each, failed
+from pensieve.client.fleet.replicas import Discovery, Replica
+from pensieve.client.requests import check_text
+from pensieve.errors import PensieveError, ServerFault, Unavailable
+from pensieve.v1 import admin_pb2 as pb
+
+if TYPE_CHECKING:  # a name that the stubs have for type checkers alone
+    from pensieve.v1.admin_pb2_grpc import AdminServiceAsyncStub
+
+T = TypeVar("T")
+Place = tuple[str, str]  # name and address: what makes it another replica
+ANSWER_SECONDS = 5.0
+LIST_SECONDS = 5.0  # between two looks at which replicas there are, while they are watched
+AGAIN_SECONDS = 1.0  # after a stream of figures has ended
+CACHED_MAX = 1000  # conversations that a replica names
+
+
+class Fleet:
+    """Connections to several daemons for their operator.
+
+    Args:
+        discovery: whoever knows the replicas.
+        token: an admin token that all of them take; sockets need none.
+        tls: as of `Client`; sockets have none.
+        seconds: how long each replica may take to answer.
+        locate: the name of the replica that serves a conversation, by its id and tenant, or "".
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        *,
+        token: str | None = None,
+        tls: Tls = False,
+        seconds: float = ANSWER_SECONDS,
+        locate: Callable[[str, str], Awaitable[str]] | None = None,
+    ) -> None:
+        self._discovery = discovery
+        self._connections = Connections(token, tls)
+        self.seconds = seconds
+        self._locate = locate
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._connections.close()
+
+    async def replicas(self) -> Sequence[Replica]:
+        """Those that there are now."""
+        found = await self._discovery.list_replicas()
+        await self._connections.keep_only(found)
+        return found
+
+    # -- one call to each --
+
+    async def stats(self) -> list[Answer[pb.Stats]]:
+        """The figures of each."""
+
+        async def call(stub: AdminServiceAsyncStub, seconds: float) -> pb.Stats:
+            request = pb.GetStatsRequest()
+            return (await stub.GetStats(request, timeout=seconds, metadata=self._metadata)).stats
+
+        return await self._each(call)
+
+    async def cached(
+        self, least_valuable: bool = False
+    ) -> list[Answer[pb.ListCachedConversationsResponse]]:
+        """The conversations with KV in the cache of each, a thousand of each at most.
+
+        `holdings.held_of` puts them together.
+        """
+        kinds = pb.ListCachedConversationsRequest
+        order = kinds.ORDER_LEAST_VALUABLE if least_valuable else kinds.ORDER_LARGEST
+        request = kinds(order=order, limit=CACHED_MAX)
+
+        async def call(
+            stub: AdminServiceAsyncStub, seconds: float
+        ) -> pb.ListCachedConversationsResponse:
+            return await stub.ListCachedConversations(
+                request, timeout=seconds, metadata=self._metadata
+            )
+
+        return await self._each(call)
+
+    async def explain(
+        self, conversation_id: str, tenant: str = ""
+    ) -> list[Answer[pb.ExplainConversationResponse]]:
+        """Where the KV of one conversation lies on each; NotFound is the error of who does not know it."""
+        request = pb.ExplainConversationRequest(
+            conversation_id=check_text("conversation_id", conversation_id),
+            tenant=check_text("tenant", tenant),
+        )
+
+        async def call(
+            stub: AdminServiceAsyncStub, seconds: float
+        ) -> pb.ExplainConversationResponse:
+            return await stub.ExplainConversation(request, timeout=seconds, metadata=self._metadata)
+
+        return await self._each(call)
+
+    async def located(self, conversation_id: str, tenant: str = "") -> str:
+        """The replica that serves a conversation, as the history says; "" where nobody can say."""
+        if self._locate is None:
+            return ""
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self._locate(conversation_id, tenant)
+        except (TimeoutError, PensieveError):
+            return ""
+
+    async def tenants(self) -> list[Answer[pb.ListTenantsResponse]]:
+        """What each tenant has taken of each; `totals.tenants_of` puts them together."""
+
+        async def call(stub: AdminServiceAsyncStub, seconds: float) -> pb.ListTenantsResponse:
+            request = pb.ListTenantsRequest()
+            return await stub.ListTenants(request, timeout=seconds, metadata=self._metadata)
+
+        return await self._each(call)
+
+    async def check(self) -> list[Answer[list[str]]]:
+        """The problems in the bookkeeping of each, as a rule none."""
+
+        async def call(stub: AdminServiceAsyncStub, seconds: float) -> list[str]:
+            request = pb.CheckIntegrityRequest()
+            answer = await stub.CheckIntegrity(request, timeout=seconds, metadata=self._metadata)
+            return list(answer.problems)
+
+        return await self._each(call)
+
+    async def metrics(self) -> list[Answer[exposition.Families]]:
+        """The metrics of each, parsed; `exposition.merged` makes one text of them.
+
+        They are parsed when all have answered, in a thread: the texts of many replicas take seconds, which
+        must not count as theirs.
+        """
+
+        async def call(stub: AdminServiceAsyncStub, seconds: float) -> str:
+            request = pb.GetMetricsRequest()
+            answer = await stub.GetMetrics(request, timeout=seconds, metadata=self._metadata)
+            return answer.text
+
+        found = await self._each(call)
+        return await asyncio.to_thread(lambda: [_parsed(answer) for answer in found])
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._connections.metadata
+
+    async def _each(
+        self, call: Callable[[AdminServiceAsyncStub, float], Awaitable[T]]
+    ) -> list[Answer[T]]:
+        return await ask_each(
+            await self.replicas(),
+            lambda replica, seconds: call(self._connections.stub(replica), seconds),
+            self.seconds,
+        )
+
+    # -- again and again --
+
+    async def watch(
+        self, interval_seconds: float = 1.0
+    ) -> AsyncGenerator[list[Answer[pb.Stats]], None]:
+        """The figures of each, every `interval_seconds`; the first ones when all have answered or failed."""
+        loop = asyncio.get_running_loop()
+        latest: dict[Place, Answer[pb.Stats]] = {}
+        tasks: dict[Place, asyncio.Task[None]] = {}
+        came = asyncio.Event()
+        replicas = await self.replicas()
+        listed_at = loop.time()
+
+        def keep(answer: Answer[pb.Stats]) -> None:
+            latest[_place(answer.replica)] = answer
+            came.set()
+
+        try:
+            while True:
+                places = {_place(each): each for each in replicas}
+                for place in tasks.keys() - places.keys():
+                    (task := tasks.pop(place)).cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                    latest.pop(place, None)
+                for place in places.keys() - tasks.keys():
+                    following = self._follow(places[place], interval_seconds, keep)
+                    tasks[place] = loop.create_task(following)
+                while not latest.keys() >= places.keys():
+                    came.clear()
+                    await came.wait()
+                yield [replace(latest[place], replica=each) for place, each in places.items()]
+                await asyncio.sleep(interval_seconds)
+                if loop.time() >= listed_at + LIST_SECONDS:
+                    replicas, listed_at = await self._listed_again(replicas), loop.time()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _listed_again(self, before: Sequence[Replica]) -> Sequence[Replica]:
+        """Those that there are now; while nobody can say, those that there were."""
+        try:
+            return await self.replicas()
+        except PensieveError:
+            return before
+
+    async def _follow(
+        self, replica: Replica, interval_seconds: float, keep: Callable[[Answer[pb.Stats]], None]
+    ) -> None:
+        """Give the figures of one replica to `keep` as they come, and why there are none."""
+        request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
+        patience = interval_seconds + self.seconds
+        while True:
+            stream = self._connections.stub(replica).WatchStats(request, metadata=self._metadata)
+            try:
+                seconds = self.seconds
+                while True:
+                    async with asyncio.timeout(seconds):
+                        response = await stream.read()
+                    if not isinstance(response, pb.WatchStatsResponse):  # its end
+                        raise Unavailable("it ended the stream of its figures")
+                    keep(Answer(replica, response.stats))
+                    seconds = patience
+            except TimeoutError:
+                keep(Answer(replica, error=Unavailable(f"no answer in {seconds:g} s")))
+            except grpc.aio.AioRpcError as failure:
+                keep(Answer(replica, error=failed(failure, seconds)))
+            except PensieveError as error:
+                keep(Answer(replica, error=error))
+            finally:
+                stream.cancel()
+            await asyncio.sleep(AGAIN_SECONDS)
+
+
+def _place(replica: Replica) -> Place:
+    return replica.name, replica.address
+
+
+def _parsed(answer: Answer[str]) -> Answer[exposition.Families]:
+    if answer.value is None:
+        return Answer(answer.replica, error=answer.error)
+    try:
+        return Answer(answer.replica, exposition.read(answer.value))
+    except exposition.Unreadable as error:
+        why = ServerFault(f"its metrics cannot be read: {error}")
+        return Answer(answer.replica, error=why)

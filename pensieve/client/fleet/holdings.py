@@ -1,0 +1,110 @@
+"""Which replicas hold KV of a conversation, and whose it is.
+
+A conversation is served by one replica, its owner.  Another may still hold KV of it, from before it was
+moved: that is stale, costs memory until it is evicted, and is never read, since its holder forgets it before
+it serves the conversation again.  That is so among replicas which share a history; where each has its own,
+the same id is another conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pensieve.client.fleet.asking import Answer
+from pensieve.errors import NotFound
+from pensieve.v1 import admin_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one replica holds of one conversation."""
+
+    replica: str
+    conversation: pb.CachedConversation
+    also_on: tuple[str, ...] = ()  # other replicas that hold KV of it
+
+
+def held_of(
+    found: Sequence[Answer[pb.ListCachedConversationsResponse]], least_valuable: bool, limit: int
+) -> list[Held]:
+    """The first `limit` of what all replicas named, in the order that was wanted."""
+    holders: dict[tuple[str, str, str], list[str]] = {}
+    listed = []
+    for answer in found:
+        if answer.value is None:
+            continue
+        name = answer.replica.name
+        for each in answer.value.conversations:
+            key = (answer.value.history or f"of {name}", each.tenant, each.conversation_id)
+            holders.setdefault(key, []).append(name)
+            listed.append((key, name, each))
+    rows = [
+        Held(name, each, tuple(other for other in holders[key] if other != name))
+        for key, name, each in listed
+    ]
+    if least_valuable:
+        rows.sort(key=lambda row: row.conversation.retention_value)
+    else:
+        rows.sort(key=lambda row: -(row.conversation.device_tokens + row.conversation.host_tokens))
+    return rows[:limit]
+
+
+class KnownBy(StrEnum):
+    """How it is known whose a conversation is."""
+
+    HISTORY = "the history's table of owners"
+    RUNNING = "a turn of it runs there"
+    ONLY = "no other replica knows it"
+    LATEST = "its latest turn was there"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The replica that serves a conversation."""
+
+    name: str
+    known_by: KnownBy
+
+
+Explained = Answer[pb.ExplainConversationResponse]
+
+
+def owner_of(found: Sequence[Explained], named: str = "") -> Owner | None:
+    """Whose the conversation is; `named` is who the history says, if it does.
+
+    None: nobody knows, or there are several of this id, in several histories.
+    """
+    if named:
+        return Owner(named, KnownBy.HISTORY)
+    if num_histories(found) > 1:
+        return None
+    known = {each.replica.name: each.value for each in found if each.value is not None}
+    running = [name for name, value in known.items() if value.running]
+    if running:
+        return Owner(running[0], KnownBy.RUNNING) if len(running) == 1 else None
+    others_deny = all(isinstance(each.error, NotFound) for each in found if each.value is None)
+    if len(known) == 1 and others_deny:
+        return Owner(next(iter(known)), KnownBy.ONLY)
+    idle = {
+        name: value.idle_seconds
+        for name, value in known.items()
+        if value.HasField("idle_seconds") and holds_kv(value)
+    }
+    return Owner(min(idle, key=lambda name: idle[name]), KnownBy.LATEST) if idle else None
+
+
+def num_histories(found: Sequence[Explained]) -> int:
+    """In how many histories there is a conversation of this id."""
+    return len(
+        {
+            each.value.history or f"of {each.replica.name}"
+            for each in found
+            if each.value is not None
+        }
+    )
+
+
+def holds_kv(value: pb.ExplainConversationResponse) -> bool:
+    return any(run.place != "dropped" for run in value.runs)

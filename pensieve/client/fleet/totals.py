@@ -1,0 +1,194 @@
+"""Figures of several daemons put together.
+
+    counts                add up (turns, tokens, bytes, pages: of tiers as tokens, since pages differ in size)
+    quantiles             are those of all times: the buckets of `Latency` add up, quantiles never do
+    shares and means      are ratios of sums, where the parts are known
+    "at most", "since"    is the worst of them (how late a loop was, how old a backup is)
+    of the history        is counted once for each history: replicas that share one report the same number
+    all else              is in the replicas' own figures alone: a quantile without buckets, an objective that
+                          differs, an uptime
+
+A figure of a later version, whose name nobody knows here, adds up unless its name ends like one that cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pensieve.v1 import admin_pb2 as pb
+
+SUMS = (
+    *("turns_queued", "turns_running", "turns_suspended", "conversations_cached"),
+    *("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "output_tokens"),
+    *("bytes_swapped_out", "bytes_swapped_in", "iterations", "iterations_per_second"),
+    *("idle_tokens", "engine_restarts"),
+)
+SERVICE_SUMS = ("store_jobs", "commits", "calls", "connections_max", "audit_lines_lost")
+SERVICE_WORST = (
+    *("loop_lag_max_seconds", "store_oldest_seconds", "commit_max_seconds"),
+    "heartbeat_age_seconds",
+)
+WORST = (
+    *("queue_wait_seconds", "heartbeat_age_seconds", "backup_age_seconds", "backup_failing"),
+    *("erasure_pending", "ranges_repaired_at_once_max"),
+)
+OF_THE_HISTORY = ("history_problems", "scrub_passes")
+NOT_ADDITIVE = ("_p50", "_p90", "_p95", "_p99", "_seconds", "_share", "_used", "_attained")
+NEITHER = ("seconds", "tokens_per_iteration")  # an uptime, and a mean whose parts are known
+QUANTILES = (0.5, 0.95, 0.99)
+
+
+def total_of(found: Sequence[pb.Stats]) -> dict[str, Any]:
+    """The figures of all, as plain values."""
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in found) for name in SUMS}
+    computed = sum(each.more.get("tokens_computed", 0.0) for each in found)
+    return {
+        "num_serving": sum(each.serving for each in found),
+        "num_draining": sum(each.draining for each in found),
+        "device": _tier([each.device for each in found]),
+        "host": _tier([each.host for each in found]),
+        **sums,
+        "conversations_stored": once_per_history(
+            (each.history, each.conversations_stored) for each in found
+        ),
+        "tokens_per_iteration": computed / sums["iterations"] if sums["iterations"] else 0.0,
+        "first_token": latency_of([each.first_token for each in found]),
+        "token_gap": latency_of([each.token_gap for each in found]),
+        "service": _service(found),
+        "more": _more(found),
+    }
+
+
+def latency_of(found: Iterable[pb.Latency]) -> dict[str, float]:
+    """The quantiles of all times, as one daemon that had measured them all would report them."""
+    counts: dict[float, int] = {}
+    for each in found:
+        for bucket in each.buckets:
+            counts[bucket.seconds] = counts.get(bucket.seconds, 0) + bucket.count
+    total = sum(counts.values())
+    figures: dict[str, float] = {"count": total}
+    for share in QUANTILES:
+        figures[f"p{share * 100:.0f}_seconds"] = _quantile(counts, total, share)
+    return figures
+
+
+def _quantile(counts: Mapping[float, int], total: int, share: float) -> float:
+    rank, up_to = max(math.ceil(share * total), 1), 0
+    for seconds in sorted(counts):
+        up_to += counts[seconds]
+        if up_to >= rank:
+            return seconds
+    return 0.0
+
+
+def once_per_history(counts: Iterable[tuple[str, int]]) -> int:
+    """A sum of counts, each behind its history, in which those of one history count once: the largest.
+
+    They are of different moments, so they may differ.  Who names no history has one of its own.
+    """
+    shared: dict[str, int] = {}
+    own = 0
+    for history, count in counts:
+        if history:
+            shared[history] = max(shared.get(history, 0), count)
+        else:
+            own += count
+    return own + sum(shared.values())
+
+
+def tenants_of(found: Sequence[pb.ListTenantsResponse]) -> list[dict[str, Any]]:
+    """What each tenant has taken of all replicas; by name.
+
+    Its limits are each daemon's own, and what is saved up of them is too: both stay in the replicas' rows.
+    """
+    by_name: dict[str, list[tuple[str, pb.Tenant]]] = {}
+    for each in found:
+        for tenant in each.tenants:
+            by_name.setdefault(tenant.name, []).append((each.history, tenant))
+    whole = []
+    for name, having in sorted(by_name.items()):
+        figures: dict[str, Any] = {"name": name}
+        for field in ("turns", "calls", "unread_bytes"):
+            figures[field] = sum(getattr(tenant, field) for _, tenant in having)
+        for field in ("stored_bytes", "prefixes"):
+            figures[field] = once_per_history(
+                [(history, getattr(tenant, field)) for history, tenant in having]
+            )
+        whole.append(figures)
+    return whole
+
+
+def _tier(found: Sequence[pb.Tier]) -> dict[str, int]:
+    """In tokens: what a page holds is each daemon's own."""
+    return {
+        name: sum(getattr(each, pages) * each.chunk_tokens for each in found)
+        for name, pages in (
+            ("tokens", "pages"),
+            ("tokens_used", "pages_used"),
+            ("tokens_clean", "pages_clean"),
+            ("tokens_free", "pages_free"),
+        )
+    }
+
+
+def _service(found: Sequence[pb.Stats]) -> dict[str, Any]:
+    services = [each.service for each in found]
+    refusals: dict[str, int] = {}
+    for each in services:
+        for reason, count in each.refusals.items():
+            refusals[reason] = refusals.get(reason, 0) + count
+    return {
+        **{name: sum(getattr(each, name) for each in services) for name in SERVICE_SUMS},
+        "connections": sum(each.connections for each in services),
+        **{
+            name: max((getattr(each, name) for each in services), default=0.0)
+            for name in SERVICE_WORST
+        },
+        "journal_bytes": once_per_history(
+            (each.history, each.service.journal_bytes) for each in found
+        ),
+        "refusals": dict(sorted(refusals.items())),
+        "erasure_pending": any(each.erasure_pending for each in services),
+    }
+
+
+def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
+    """The figures by name of those daemons that have each."""
+    whole: dict[str, float] = {}
+    for name in sorted({name for each in found for name in each.more}):
+        having = [each for each in found if name in each.more]
+        values = [each.more[name] for each in having]
+        if name.startswith("tenant_tokens."):  # whatever a tenant's name ends with
+            whole[name] = sum(values)
+        elif name in WORST:
+            whole[name] = max(values)
+        elif name in OF_THE_HISTORY:
+            whole[name] = once_per_history((each.history, int(each.more[name])) for each in having)
+        elif name.endswith("_objective_seconds"):
+            if len(set(values)) == 1:
+                whole[name] = values[0]
+        elif name not in NEITHER and not name.endswith(NOT_ADDITIVE):
+            whole[name] = sum(values)
+    for kind in ("tbt", "ttft"):
+        share = _share_attained(found, kind)
+        if share is not None:
+            whole[f"{kind}_attained"] = share
+    computed = whole.get("tokens_computed", 0.0) + whole.get("rows_padded", 0.0)
+    if computed:
+        idle = whole.get("tokens_idle", 0.0) + whole.get("rows_padded", 0.0)
+        whole["idle_share"] = idle / computed
+    if whole.get("iterations"):
+        whole["tokens_per_iteration"] = whole.get("tokens_computed", 0.0) / whole["iterations"]
+    return whole
+
+
+def _share_attained(found: Sequence[pb.Stats], kind: str) -> float | None:
+    """Of an objective that all have who have one; each share is of a number of times that is known."""
+    name, count = f"{kind}_attained", f"{kind}_count"
+    having = [each for each in found if name in each.more]
+    if len({each.more[f"{kind}_objective_seconds"] for each in having}) != 1:
+        return None
+    total = sum(each.more[count] for each in having)
+    return sum(each.more[name] * each.more[count] for each in having) / total if total else 1.0

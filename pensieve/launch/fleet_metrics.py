@@ -1,0 +1,67 @@
+"""Serves the metrics of several replicas at one address, for a Prometheus that discovers no services.
+
+    GET /metrics    of all replicas, each sample with the label `replica`, and pensieve_replica_up
+    GET /health     200 while some replica answered the latest scrape (or there was none yet)
+
+It is the listener that a daemon has (service/metrics/listener.py), whose answer is asked of the replicas at
+each scrape.  Nothing is kept between scrapes, so what is served is never older than the scrape.  The listener
+gives an answer five seconds, so each replica has SCRAPE_SECONDS at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pensieve.client.fleet import Fleet
+from pensieve.client.fleet.exposition import merged
+from pensieve.errors import ConfigError, InvalidArgument
+from pensieve.service.grpc.server import is_loopback
+from pensieve.service.metrics.listener import Answers, MetricsListener
+
+SCRAPE_SECONDS = 3.5
+
+
+class FleetMetrics:
+    """A listener and the replicas that it asks; all of it belongs to one event loop."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        if fleet.seconds > SCRAPE_SECONDS:
+            raise InvalidArgument(
+                "seconds", f"is {SCRAPE_SECONDS:g} at most, where metrics are served"
+            )
+        self._fleet = fleet
+        self._is_serving = True
+        self._listener = MetricsListener(
+            Answers(self.text, lambda: self._is_serving, lambda authorization, peer: True)
+        )
+
+    async def listen(self, address: str, insecure: bool = False) -> str:
+        """HOST:PORT, with its port; ConfigError if others could reach it, unless that is wanted."""
+        if not insecure and not is_loopback(address.rpartition(":")[0]):
+            raise ConfigError(
+                f"{address} can be reached by others, and has neither TLS nor tokens: listen on 127.0.0.1, "
+                "or say --insecure"
+            )
+        return await self._listener.listen(address)
+
+    async def text(self) -> str:
+        """The metrics of all replicas that answer."""
+        found = await self._fleet.metrics()
+        self._is_serving = any(answer.value is not None for answer in found)
+        return await asyncio.to_thread(merged, [(answer.replica, answer.value) for answer in found])
+
+    async def close(self) -> None:
+        await self._listener.close()
+
+
+async def serve_until_cancelled(
+    fleet: Fleet, address: str, insecure: bool, listening: Callable[[str], None]
+) -> None:
+    """Serve until the task is cancelled; `listening` is told the address."""
+    serving = FleetMetrics(fleet)
+    try:
+        listening(await serving.listen(address, insecure))
+        await asyncio.Event().wait()
+    finally:
+        await serving.close()

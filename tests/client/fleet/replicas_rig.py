@@ -1,0 +1,75 @@
+"""Three daemons that name one history, an address where nobody listens, and one that never answers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pensieve.client.fleet import FixedReplicas, Fleet, Replica
+from pensieve.service.daemon_config import DaemonConfig
+from pensieve.v1 import conversation_pb2 as pb
+from tests.newcomer import free_port
+from tests.service.rig_daemon import DaemonRig
+
+T = TypeVar("T")
+HISTORY = "history://10.0.0.9:7000"
+SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
+HANG_SECONDS = 1.0  # that the one which never answers is given
+
+
+@dataclass
+class Replicas:
+    rigs: dict[str, DaemonRig]
+    alive: tuple[Replica, ...]
+    dead: Replica
+    hanging: Replica
+
+    @property
+    def all(self) -> tuple[Replica, ...]:
+        return (*self.alive, self.dead, self.hanging)
+
+    def written(self, replicas: Sequence[Replica]) -> str:
+        """As in --replicas."""
+        return ",".join(f"{each.name}={each.address}" for each in replicas)
+
+
+def replica_at(name: str, data: Path) -> Replica:
+    return Replica(name, f"unix:{data / 'admin.sock'}")
+
+
+@contextmanager
+def replicas_in(folder: Path) -> Iterator[Replicas]:
+    """a served x and y, b served x after it and z, and c nothing."""
+    with ExitStack() as stack:
+        rigs, alive = {}, []
+        for name in ("a", "b", "c"):
+            config = DaemonConfig(grace_seconds=0.2, replica=name, history=HISTORY)
+            rigs[name] = stack.enter_context(DaemonRig(folder / name, config=config))
+            alive.append(replica_at(name, folder / name))
+        hanging = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = hanging.getsockname()[1]
+        for name, conversation_id in (("a", "x"), ("a", "y"), ("b", "x"), ("b", "z")):
+            rigs[name].ask(conversation_id, "one two three", sampling=SHORT)
+        yield Replicas(
+            rigs,
+            tuple(alive),
+            Replica("dead", f"127.0.0.1:{free_port()}"),
+            Replica("hanging", f"127.0.0.1:{port}"),
+        )
+
+
+def with_fleet(
+    replicas: Sequence[Replica], act: Callable[[Fleet], Awaitable[T]], seconds: float = 60.0
+) -> T:
+    """What `act` makes of a fleet of these."""
+
+    async def go() -> T:
+        async with Fleet(FixedReplicas(replicas), seconds=seconds) as fleet:
+            return await act(fleet)
+
+    return asyncio.run(go())

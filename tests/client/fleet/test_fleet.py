@@ -1,0 +1,273 @@
+"""Three daemons as one: sums of what each says, and rows for those that say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pensieve.client.fleet import Answer, FixedReplicas, Fleet, Replica, exposition, fleet
+from pensieve.client.fleet.holdings import KnownBy, Owner, held_of, holds_kv, owner_of
+from pensieve.client.fleet.totals import tenants_of, total_of
+from pensieve.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from pensieve.service.daemon_config import DaemonConfig
+from pensieve.v1 import admin_pb2 as pb
+from tests.client.fleet.replicas_rig import (
+    HANG_SECONDS,
+    HISTORY,
+    SHORT,
+    Replicas,
+    replica_at,
+    replicas_in,
+    with_fleet,
+)
+from tests.service.rig_daemon import DaemonRig
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    with replicas_in(tmp_path_factory.mktemp("replicas")) as found:
+        yield found
+
+
+def single(world: Replicas) -> list[Any]:
+    """What each daemon says to somebody who asks it alone."""
+    return [rig.admin.GetStats(pb.GetStatsRequest()).stats for rig in world.rigs.values()]
+
+
+def values(found: Sequence[Answer[Any]]) -> list[Any]:
+    return [answer.value for answer in found]
+
+
+def test_figures_of_all_are_the_sums_of_what_each_says_alone(world: Replicas) -> None:
+    found = with_fleet(world.alive, Fleet.stats)
+    assert [answer.value.replica for answer in found if answer.value] == ["a", "b", "c"]
+    total, alone = total_of(values(found)), single(world)
+    for name in ("conversations_cached", "new_tokens", "output_tokens", "device_tokens"):
+        assert total[name] == sum(getattr(each, name) for each in alone), name
+    assert (total["conversations_cached"], total["output_tokens"]) == (4, 20)
+    assert total["num_serving"] == 3
+    assert total["device"]["tokens"] == 3 * 4096 * 32
+    assert total["device"]["tokens_used"] == 4 * 32
+    assert total["first_token"]["count"] == 4
+    assert total["token_gap"]["count"] == 16
+    assert total["service"]["commits"] == sum(each.service.commits for each in alone)
+    assert total["more"]["iteration_tokens.sum"] == total["more"]["tokens_computed"]
+    assert total["more"]["turns_length"] == 4
+    assert total["tokens_per_iteration"] == total["more"]["tokens_computed"] / total["iterations"]
+
+
+def test_what_does_not_add_up_is_in_the_figures_of_each_alone(world: Replicas) -> None:
+    found = values(with_fleet(world.alive, Fleet.stats))
+    names = {name for each in found for name in each.more}
+    left_out = names - total_of(found)["more"].keys()
+    assert left_out == {
+        *("seconds", "token_budget_used", "iteration_error_p50", "iteration_error_p90"),
+        *("tbt_p50_seconds", "tbt_p99_seconds", "ttft_p50_seconds", "ttft_p99_seconds"),
+        *("suspended_p50_seconds", "suspended_p99_seconds"),
+    }
+
+
+def test_a_history_that_replicas_share_counts_once(world: Replicas) -> None:
+    found = values(with_fleet(world.alive, Fleet.stats))
+    assert [each.conversations_stored for each in found] == [2, 2, 0]
+    assert total_of(found)["conversations_stored"] == 2
+    for each in found:
+        each.history = ""
+    assert total_of(found)["conversations_stored"] == 4
+
+
+def test_who_does_not_answer_is_named_with_the_reason_and_the_others_are_shown(
+    world: Replicas,
+) -> None:
+    found = with_fleet(world.all, Fleet.stats, HANG_SECONDS)
+    assert [answer.replica.name for answer in found] == ["a", "b", "c", "dead", "hanging"]
+    assert [answer.value is not None for answer in found] == [True, True, True, False, False]
+    dead, hanging = found[3:]
+    assert isinstance(dead.error, Unavailable)
+    assert dead.reason == f"nothing listens at {world.dead.address}"
+    assert isinstance(hanging.error, DeadlineExceeded)
+    assert hanging.reason == "no answer in 1 s"
+
+
+def test_a_conversation_with_kv_on_two_replicas_is_shown_as_such(world: Replicas) -> None:
+    found = with_fleet(world.alive, Fleet.cached)
+    held = held_of(found, False, 20)
+    rows = {(each.replica, each.conversation.conversation_id): each.also_on for each in held}
+    assert rows == {("a", "x"): ("b",), ("a", "y"): (), ("b", "x"): ("a",), ("b", "z"): ()}
+    tokens = [each.conversation.device_tokens for each in held]
+    assert tokens == sorted(tokens, reverse=True)
+    least = held_of(with_fleet(world.alive, lambda several: several.cached(True)), True, 3)
+    worth = [each.conversation.retention_value for each in least]
+    assert len(least) == 3
+    assert worth == sorted(worth)
+
+
+def test_explain_finds_who_serves_a_conversation_and_who_has_stale_kv(world: Replicas) -> None:
+    found = with_fleet(world.alive, lambda several: several.explain("x"))
+    assert [value is not None and holds_kv(value) for value in values(found)] == [True, True, False]
+    assert isinstance(found[2].error, NotFound)
+    assert owner_of(found) == Owner("b", KnownBy.LATEST)
+    assert owner_of(with_fleet(world.alive, lambda several: several.explain("z"))) == Owner(
+        "b", KnownBy.ONLY
+    )
+    assert owner_of(found, "c") == Owner("c", KnownBy.HISTORY)
+    nobody = with_fleet(world.alive, lambda several: several.explain("nobody"))
+    assert owner_of(nobody) is None
+    assert all(isinstance(each.error, NotFound) for each in nobody)
+    with pytest.raises(InvalidArgument):
+        with_fleet(world.alive, lambda several: several.explain(3))  # type: ignore[arg-type]
+
+
+def test_the_replica_where_a_turn_runs_serves_the_conversation() -> None:
+    def answer(name: str, **fields: Any) -> Answer[pb.ExplainConversationResponse]:
+        value = pb.ExplainConversationResponse(history=HISTORY, **fields)
+        value.runs.add(num_chunks=1, place="host")
+        return Answer(Replica(name, f"{name}:1"), value)
+
+    gone = Answer[pb.ExplainConversationResponse](
+        Replica("c", "c:1"), error=Unavailable("out of reach")
+    )
+    older, newer = answer("a", idle_seconds=9.0), answer("b", idle_seconds=2.0)
+    assert owner_of([older, newer, gone]) == Owner("b", KnownBy.LATEST)
+    assert owner_of([answer("a", running=True), newer]) == Owner("a", KnownBy.RUNNING)
+    assert owner_of([answer("a", running=True), answer("b", running=True)]) is None
+    # Whoever is out of reach may know it too, so the only one that answers is not the only one.
+    assert owner_of([older, gone]) == Owner("a", KnownBy.LATEST)
+    older.value.history = newer.value.history = ""  # type: ignore[union-attr]
+    assert owner_of([older, newer]) is None
+
+
+def test_who_says_where_a_conversation_is_may_fail(world: Replicas) -> None:
+    async def fails(conversation_id: str, tenant: str) -> str:
+        raise Unavailable("the history is out of reach")
+
+    async def knows(conversation_id: str, tenant: str) -> str:
+        return {"x": "a"}.get(conversation_id, "")
+
+    async def look() -> list[str]:
+        found = []
+        for locate in (None, fails, knows):
+            async with Fleet(FixedReplicas(world.alive), locate=locate) as all_of_them:
+                found.append(await all_of_them.located("x"))
+        return found
+
+    assert asyncio.run(look()) == ["", "", "a"]
+
+
+def test_tenants_and_checks_of_all(world: Replicas) -> None:
+    found = with_fleet(world.alive, Fleet.tenants)
+    (whole,) = tenants_of(values(found))
+    stored = [tenant.stored_bytes for each in values(found) for tenant in each.tenants]
+    assert len(stored) == 2  # nobody has called c
+    assert (whole["name"], whole["turns"]) == ("", 0)
+    assert whole["stored_bytes"] == max(stored) > 0
+    checked = with_fleet(world.all, Fleet.check, HANG_SECONDS)
+    assert values(checked) == [[], [], [], None, None]
+
+
+def test_metrics_of_all_are_one_text_with_a_label_for_each(world: Replicas) -> None:
+    found = with_fleet(world.all, Fleet.metrics, HANG_SECONDS)
+    text = exposition.merged((answer.replica, answer.value) for answer in found)
+    families = {each.name: each for each in text_string_to_metric_families(text)}
+    up = {each.labels["replica"]: each.value for each in families["pensieve_replica_up"].samples}
+    assert up == {"a": 1, "b": 1, "c": 1, "dead": 0, "hanging": 0}
+    tokens = families["pensieve_generation_tokens"].samples
+    assert {each.labels["replica"]: each.value for each in tokens} == {"a": 10, "b": 10, "c": 0}
+    assert all(
+        each.labels["replica"] in up and "exported_replica" not in each.labels
+        for family in families.values()
+        for each in family.samples
+    )
+    heads = [line for line in text.split("\n") if line.startswith("# TYPE ")]
+    assert len(heads) == len(set(heads)) == len({line.split(" ")[2] for line in heads})
+
+
+def test_a_text_that_cannot_be_read_costs_its_replica_alone(
+    world: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = world.rigs["b"].server.admin._metrics
+
+    async def broken() -> str:
+        return (await real()) + 'x{y="z\n'
+
+    monkeypatch.setattr(world.rigs["b"].server.admin, "_metrics", broken)
+    found = with_fleet(world.alive, Fleet.metrics)
+    assert [answer.value is not None for answer in found] == [True, False, True]
+    assert "its metrics cannot be read: line " in found[1].reason
+    text = exposition.merged((answer.replica, answer.value) for answer in found)
+    assert 'pensieve_replica_up{replica="b"} 0' in text
+    assert 'pensieve_engine_up{replica="c"' in text
+
+
+class Changing:
+    """A discovery whose replicas are set from outside; None: it is out of reach."""
+
+    def __init__(self, *replicas: Replica) -> None:
+        self.replicas: tuple[Replica, ...] | None = replicas
+
+    async def list_replicas(self) -> Sequence[Replica]:
+        if self.replicas is None:
+            raise Unavailable("the history is out of reach")
+        return self.replicas
+
+
+def test_who_watches_sees_replicas_end_come_back_and_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: Replicas
+) -> None:
+    monkeypatch.setattr(fleet, "LIST_SECONDS", 0.0)
+    monkeypatch.setattr(fleet, "AGAIN_SECONDS", 0.05)
+    here = replica_at("here", tmp_path / "here")
+
+    def daemon() -> DaemonRig:
+        return DaemonRig(tmp_path / "here", config=DaemonConfig(grace_seconds=0.2))
+
+    async def watch() -> list[str]:
+        seen = []
+        discovery = Changing(here, world.hanging)
+        rig = await asyncio.to_thread(daemon().__enter__)
+
+        async def until(snapshots: Any, state: dict[str, bool]) -> None:
+            async with asyncio.timeout(60):
+                async for found in snapshots:
+                    if {each.replica.name: each.value is not None for each in found} == state:
+                        return
+
+        async with (
+            Fleet(discovery, seconds=HANG_SECONDS) as all_of_them,
+            aclosing(all_of_them.watch(0.1)) as snapshots,
+        ):
+            await until(snapshots, {"here": True, "hanging": False})
+            seen.append("one of two")
+            await asyncio.to_thread(rig.__exit__, None, None, None)
+            await until(snapshots, {"here": False, "hanging": False})
+            seen.append("ended")
+            rig = await asyncio.to_thread(daemon().__enter__)
+            await until(snapshots, {"here": True, "hanging": False})
+            seen.append("back")
+            discovery.replicas = None
+            await until(snapshots, {"here": True, "hanging": False})
+            seen.append("as before")
+            discovery.replicas = (here, world.alive[0])
+            await until(snapshots, {"here": True, "a": True})
+            seen.append("another")
+        await asyncio.to_thread(rig.__exit__, None, None, None)
+        return seen
+
+    assert asyncio.run(watch()) == ["one of two", "ended", "back", "as before", "another"]
+
+
+def test_a_running_turn_is_seen_where_it_runs(tmp_path: Path) -> None:
+    with DaemonRig(tmp_path / "d") as rig:
+        request = pb.ExplainConversationRequest(conversation_id="x")
+        rig.ask("x", "one", sampling=SHORT)
+        answer = rig.admin.ExplainConversation(request)
+        assert answer.HasField("idle_seconds")
+        assert not answer.running
+        rig.admin.EvictConversation(pb.EvictConversationRequest(conversation_id="x"))
+        assert not holds_kv(rig.admin.ExplainConversation(request))

@@ -1,0 +1,141 @@
+"""Figures put together: quantiles of all times, shares as ratios of sums, the worst of what is worst."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pensieve.client.fleet.totals import latency_of, once_per_history, tenants_of, total_of
+from pensieve.engine.recent_times import RecentTimes
+from pensieve.service.grpc.admin import _latency
+from pensieve.v1 import admin_pb2 as pb
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_quantiles_of_several_are_those_of_one_that_had_measured_all_times(seed: int) -> None:
+    drawn = random.Random(seed)
+    several = [RecentTimes() for _ in range(drawn.randint(1, 5))]
+    one = RecentTimes()
+    for _ in range(drawn.choice((0, 1, 2, 50, 1000))):
+        number = drawn.randrange(len(several))
+        seconds = drawn.lognormvariate(number - 3, 1.5)  # each is another times as slow
+        for times in (several[number], one):
+            times.add(seconds, 10.0)
+    found = latency_of([_latency(times, 20.0) for times in several])
+    alone = one.spread(20.0)
+    expected = {
+        "count": alone.count,
+        "p50_seconds": alone.p50,
+        "p95_seconds": alone.p95,
+        "p99_seconds": alone.p99,
+    }
+    assert found == expected
+
+
+def test_quantiles_are_not_means_of_quantiles() -> None:
+    quick, slow = RecentTimes(), RecentTimes()
+    quick.add(0.01, 0.0, 990)
+    slow.add(1.0, 0.0, 10)
+    found = latency_of([_latency(each, 1.0) for each in (quick, slow)])
+    assert found["p99_seconds"] == pytest.approx(0.01, rel=0.02)
+    slow.add(1.0, 0.0, 1)
+    found = latency_of([_latency(each, 1.0) for each in (quick, slow)])
+    assert found["p99_seconds"] == pytest.approx(1.0, rel=0.02)
+
+
+def test_the_buckets_of_an_answer_are_what_its_quantiles_are_of() -> None:
+    times = RecentTimes()
+    for seconds in (0.0, 0.5, 0.5, 2.0):
+        times.add(seconds, 0.0)
+    answer = _latency(times, 1.0)
+    assert [each.count for each in answer.buckets] == [1, 2, 1]
+    assert answer.buckets[1].seconds == answer.p50_seconds == pytest.approx(0.5, rel=0.02)
+    assert answer.buckets[2].seconds == answer.p99_seconds
+
+
+def stats(history: str = "", **more: float) -> pb.Stats:
+    found = pb.Stats(history=history)
+    found.more.update(more)
+    return found
+
+
+def test_shares_are_ratios_of_sums() -> None:
+    found = [
+        stats(tbt_attained=1.0, tbt_count=90, tbt_objective_seconds=0.2, tbt_p99_seconds=0.1),
+        stats(tbt_attained=0.5, tbt_count=10, tbt_objective_seconds=0.2, tbt_p99_seconds=0.9),
+    ]
+    more: dict[str, Any] = total_of(found)["more"]
+    assert more == {"tbt_attained": 0.95, "tbt_count": 100, "tbt_objective_seconds": 0.2}
+    found[0].more["tbt_objective_seconds"] = 0.3  # then the shares are of different things
+    assert total_of(found)["more"] == {"tbt_count": 100}
+    found = [
+        stats(tokens_computed=90, tokens_idle=9, rows_padded=10, idle_share=0.19),
+        stats(tokens_computed=100, tokens_idle=1, rows_padded=0, idle_share=0.01),
+    ]
+    assert total_of(found)["more"]["idle_share"] == 0.1
+
+
+def test_the_worst_counts_where_one_is_enough() -> None:
+    found = [
+        stats(queue_wait_seconds=1.0, backup_age_seconds=60.0, erasure_pending=0.0),
+        stats(queue_wait_seconds=3.0, erasure_pending=1.0),
+    ]
+    found[0].service.loop_lag_max_seconds = 0.5
+    found[1].service.refusals["QUEUE_FULL"] = 2
+    found[0].service.refusals["QUEUE_FULL"] = 1
+    total = total_of(found)
+    assert total["more"] == {
+        "queue_wait_seconds": 3.0,
+        "backup_age_seconds": 60.0,
+        "erasure_pending": 1.0,
+    }
+    assert total["service"]["loop_lag_max_seconds"] == 0.5
+    assert total["service"]["refusals"] == {"QUEUE_FULL": 3}
+
+
+def test_tenants_add_up_by_name_whatever_the_name_is() -> None:
+    found = [
+        stats(**{"tenant_tokens.x_seconds": 1, "tenant_tokens.seconds": 2}),
+        stats(**{"tenant_tokens.x_seconds": 3, "tenant_tokens.a_objective_seconds": 4}),
+    ]
+    assert total_of(found)["more"] == {
+        "tenant_tokens.x_seconds": 4,
+        "tenant_tokens.seconds": 2,
+        "tenant_tokens.a_objective_seconds": 4,
+    }
+
+
+def test_what_is_of_the_history_counts_once_for_each() -> None:
+    assert once_per_history([("h", 5), ("h", 6), ("", 10), ("", 1), ("g", 100)]) == 117
+    found = [stats("h", history_problems=2), stats("h", history_problems=2)]
+    assert total_of(found)["more"] == {"history_problems": 2}
+    answers = [pb.ListTenantsResponse(history="h"), pb.ListTenantsResponse(history="h")]
+    answers[0].tenants.add(name="acme", turns=1, stored_bytes=70, prefixes=2, calls=1)
+    answers[1].tenants.add(name="acme", turns=2, stored_bytes=71, prefixes=2, unread_bytes=9)
+    answers[1].tenants.add(name="beta", turns=1)
+    assert tenants_of(answers) == [
+        {
+            "name": "acme",
+            "turns": 3,
+            "calls": 1,
+            "unread_bytes": 9,
+            "stored_bytes": 71,
+            "prefixes": 2,
+        },
+        {
+            "name": "beta",
+            "turns": 1,
+            "calls": 0,
+            "unread_bytes": 0,
+            "stored_bytes": 0,
+            "prefixes": 0,
+        },
+    ]
+
+
+def test_nothing_adds_up_to_nothing() -> None:
+    total = total_of([])
+    assert (total["num_serving"], total["more"], total["tokens_per_iteration"]) == (0, {}, 0.0)
+    assert set(total["first_token"].values()) == {0}
