@@ -18,6 +18,7 @@ from pensieve.cli import (
     conversations,
     doctor,
     profile,
+    rank,
     serve,
     simulate,
     token,
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     backup.add_parser(commands)
     doctor.add_parser(commands)
     profile.add_parser(commands)
+    rank.add_parser(commands)
     bench.add_parser(commands)
     simulate.add_parser(commands)
     return top

@@ -9,6 +9,7 @@ follows from it and from the model (how many pages fit) is computed where it is 
 from pensieve.config.backing_up import BACKUP_KEEP_DAYS, BACKUP_SECONDS
 from pensieve.config.machine import available_memory_bytes
 from pensieve.config.parsing import TierSize
+from pensieve.config.ranks import RANKING
 from pensieve.config.resolve import (
     Resolved,
     Serving,
@@ -41,6 +42,7 @@ __all__ = [
     "GROUPS",
     "HEARTBEAT_SECONDS",
     "ITERATION_SECONDS_MAX",
+    "RANKING",
     "REACHING",
     "SERVING",
     "SETTINGS",

@@ -24,6 +24,7 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.layer_range import divided, number_from_zero
 from pensieve.model.loader import load
 from pensieve.model.parallel.rank_messages import pack, unpack
+from pensieve.model.parallel.rank_store import RankStore
 from pensieve.model.parallel.ranks import Rank
 from pensieve.model.parallel.staged_executor import StagedExecutor
 from pensieve.model.parallel.stages import StageModel
@@ -60,6 +61,9 @@ class Alone(Rank):
 
     def wait_until_all_loaded(self) -> None:
         raise AssertionError("stages load without waiting for each other")
+
+    def store(self) -> RankStore:
+        raise AssertionError("they are in no group")
 
 
 class MemoryLinks:
@@ -187,12 +191,15 @@ def test_a_packed_iteration_has_its_tokens_where_the_first_stage_needs_them() ->
         pack(Iteration(4, (awaited,)), with_tokens=True)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_whole_engine_in_stages_is_exact(tmp_path: Path, num_stages: int) -> None:
+@pytest.mark.parametrize(("num_stages", "num_shards"), [(2, 1), (3, 1), (2, 2)])
+def test_a_whole_engine_in_stages_is_exact(
+    tmp_path: Path, num_stages: int, num_shards: int
+) -> None:
     """Swapped, dropped, recomputed, suspended, forked, cut: every reply of a crowd is what plain
     transformers would have said, and as many iterations were in flight as there are stages."""
     folder = write_model(tmp_path / "model", QWEN_2_5, "deep")
     settings = {"pipeline_stages": str(num_stages), "check_kv": "on"}
+    settings["tensor_parallel"] = str(num_shards)
     with started(folder, tmp_path / "data", **settings) as runtime:
         executor = runtime.engine.executor
         assert isinstance(executor, StagedExecutor)
@@ -284,7 +291,6 @@ def test_stages_that_cannot_be_are_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="it has 5 layers, so 5 is the most"):
         started(folder, data, pipeline_stages="6")
     for name, value, why in (
-        ("tensor_parallel", "2", "needs --tensor-parallel 1"),
         ("stream", "on", "needs --stream auto or off"),
         ("kv_dtype", "fp8", "needs another --kv-dtype than fp8"),
     ):
