@@ -23,13 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pensieve.errors import DeviceError, ModelError, UnsupportedModel, one_line
+from pensieve.kernels.kv_format import FP8
 from pensieve.model.attention import FlatModel
 from pensieve.model.fuse import in_torch
 from pensieve.model.fuse.record import decoder_layers
 from pensieve.model.layer_range import Part, cut, number_from_zero
 from pensieve.model.parallel.ranks import ParallelModel, Rank
 from pensieve.model.parallel.stages import StageModel
-from pensieve.model.probe import FusionFailed, probe
+from pensieve.model.probe import FusionFailed, probe, with_scales_of_all
 from pensieve.model.shape import ModelShape
 
 
@@ -86,6 +87,10 @@ def load(
                 shape = found
         except UnsupportedModel as error:
             raise UnsupportedModel(f"cannot serve {name}: {error}") from error
+    if kv_dtype == FP8.name and rank is not None and isinstance(flat, StageModel):
+        rank.wait_until_all_loaded()  # and probed
+        flat.connect()
+        shape = with_scales_of_all(flat, shape)
     report(
         f"{type(flat.module).__name__}: {shape.num_parameters / 1e6:.1f} M parameters, "
         f"{shape.num_layers} layers, {shape.kv_bytes_per_token} bytes of KV per token"

@@ -159,7 +159,7 @@ class Arrivals:
             self._report_num(f"{each.arrival.host} is gone again")
 
     def _report_num(self, text: str) -> None:
-        self._report(f"{text}: {len(self._there)} of {_ranks(self._elsewhere.num_ranks)} are there")
+        self._report(f"{text}: {len(self._there)} of {self._elsewhere.num_ranks}")
 
 
 def _ranks(count: int) -> str:

@@ -29,7 +29,7 @@ import stat
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 from pensieve import __version__
 from pensieve.errors import ConfigError, DeviceError
@@ -115,14 +115,13 @@ def receive_rank(pipe: RankPipe, secret: bytes, expected: Arrival) -> Arrival:
     if not hmac.compare_digest(_from_hex(values, "mac"), _mac(secret, b"rank", ours, theirs)):
         raise Refused("it does not know the secret of --rank-secret")
     pipe.send("proof", mac=_mac(secret, b"rank 0", ours, theirs).hex())
-    arrival = _arrival(_next(pipe, "arrival"))
-    for name in COMPARED:
-        there, here = getattr(arrival, name), getattr(expected, name)
-        if there != here:
-            kind = {"model": "another model: fingerprint", "device": "another device:"}.get(name)
-            text = f"{arrival.host} has {kind or name} {there}, rank 0 has {here}"
-            pipe.send("refused", text=text)
-            raise Refused(text)
+    values = _next(pipe, "arrival")
+    try:
+        arrival = _arrival(values)
+        _compare(arrival, expected)
+    except Refused as error:
+        pipe.send("refused", text=str(error))
+        raise
     return arrival
 
 
@@ -155,13 +154,18 @@ def _next(pipe: RankPipe, name: str) -> Mapping[str, object]:
 
 
 def _arrival(values: Mapping[str, object]) -> Arrival:
-    kinds = Arrival.__annotations__
-    if set(values) != set(kinds):
-        raise Refused("what it says of itself is not understood")
-    for name, value in values.items():
-        if type(value).__name__ != kinds[name]:
-            raise Refused(f"its {name} is not understood")
+    kinds = get_type_hints(Arrival)
+    if {name: type(value) for name, value in values.items()} != kinds:
+        raise Refused("what it says of itself is not understood: another version of pensieve?")
     return Arrival(**values)  # type: ignore[arg-type]
+
+
+def _compare(arrival: Arrival, expected: Arrival) -> None:
+    for name in COMPARED:
+        there, here = getattr(arrival, name), getattr(expected, name)
+        if there != here:
+            what = {"model": "other weights:", "device": "another device:"}.get(name, name)
+            raise Refused(f"{arrival.host} has {what} {there}, and rank 0 has {here}")
 
 
 def _from_hex(values: Mapping[str, object], name: str) -> bytes:

@@ -15,7 +15,8 @@ enters a layer, which is the same on all shards of a stage, bit for bit; so each
 its number in the next stage, and nobody waits for another one.  The ids of tokens come with the iteration.
 
 Until the links are there (`connect`) a stage computes on its own, with made-up activations: so each one is
-probed and its layers are replaced without the others (loader.py).
+probed and its layers are replaced without the others (loader.py).  For KV in fp8 they are connected at the
+end of the probe, since the scales of a layer's keys and values are chosen by what really reaches it.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class StageModel(FlatModel):
     def connect(self) -> None:
         """From now on activations come from the stage before and go to the next; the probe is over."""
         assert self._like is not None, "it has not computed anything yet"
-        self._links = StageLinks(self._rank, self._like)
+        if self._links is None:
+            self._links = StageLinks(self._rank, self._like)
 
     def expect(self, num_tokens: int) -> None:
         """An iteration of so many tokens has been launched, and is computed here later."""
