@@ -89,10 +89,14 @@ class Tally:
                 self._changed.wait_for(
                     lambda: self._finished or self._reason is not None or not self._counts
                 )
-            if self._reason is not None:
-                raise DeviceError(self._reason)
+            self.check()
             finished, self._finished = tuple(self._finished), []
             return finished
+
+    def check(self) -> None:
+        """DeviceError if no copy will be counted any more: a rank has ended."""
+        if self._reason is not None:
+            raise DeviceError(self._reason)
 
     def give_up(self, reason: str) -> None:
         with self._changed:
