@@ -11,7 +11,8 @@ from pensieve.config import RANKING, SETTINGS, Resolved
 from pensieve.errors import ConfigError
 
 log = logging.getLogger("pensieve")
-LOADING = tuple(each for each in SETTINGS if each.name in ("model", "device", "threads"))
+OWN = ("model", "device", "threads", "rank_secret")
+LOADING = tuple(each for each in SETTINGS if each.name in OWN)
 
 
 def add_parser(commands: Any) -> None:

@@ -5,13 +5,6 @@ from __future__ import annotations
 from pensieve.config.parsing import file, number, whole
 from pensieve.config.setting import Setting, Table
 
-RANK_SECRET = Setting(
-    "rank_secret",
-    file,
-    "",
-    "file with a secret that the machines of all ranks have, 16 bytes or more",
-    "FILE",
-)
 RANKS: Table = (
     Setting(
         "rank_address",
@@ -28,7 +21,13 @@ RANKS: Table = (
         "so many of the ranks come from other machines (0: those of all stages but the last one)",
         "N",
     ),
-    RANK_SECRET,
+    Setting(
+        "rank_secret",
+        file,
+        "",
+        "file with a secret that the machines of all ranks have, 16 bytes or more",
+        "FILE",
+    ),
     Setting(
         "rank_wait",
         number(1, 86_400),
@@ -37,11 +36,4 @@ RANKS: Table = (
         "SECONDS",
     ),
 )
-LEADER = Setting(
-    "leader",
-    str,
-    "",
-    "the engine's --rank-address",
-    "HOST:PORT",
-)
-RANKING: Table = (LEADER, RANK_SECRET)
+RANKING: Table = (Setting("leader", str, "", "the engine's --rank-address", "HOST:PORT"),)
