@@ -9,7 +9,8 @@ with it, and so do their processes; what is here has no model and no state, and 
 next engine.
 
 The process has the connection as its own, and a pipe from here as its standard input: it ends with the one as
-with the other.  So none is left behind when this one is killed.
+with the other.  So none is left behind when this one is killed.  One that does not end (it was stopped, or
+its device hangs) is killed a while after the connection has ended.
 
 Nothing that the engine refuses ends the command, since an upgrade of several machines passes through such
 states: each refusal is a line of the log.
@@ -20,9 +21,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
+import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -45,6 +49,7 @@ from pensieve.model.parallel.rank_messages import RankPipe
 PAUSE_SECONDS_MIN = 0.5
 PAUSE_SECONDS_MAX = 15.0
 STOP_SECONDS = 5.0
+LOOK_SECONDS = 0.2
 
 
 class Leader(NamedTuple):
@@ -106,20 +111,34 @@ class RemoteRank:
                 start_new_session=True,  # Ctrl-C is for this one, which ends it
                 env={**os.environ, "LOCAL_RANK": str(self._own.device_index)},
             )
-        self.pid = process.pid
-        assert process.stdin is not None
-        try:
-            while not self._stopping.is_set():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.wait(0.2)
-        finally:
-            process.stdin.close()
+            self.pid = process.pid
             try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        return process.returncode
+                return self._watch(process, sock)
+            finally:
+                assert process.stdin is not None
+                process.stdin.close()
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+    def _watch(self, process: subprocess.Popen[bytes], sock: socket.socket) -> int:
+        """Until it ends, or does not though the connection did: then it hangs."""
+        connection = select.poll()
+        connection.register(
+            sock, getattr(select, "POLLRDHUP", 0)
+        )  # an error or an end, in any case
+        ended_at = float("inf")
+        while not self._stopping.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(LOOK_SECONDS)
+            now = time.monotonic()
+            if connection.poll(0):
+                ended_at = min(ended_at, now)
+            if now > ended_at + STOP_SECONDS:
+                break
+        return -signal.SIGKILL
 
 
 def rank_of(values: Mapping[str, Any], report: Callable[[str], None]) -> RemoteRank:

@@ -23,6 +23,7 @@ from tests.text.families import QWEN_2_5
 
 REPOSITORY = Path(__file__).parents[2]
 SIZES = ("--device-cache", "480t", "--host-cache", "480t", "--chunk-tokens", "8", "--threads", "1")
+LIMITS = (*SIZES, "--iteration-timeout", "20")
 TALKS = 6
 NAMESPACE, HERE, THERE = f"pensieve-{os.getpid()}", "10.91.7.1", "10.91.7.2"
 
@@ -78,7 +79,7 @@ class Pair:
         stages = ("--pipeline-stages", "2", "--rank-address", self.leader)
         secret = ("--rank-secret", str(self.secret))
         self.daemon = ServeProcess(
-            tmp_path / "data", str(self.here), *stages, *secret, *SIZES, engine="model"
+            tmp_path / "data", str(self.here), *stages, *secret, *LIMITS, engine="model"
         )
 
     def close(self) -> None:
@@ -97,8 +98,8 @@ def pair(tmp_path: Path, host: str, within: tuple[str, ...] = ()) -> Iterator[Pa
         found.close()
 
 
-def talk_and_kill(found: Pair, num_kills: int) -> None:
-    """Conversations go on while what computes there is killed; not a token of them is wrong."""
+def talk_and_kill(found: Pair, *signals: signal.Signals) -> None:
+    """Conversations go on while what computes there gets signals; not a token of them is wrong."""
     address = found.daemon.start()
     failures: list[BaseException] = []
     acknowledged = [0] * TALKS
@@ -118,11 +119,11 @@ def talk_and_kill(found: Pair, num_kills: int) -> None:
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(TALKS)]
     for each in threads:
         each.start()
-    for kill in range(num_kills):
+    for kill, number in enumerate(signals):
         before = sum(acknowledged)
         wait_for(lambda before=before: sum(acknowledged) >= before + 4 or failures, 200)
         (pid,) = found.rank.children()
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         accepted = kill + 2
         wait_for(lambda accepted=accepted: found.rank.lines().count("accepted") >= accepted, 200)
     for each in threads:
@@ -146,7 +147,7 @@ def talk_and_kill(found: Pair, num_kills: int) -> None:
 def test_a_rank_elsewhere_that_is_killed_comes_again_and_no_token_is_wrong(tmp_path: Path) -> None:
     """What computes there ends with the engine, and with the command that has started it."""
     with pair(tmp_path, "127.0.0.1") as found:
-        talk_and_kill(found, 1)
+        talk_and_kill(found, signal.SIGKILL)
         log = found.daemon.log.read_text()
         assert re.search(r"waiting at 127.0.0.1:\d+ for 1 rank of other machines", log)
         assert len(re.findall(r"came: 1 of 1", log)) == 2
@@ -191,8 +192,9 @@ def other_network() -> Iterator[tuple[str, ...]]:
 def test_a_rank_in_another_network_computes_what_one_here_would(
     tmp_path: Path, other_network: tuple[str, ...]
 ) -> None:
+    """Killed, and stopped: a stopped one is taken to hang, and killed when the engine has given up."""
     with pair(tmp_path, HERE, other_network) as found:
-        talk_and_kill(found, 2)
+        talk_and_kill(found, signal.SIGKILL, signal.SIGSTOP)
         assert found.daemon.stop() == 0
         wait_for(lambda: found.rank.lines().count("the engine is gone") == 3)
         assert found.rank.stop() == 0
