@@ -19,6 +19,7 @@ from pensieve.cli import (
     doctor,
     history,
     profile,
+    rank,
     serve,
     simulate,
     token,
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     backup.add_parser(commands)
     doctor.add_parser(commands)
     profile.add_parser(commands)
+    rank.add_parser(commands)
     bench.add_parser(commands)
     simulate.add_parser(commands)
     return top

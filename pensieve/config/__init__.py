@@ -10,6 +10,7 @@ from pensieve.config.backing_up import BACKUP_KEEP_DAYS, BACKUP_SECONDS
 from pensieve.config.history_service import HISTORY
 from pensieve.config.machine import available_memory_bytes
 from pensieve.config.parsing import TierSize, shown_store
+from pensieve.config.ranks import RANKING
 from pensieve.config.resolve import (
     Resolved,
     Serving,
@@ -44,6 +45,7 @@ __all__ = [
     "HISTORY",
     "ITERATION_SECONDS_MAX",
     "LOOKING",
+    "RANKING",
     "REACHING",
     "SERVING",
     "SETTINGS",

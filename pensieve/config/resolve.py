@@ -47,6 +47,10 @@ class Settings:
     threads: int
     tensor_parallel: int
     pipeline_stages: int
+    rank_address: str | None
+    ranks_elsewhere: int
+    rank_secret: Path | None
+    rank_wait: float
     data: Path
     store: str | None  # with its password, if it has one
     journal: Path | None

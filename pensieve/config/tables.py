@@ -14,6 +14,7 @@ from pensieve.config.parsing import (
     switch,
     whole,
 )
+from pensieve.config.ranks import RANKING, RANKS
 from pensieve.config.setting import Setting, Table
 from pensieve.config.sharing import HISTORY_SERVICE, SHARING
 from pensieve.config.talking import LOOKING, REACHING, TALKING
@@ -209,6 +210,7 @@ SETTINGS: Table = (
         "ranks that have some of the layers each, one after another: one GPU each, or processes on the CPU",
         "N",
     ),
+    *RANKS,
     DATA,
     STORE,
     Setting("journal", file, "", "append a journal of all iterations to this file", "FILE"),
@@ -425,7 +427,7 @@ SERVING: Table = (
         "on|off",
     ),
 )
-TABLES = (SETTINGS, SERVING, REACHING, LOOKING, TALKING, HISTORY_SERVICE)
+TABLES = (SETTINGS, SERVING, REACHING, LOOKING, TALKING, HISTORY_SERVICE, RANKING)
 GROUPS = {
     "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",
     "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",

@@ -124,7 +124,7 @@ class Scheduler(ScheduledTurns):
         draft = IterationDraft(self.config, self._size)
         draft.holds_back = self._index % TILE_EVERY == 0
         num_pages, prefills = self._plan_running(draft, now)
-        self._time_budget.limit(draft, prefills, self.queued.num_prompt_tokens)
+        self._time_budget.limit(draft, prefills, self.queued.num_prompt_tokens, now)
         lacking = Lacking(self.cache)
         for_prefills = self._plan_prefills(draft, prefills, lacking, now)
         for_background = self._plan_background(draft, lacking, now)

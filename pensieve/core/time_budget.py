@@ -36,9 +36,10 @@ in pieces that are far too long.  So no iteration takes more than GROWTH times a
 that was measured lately, and no more than that where the last one took its time: pieces double until they
 take time, or reach what is allowed.
 
-The times are those that `plan` and `commit` are given, so the budget is as repeatable as the rest: a journal
-replays to the same pieces.  With pipeline stages a turn's next token comes with the last of as many
-iterations as there are stages, so each of them is allowed its part of the two limits.  An iteration in which
+The times are those that `plan` and `commit` are given, so the budget is as repeatable as the rest: a
+journal replays to the same pieces.  With pipeline stages a turn's next token comes with the last of as many
+iterations as there are stages, so each of them is allowed its part of what prompts may add, and the
+objective is kept by what the iterations in flight make of it (stage_times.py).  An iteration in which
 somebody generates took from the last commit to its own, because that is what whoever generates waits for:
 all that is done between two iterations counts.
 """
@@ -53,6 +54,7 @@ from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
 from pensieve.core.prefill_ahead import with_places
 from pensieve.core.prefill_order import num_missing
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.stage_times import StageTimes
 from pensieve.core.turn import Turn
 
 NUM_KEPT = 7  # measurements of what prompts add
@@ -82,7 +84,8 @@ class _Measured(NamedTuple):
 class TimeBudget:
     def __init__(self, config: SchedulerConfig) -> None:
         self._stages = config.stages
-        self._tbt = config.tbt_seconds / config.stages
+        self._tbt = config.tbt_seconds / config.stages  # of one iteration, where all are alike
+        self._stage_times = StageTimes(config.stages) if config.stages > 1 else None
         self._added_max = config.prompt_seconds_max / config.stages
         self._turns_max = min(config.turns_max, config.batch_tokens_max)
         self._prefill_ahead = config.prefill_ahead > 0
@@ -95,7 +98,9 @@ class TimeBudget:
         self._uncommitted: deque[_Planned] = deque()
         self._committed_at = float("-inf")
 
-    def limit(self, draft: IterationDraft, started: Iterable[Turn], num_waiting: int) -> None:
+    def limit(
+        self, draft: IterationDraft, started: Iterable[Turn], num_waiting: int, now: float
+    ) -> None:
         """Let prompts join for so long; the draft has all its decodes and nothing else.
 
         Beside the prefills that have started, so many tokens of prompts wait.
@@ -113,7 +118,7 @@ class TimeBudget:
             num_tokens = num_waiting + sum(map(num_missing, started))
             allowed = self._added_max * self._backlog_factor(num_tokens) or float("inf")
             if self._tbt:
-                allowed = min(allowed, self._tbt - a * without)
+                allowed = min(allowed, self._longest(now) - a * without)
             draft.seconds_max = self._predicted_within(max(allowed, 0.0), a)
 
     def has_place(self, turn: Turn, running: Collection[Turn]) -> bool:
@@ -144,9 +149,12 @@ class TimeBudget:
         measured = 0.0 if draft.num_background else without
         self._uncommitted.append(_Planned(now, num_decodes, num_prompt_tokens, measured, added))
         a, whole = self._without or 0.0, draft.predicted()
-        if not num_prompt_tokens or not self._added:
-            return a * whole
-        return max(a * whole, a * without + self._slowness * added)
+        seconds = a * whole
+        if num_prompt_tokens and self._added:
+            seconds = max(seconds, a * without + self._slowness * added)
+        if self._stage_times is not None:
+            self._stage_times.planned(now, seconds)
+        return seconds
 
     def committed(self, now: float) -> None:
         planned = self._uncommitted.popleft()
@@ -154,6 +162,8 @@ class TimeBudget:
         if not planned.num_decodes or since == float("-inf"):
             since = max(planned.at, since)
         measured, self._committed_at = now - since, now
+        if self._stage_times is not None:
+            measured = self._stage_times.committed(now)
         if not planned.without:  # where nothing takes time, or background turns took some
             return
         if not planned.num_prompt_tokens:
@@ -168,6 +178,12 @@ class TimeBudget:
                 return  # nobody waited for it, and it may be of another size altogether
             ratio = max(measured - base, 0.0) / planned.added
             self._added.append(_Measured(ratio, planned.added))
+
+    def _longest(self, now: float) -> float:
+        """What an iteration may take, in each stage, if the objective is to be met."""
+        if self._stage_times is None:
+            return self._tbt
+        return self._stage_times.longest(now, self._committed_at, self._tbt * self._stages)
 
     def _backlog_factor(self, num_tokens: int) -> float:
         """Who generates waits a little longer where others wait much longer for their first tokens."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
@@ -110,6 +110,9 @@ class Engine:
         self.hand_over = HandOver(scheduler.cache, pages)
         self._watch: CacheWatch | None = None  # while somebody watches
         self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
+        self.check_idle: Callable[[], None] = lambda: (
+            None
+        )  # what raises where no turn would find out
         self._waiting: dict[
             int, SubmitTurn
         ] = {}  # by turn_id: turns whose log the service was asked for
@@ -146,6 +149,7 @@ class Engine:
                     if not self.held:
                         return
                     self.held.wait()
+                self.check_idle()
                 if not self.mailbox.wait(IDLE_SECONDS) and not collected:
                     gc_pause.collect()
                     collected = True

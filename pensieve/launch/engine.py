@@ -141,6 +141,8 @@ def build_engine(
             return more
 
         engine.metrics.more = figures
+        if ranks.leader is not None:
+            engine.check_idle = ranks.leader.tally.check
         smallest = None
         if settings.tbt:
             smallest = smallest_tbt(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1024  # of a reply, where the request does not set it
 KEY_BYTES = 1 << 20  # at both ends of a GGUF file
 HEADER_BYTES_MAX = 1 << 24  # of a safetensors file, that go into the fingerprint
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights, in the fingerprint of weights
 Report = Callable[[str], None]  # called with one line about each stage of the start
 
 
@@ -180,4 +181,25 @@ def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:
         with weights.open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
             digest.update(file.read(min(header_size, HEADER_BYTES_MAX)))
+    return digest.hexdigest()[:32]
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """A hash of config and weights, to compare folders of two machines.
+
+    Of each file its size and its beginning, with the names and shapes in it, and SAMPLES pieces all over it:
+    two trainings of one model differ nearly everywhere, and nobody reads hundreds of gigabytes to start.
+    """
+    digest = hashlib.sha256()
+    try:
+        for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(SAMPLE_BYTES))
+                for number in range(1, SAMPLES + 1):
+                    file.seek(max(size * number // SAMPLES - SAMPLE_BYTES, 0))
+                    digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error}") from error
     return digest.hexdigest()[:32]

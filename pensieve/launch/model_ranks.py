@@ -14,8 +14,10 @@ from pensieve.errors import ConfigError, ModelError
 from pensieve.launch import programs
 from pensieve.launch.device import usable_device
 from pensieve.launch.memory_nodes import spread_memory
-from pensieve.launch.model_folder import Report
+from pensieve.launch.model_folder import Report, weights_fingerprint
 from pensieve.model.loader import LoadedModel, check_divisible, check_stages, load
+from pensieve.model.parallel.arrivals import Elsewhere, split_address
+from pensieve.model.parallel.handshake import described, read_secret
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.ranks import check_devices, check_machine
 
@@ -46,9 +48,12 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
             report=report,
         )
         return ModelRanks(model, None, model)
-    if settings.pipeline_stages > 1:
-        _check_staged(settings)
-    elif int8:
+    if settings.pipeline_stages > 1 and settings.stream == "on":
+        raise ConfigError(
+            f"--pipeline-stages {settings.pipeline_stages} needs --stream auto or off: no turn is "
+            "streamed through stages"
+        )
+    if settings.tensor_parallel > 1 and int8:
         raise ConfigError("--weights int8 is for one rank: --tensor-parallel 1")
     leader = _start_ranks(settings, folder, device, report, undo)
     try:
@@ -65,38 +70,27 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
     except (ModelError, RuntimeError) as error:  # perhaps only because another rank has ended
         leader.explain(error)
         raise
-    whole = leader.check_shapes(model.shape)
+    whole = leader.check_shapes(model.shape, model.flat.first_layer)
     return ModelRanks(model, leader, replace(model, shape=whole))
-
-
-def _check_staged(settings: Settings) -> None:
-    stages = f"--pipeline-stages {settings.pipeline_stages}"
-    if settings.tensor_parallel > 1:
-        raise ConfigError(f"{stages} needs --tensor-parallel 1: a stage is one rank")
-    if settings.stream == "on":
-        raise ConfigError(
-            f"{stages} needs --stream auto or off: no turn is streamed through stages"
-        )
-    if settings.kv_dtype == "fp8":
-        raise ConfigError(
-            f"{stages} needs another --kv-dtype than fp8: its scales come from a prompt in all layers"
-        )
 
 
 def _start_ranks(
     settings: Settings, folder: Path, device: torch.device, report: Report, undo: ExitStack
 ) -> Leader:
-    num_stages = settings.pipeline_stages
-    num_ranks = settings.tensor_parallel * num_stages
+    num_stages, num_shards = settings.pipeline_stages, settings.tensor_parallel
+    num_ranks = num_shards * num_stages
+    elsewhere = _elsewhere(settings, folder, device)
+    num_local = num_ranks - (elsewhere.num_ranks if elsewhere is not None else 0)
+    if num_shards > 1:
+        check_machine(device)
+        check_divisible(folder, num_shards)
     if num_stages > 1:
-        check_devices(device, num_ranks, "--pipeline-stages")
         check_stages(folder, num_stages)
-    else:
-        check_machine(device, num_ranks)
-        check_divisible(folder, num_ranks)
-    num_threads = max(torch.get_num_threads() // num_ranks, 1)
+    check_devices(device, num_local)
+    num_threads = max(torch.get_num_threads() // num_local, 1)
     torch.set_num_threads(num_threads)
-    report(f"starting {num_ranks - 1} more rank{'s' if num_ranks > 2 else ''}")
+    if num_local > 1:
+        report(f"starting {num_local - 1} more rank{'s' if num_local > 2 else ''}")
     worker_settings = {
         "folder": str(folder),
         "dtype": None if settings.dtype == "auto" else settings.dtype,
@@ -106,6 +100,33 @@ def _start_ranks(
         "check_kv": bool(settings.check_kv),
         "int8": settings.weights == "int8",
     }
-    leader = Leader(num_ranks, device, worker_settings, programs.RANK, num_stages)
+    leader = Leader(
+        num_ranks, device, worker_settings, programs.RANK, num_stages, elsewhere, report
+    )
     undo.callback(leader.close)
     return leader
+
+
+def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> Elsewhere | None:
+    """The ranks of other machines; those of all stages but the last one, if no number is given."""
+    address, secret = settings.rank_address, settings.rank_secret
+    if not address:
+        if settings.ranks_elsewhere:
+            raise ConfigError("--ranks-elsewhere needs --rank-address, where they connect to")
+        return None
+    if secret is None:
+        raise ConfigError("--rank-address needs --rank-secret, a file that each rank's machine has")
+    num_shards, num_stages = settings.tensor_parallel, settings.pipeline_stages
+    num_others = num_shards * num_stages - 1
+    num_ranks = settings.ranks_elsewhere
+    if not num_ranks:
+        num_ranks = num_shards * (num_stages - 1) if num_stages > 1 else num_others
+    if num_ranks > num_others:
+        raise ConfigError(
+            f"--ranks-elsewhere {num_ranks}: of {num_others + 1} ranks {num_others} can be elsewhere"
+        )
+    expected = described(device.type, weights_fingerprint(folder), str(folder), 0, 0)
+    return Elsewhere(
+        *(num_ranks, *split_address(address)),
+        *(read_secret(secret), expected, settings.rank_wait),
+    )

@@ -153,6 +153,7 @@ class FlatModel:
         self.whole: WholeModel | None = None  # replaces the forward, once all layers are fused
         self.alone = True  # no other rank has a part of it
         self.num_layers: int | None = None  # where it has only some of the module's
+        self.first_layer = 0  # of those, in the whole model
         self.form = ""  # in which the layers run, as a sentence for people; the loader says it
         # All families of transformers 5 know this argument; another model computes every row's logits.
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters

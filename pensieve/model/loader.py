@@ -23,13 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pensieve.errors import DeviceError, ModelError, UnsupportedModel, one_line
+from pensieve.kernels.kv_format import FP8
 from pensieve.model.attention import FlatModel
 from pensieve.model.fuse import in_torch
 from pensieve.model.fuse.record import decoder_layers
 from pensieve.model.layer_range import Part, cut, number_from_zero
 from pensieve.model.parallel.ranks import ParallelModel, Rank
 from pensieve.model.parallel.stages import StageModel
-from pensieve.model.probe import FusionFailed, probe
+from pensieve.model.probe import FusionFailed, probe, with_scales_of_all
 from pensieve.model.shape import ModelShape
 
 
@@ -65,7 +66,7 @@ def load(
     """
     name = os.fspath(path_or_id)
     device = torch.device(device)
-    sharing = rank if rank is not None and rank.num_stages == 1 else None  # each layer
+    sharing = rank if rank is not None and rank.num_shards > 1 else None  # each layer
     with _quiet_transformers():
         report(f"loading {name}")
         config = _read_config(name)
@@ -86,12 +87,16 @@ def load(
                 shape = found
         except UnsupportedModel as error:
             raise UnsupportedModel(f"cannot serve {name}: {error}") from error
+    if kv_dtype == FP8.name and rank is not None and isinstance(flat, StageModel):
+        rank.wait_until_all_loaded()  # and probed
+        flat.connect()
+        shape = with_scales_of_all(flat, shape)
     report(
         f"{type(flat.module).__name__}: {shape.num_parameters / 1e6:.1f} M parameters, "
         f"{shape.num_layers} layers, {shape.kv_bytes_per_token} bytes of KV per token"
         f"{'' if kv_dtype == 'auto' else f' as {kv_dtype}'}"
-        f"{f' on each of {sharing.num_ranks} ranks' if sharing else ''}"
-        f"{' in this stage' if rank and not sharing else ''}, context {shape.context_max}"
+        f"{f' on each of {sharing.num_shards} ranks' if sharing else ''}"
+        f"{' in this stage' if rank and rank.num_stages > 1 else ''}, context {shape.context_max}"
     )
     if sharing is not None:
         flat.form = in_torch("several ranks compute each of them together")
@@ -210,16 +215,28 @@ def _read_stage(
             raise UnsupportedModel(f"it has {len(layers)} layers for {rank.num_stages} stages")
         parts.append(cut(module, layers, rank.stage, rank.num_stages))
 
-    body = {"__init__": cut_at_once, "__module__": whole.__module__}
+    body: dict[str, Any] = {"__init__": cut_at_once, "__module__": whole.__module__}
+    shared = {}
+    if rank.num_shards > 1:
+        from pensieve.model.parallel.shards import shards_of, without_elsewhere
+
+        body |= {
+            "prepare_distribute_model": shards_of(rank),
+            "_expand_parallel_plan": without_elsewhere,
+        }
+        shared = {"distributed_config": {"tp_size": rank.num_shards}}
     try:
         module = _read_weights(
-            name, config, dtype, model_class=type(whole.__name__, (whole,), body)
+            name, config, dtype, shared, model_class=type(whole.__name__, (whole,), body)
         )
     except ModelError as error:
         if isinstance(error.__cause__, UnsupportedModel):
             raise error.__cause__ from None
         raise
-    module = _on(device, module, name)
+    if rank.num_shards > 1:
+        rank.wait_until_all_loaded()  # what follows has collectives
+    else:
+        module = _on(device, module, name)
     own = [each.module for each in decoder_layers(module)]
     number_from_zero(module, own, parts[-1].layers.first)
     return StageModel(module, parts[-1], rank)

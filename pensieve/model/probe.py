@@ -108,7 +108,7 @@ def probe(
                 raise
             if kv_dtype != "auto":
                 if kv_dtype == FP8.name:
-                    exponents = _kv_exponents(flat, shape, prompts, plain)
+                    exponents = _kv_exponents(flat, shape, prompts)
                     shape = replace(shape, kv_exponents=exponents)
                 shape = replace(shape, kv_dtype=kv_dtype)
                 _check_rounded_kv(flat, shape, prompts, plain)
@@ -119,6 +119,18 @@ def probe(
             f"the probe failed with {type(error).__name__}: {one_line(error)}"
         ) from error
     return shape
+
+
+@torch.inference_mode()
+def with_scales_of_all(flat: FlatModel, shape: ModelShape) -> ModelShape:
+    """A stage's shape with the scales of its KV in fp8, chosen from what reaches it from the stages before.
+
+    All stages call this at the same time, when they are connected: the probe of one alone has seen
+    activations that were made up.
+    """
+    prompts = _prompts(flat.module, shape.context_max)
+    plain = replace(shape, kv_dtype="auto", kv_exponents=())
+    return replace(shape, kv_exponents=_kv_exponents(flat, plain, prompts))
 
 
 def _fused(flat: FlatModel, prompt: list[int], int8: bool) -> Fused:
@@ -182,9 +194,7 @@ def _compare(
 ) -> None:
     """The logits over pages have to be the plain ones."""
     exact = shape.dtype == torch.float32 and tolerance < LOW_PRECISION_MIN
-    rows = _over_pages(
-        flat, _paged(shape, prompts, chunk_tokens, flat.module.device), prompts, plain
-    )
+    rows = _over_pages(flat, _paged(shape, prompts, chunk_tokens, flat.module.device), prompts)
     difference = _difference(rows, torch.cat(plain), exact)
     if not difference <= tolerance:
         raise UnsupportedModel(
@@ -196,7 +206,7 @@ def _compare(
 def _check_rounded_kv(
     flat: FlatModel, shape: ModelShape, prompts: list[list[int]], plain: list[torch.Tensor]
 ) -> None:
-    rows = _over_pages(flat, _paged(shape, prompts, PAGE_SLOTS, flat.module.device), prompts, plain)
+    rows = _over_pages(flat, _paged(shape, prompts, PAGE_SLOTS, flat.module.device), prompts)
     difference = _difference(rows, torch.cat(plain), exact=False)
     if not difference <= INT8_DIFFERENCE:
         raise UnsupportedModel(
@@ -206,12 +216,12 @@ def _check_rounded_kv(
 
 
 def _kv_exponents(
-    flat: FlatModel, shape: ModelShape, prompts: list[list[int]], plain: list[torch.Tensor]
+    flat: FlatModel, shape: ModelShape, prompts: list[list[int]]
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     """Of the scales for KV in fp8, from the prompts' keys and values."""
     memory, tables = _paged(shape, prompts, PAGE_SLOTS, flat.module.device)
     memory.device_arena.zero_()
-    _over_pages(flat, (memory, tables), prompts, plain)
+    _over_pages(flat, (memory, tables), prompts)
     largest = memory.device_arena.abs().amax(dim=(1, 4, 5))  # (layers, 2, kv_heads)
     return tuple(
         (tuple(keys), tuple(values)) for keys, values in exponents_for(largest.cpu()).tolist()
@@ -222,24 +232,22 @@ def _over_pages(
     flat: FlatModel,
     paged: tuple[KVMemory, list[array[int]]],
     prompts: list[list[int]],
-    plain: list[torch.Tensor],
 ) -> torch.Tensor:
     """Logits of both prompts, computed in scattered pages and uneven pieces."""
     memory, tables = paged
     device, chunk_tokens = flat.module.device, memory.chunk_tokens
     tokens = [array("I", prompt) for prompt in prompts]
-    rows = [torch.empty_like(each) for each in plain]
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     for pieces in _pieces([len(prompt) for prompt in prompts]):
         slices = [
             Slice(which, start, stop, tokens[which][start:stop], tables[which], True)
             for which, start, stop in pieces
         ]
         logits = _paged_logits(flat, memory, Batch.from_slices(slices, chunk_tokens, device))
-        for (which, start, stop), part in zip(
-            pieces, torch.split(logits, [stop - start for _, start, stop in pieces]), strict=True
-        ):
-            rows[which][start:stop] = part
-    return torch.cat(rows)
+        parts = torch.split(logits, [stop - start for _, start, stop in pieces])
+        for (which, _, _), part in zip(pieces, parts, strict=True):
+            rows[which].append(part)
+    return torch.cat([part for parts in rows for part in parts])
 
 
 class _Recorder:

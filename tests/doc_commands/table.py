@@ -346,6 +346,15 @@ NOT_RUN = {
         "needs jobs that run; tests/cli/test_batch.py has some",
     ),
     "rm -r /var/drill /srv/copy": "not ours",
+    **dict.fromkeys(
+        (
+            "pensieve serve MODEL --pipeline-stages 2 --rank-address 10.0.0.5:50060"
+            " --rank-secret /etc/pensieve/rank-secret",
+            "pensieve rank MODEL --leader 10.0.0.5:50060 --rank-secret /etc/pensieve/rank-secret",
+            "pensieve rank MODEL --leader 10.0.0.5:50060 --rank-secret rank-secret --device cuda:1",
+        ),
+        "needs another machine; tests/launch/test_remote_rank.py has one in another network",
+    ),
     "pip install torch && pip install .": "needs a package index",
     "pip install '.[cuda13]'": "needs a package index and a GPU",
     "pip wheel --no-deps --wheel-dir dist .": "needs a package index",

@@ -294,6 +294,18 @@ def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -
         assert abs(two["asked"] - one["asked"]) <= 1
 
 
+def test_two_stages_keep_an_objective_that_bubbles_would_break() -> None:
+    """LLaMA2-70B of figure 10 under a load that a chosen token budget just carries."""
+    machine = sarathi_capacity.MACHINES["10"][0]
+    limit = sarathi_capacity.TIMES["strict"] * machine.decode_seconds
+    pipeline = machine.systems("requests", "strict")[sarathi_capacity.BY_OBJECTIVE]
+    window = Window(0.0, 20.0, 80.0)
+    row = run_pipeline(pipeline, drawn(HABITS["requests"], 2.0, window.ends, 0), window)
+    assert row["tbt_p99"] <= limit
+    assert row["queue_p50"] <= 2.0
+    assert row["tokens_per_second"] > 300
+
+
 def test_the_sheet_has_a_panel_for_each_figure_with_every_seed() -> None:
     pytest.importorskip("matplotlib")
     study = Study(replace(QUICK, seeds=3))

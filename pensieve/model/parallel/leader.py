@@ -1,11 +1,12 @@
 """Rank 0, which starts the workers, loads the model with them, and notices when one ends.
 
-Each worker (rank 1 … n-1) is a program of its own with one inherited socket: no fork, no pickle.
+Each worker (rank 1 … n-1) is a program of its own with one inherited socket: no fork, no pickle.  It is
+started here, or on another machine, from where it came (arrivals.py); those have the highest numbers.
 
     rank 0                                      rank n
     settings                         ──>
                                      <──        started
-      ─────────── all enter the process group (a rendezvous) ───────────
+      ─── all enter the process group, by keys that rank 0 has (rank_store.py) ───
     reads its part of the weights               reads its part
                                      <──        loaded
     all_loaded                       ──>
@@ -18,14 +19,15 @@ Each worker (rank 1 … n-1) is a program of its own with one inherited socket: 
     iteration, iteration, …          ──>        carries them out (executor.py)
                                      <──        finished, with the ids of copies
 
-Stages of a pipeline (stages.py) do the same, but each probes alone, with no collective, and does not wait
-until all have loaded.
+Stages of a pipeline (stages.py) do the same, but each probes alone: with collectives where it has several
+shards, else with none, and then nobody waits until all have loaded.  Before anything is computed for a
+turn, the layers that the stages have are compared: together they are all layers, each once.
 
 Rank 0 has one thread per worker that receives, so no worker ever blocks while it sends, and the end of one
 is noticed at once.  The kernel closes the pipe of a worker that ends, for whatever reason; from then on
 nothing can be launched or collected, and every call that waits here raises DeviceError.  The other way
-round, a worker whose pipe ends exits.  So no worker outlives rank 0, even when rank 0 is killed, nor does
-the rendezvous folder.
+round, a worker whose pipe ends exits.  So no worker outlives rank 0, even when rank 0 is killed.  A machine
+that is gone without a word is noticed when it does not answer for a while (handshake.py, `tuned`).
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pensieve.errors import DeviceError, UnsupportedModel
+from pensieve.model.parallel.arrivals import Arrivals, Elsewhere
+from pensieve.model.parallel.handshake import Arrival
 from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe
+from pensieve.model.parallel.rank_store import Keys, RankStore
 from pensieve.model.parallel.ranks import Rank
 from pensieve.model.shape import ModelShape
 
@@ -87,10 +89,14 @@ class Tally:
                 self._changed.wait_for(
                     lambda: self._finished or self._reason is not None or not self._counts
                 )
-            if self._reason is not None:
-                raise DeviceError(self._reason)
+            self.check()
             finished, self._finished = tuple(self._finished), []
             return finished
+
+    def check(self) -> None:
+        """DeviceError if no copy will be counted any more: a rank has ended."""
+        if self._reason is not None:
+            raise DeviceError(self._reason)
 
     def give_up(self, reason: str) -> None:
         with self._changed:
@@ -107,9 +113,20 @@ class Tally:
 @dataclass(eq=False)
 class _Worker:
     index: int  # its rank
-    process: subprocess.Popen[bytes]
     pipe: RankPipe
+    process: subprocess.Popen[bytes] | None = None  # None: it is of another machine
+    arrival: Arrival | None = None
     replies: queue.SimpleQueue[ControlMessage | None] = field(default_factory=queue.SimpleQueue)
+
+    def __str__(self) -> str:
+        return f"rank {self.index}{f' ({self.arrival.host})' if self.arrival is not None else ''}"
+
+    def how_it_ended(self) -> str:
+        if self.process is None:
+            return "its connection ended"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(EXPLANATION_SECONDS / 2)
+        return f"status {self.process.returncode}"
 
 
 class Leader(Rank):
@@ -122,39 +139,53 @@ class Leader(Rank):
         settings: Mapping[str, Any],
         program: tuple[str, ...],
         num_stages: int = 1,
+        elsewhere: Elsewhere | None = None,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Start the workers; `settings` are what `worker.py` reads."""
+        """Start the workers, and await those of other machines; `settings` are what `worker.py` reads."""
         super().__init__(0, num_ranks, num_stages)
         self.tally = Tally(num_ranks)
         self.num_layers: list[int] = []  # by rank, when all have loaded their parts
         self._closing = False
         self._refused = False  # a worker has found that the model cannot be served
-        self._folder = Path(tempfile.mkdtemp(prefix="pensieve-ranks-"))  # its user's alone
+        self._keys = Keys()
         self._workers: list[_Worker] = []
+        num_local = num_ranks - (elsewhere.num_ranks if elsewhere is not None else 0)
         try:
-            for index in range(1, num_ranks):
-                self._workers.append(self._started(index, program))
+            if elsewhere is not None:
+                for index, (pipe, arrival) in enumerate(
+                    Arrivals(elsewhere, report).wait(), num_local
+                ):
+                    pipe.trust()
+                    self._workers.append(_Worker(index, pipe, arrival=arrival))
+            for index in reversed(range(1, num_local)):
+                self._workers.insert(0, self._started(index, program))
             for each in self._workers:
                 threading.Thread(target=self._listen, args=(each,), daemon=True).start()
                 each.pipe.send(
                     "settings",
-                    index=each.index,
-                    num_ranks=num_ranks,
-                    num_stages=num_stages,
-                    device=device.type,
-                    rendezvous_folder=str(self._folder),
-                    **settings,
+                    **{
+                        **settings,
+                        **_of_worker(each),
+                        "num_ranks": num_ranks,
+                        "num_stages": num_stages,
+                        "device": device.type,
+                        "address": elsewhere.host if elsewhere is not None else "",
+                    },
                 )
             self._receive("started")
-            self.enter_group(self._folder, device)
+            self.enter_group(device, elsewhere.host if elsewhere is not None else "")
         except BaseException:
             self.close()
             raise
 
+    def store(self) -> RankStore:
+        return RankStore(self._keys.answer)
+
     @property
     def pids(self) -> list[int]:
-        """Of the worker processes."""
-        return [each.process.pid for each in self._workers]
+        """Of the worker processes on this machine."""
+        return [each.process.pid for each in self._workers if each.process is not None]
 
     def wait_until_all_loaded(self) -> None:
         self._receive("loaded")
@@ -169,12 +200,14 @@ class Leader(Rank):
         if reason is not None and not self._refused:
             raise DeviceError(reason) from error
 
-    def check_shapes(self, shape: ModelShape) -> ModelShape:
+    def check_shapes(self, shape: ModelShape, first_layer: int = 0) -> ModelShape:
         """The shape of the whole model; UnsupportedModel unless every rank's part fits to this one.
+
+        Rank 0 has the layers from `first_layer` on.
 
         The ranks use the same page numbers, so a page of a layer must have as many bytes on each.
         """
-        of_ranks = [parts_of(shape) | sizes_of(shape)]
+        of_ranks = [parts_of(shape) | sizes_of(shape) | {"first_layer": first_layer}]
         for index, values in enumerate(self._receive("probed"), 1):
             differ = STAGES_DIFFER if self.num_stages > 1 else ()
             kept, own = (
@@ -185,10 +218,12 @@ class Leader(Rank):
                 raise UnsupportedModel(f"its parts differ: rank {index} has {kept}, rank 0 {own}")
             of_ranks.append(values)
         self.num_layers = [each["num_layers"] for each in of_ranks]
+        _check_layers([(each["first_layer"], each["num_layers"]) for each in of_ranks], self)
         if self.num_stages == 1:
             return shape
+        of_stages = of_ranks[:: self.num_shards]  # a shard of each, as rank 0 is
         return replace(
-            shape, **{name: sum(each[name] for each in of_ranks) for name in sizes_of(shape)}
+            shape, **{name: sum(each[name] for each in of_stages) for name in sizes_of(shape)}
         )
 
     def start_measuring(self, token_budget: int, turns_max: int, chunk_tokens: int) -> None:
@@ -230,14 +265,13 @@ class Leader(Rank):
         self._closing = True
         for each in self._workers:
             each.pipe.close()
-        for each in self._workers:
+        for process in (each.process for each in self._workers if each.process is not None):
             try:
-                each.process.wait(STOP_SECONDS)
+                process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                each.process.kill()
-                each.process.wait()
+                process.kill()
+                process.wait()
         self.exit_group()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- one worker --
 
@@ -252,7 +286,7 @@ class Leader(Rank):
                 start_new_session=True,  # Ctrl-C at a terminal is rank 0's to handle
                 env={**os.environ, "LOCAL_RANK": str(index)},
             )
-        return _Worker(index, process, RankPipe(ours))
+        return _Worker(index, RankPipe(ours), process)
 
     def _listen(self, worker: _Worker) -> None:
         """A worker's thread: replies go to the call that waits for them, finished copies to the tally."""
@@ -260,23 +294,27 @@ class Leader(Rank):
             assert isinstance(frame, ControlMessage)
             if frame.name == "finished":
                 self.tally.add(frame.values["copy_ids"])
+            elif frame.name == "key":
+                self._answer_key(worker, **frame.values)
             elif frame.name in ("refused", "failed"):
                 self._refused = frame.name == "refused"
-                self.tally.give_up(f"rank {worker.index} {frame.name}: {frame.values['text']}")
+                self._give_up(f"{worker} {frame.name}: {frame.values['text']}")
             else:
                 worker.replies.put(frame)
         if not self._closing:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(EXPLANATION_SECONDS / 2)
-            status = worker.process.returncode
-            self.tally.give_up(f"rank {worker.index} ended (status {status})")
+            self._give_up(f"{worker} ended ({worker.how_it_ended()})")
             if dist.is_initialized() and dist.get_backend() == "nccl":
                 # gloo sees a broken connection; NCCL would wait for its timeout
                 dist.distributed_c10d._abort_process_group()
-            shutil.rmtree(
-                self._folder, ignore_errors=True
-            )  # rank 0 may be killed before it gets to close()
         worker.replies.put(None)
+
+    def _give_up(self, reason: str) -> None:
+        self._keys.give_up(reason)
+        self.tally.give_up(reason)
+
+    def _answer_key(self, worker: _Worker, verb: str, key: str, value: str) -> None:
+        with contextlib.suppress(DeviceError, OSError):  # another rank has ended, or this one
+            worker.pipe.send("value", value=self._keys.answer(verb, key, value))
 
     def _send(self, name: str, **values: Any) -> None:
         try:
@@ -291,10 +329,42 @@ class Leader(Rank):
         for each in self._workers:
             message = each.replies.get()
             if message is None:
-                raise self.failure(f"rank {each.index} ended")
+                raise self.failure(f"{each} ended")
             assert message.name == name, (message, name)
             received.append(message.values)
         return received
+
+
+def _of_worker(worker: _Worker) -> dict[str, Any]:
+    """The settings that are its own."""
+    there = worker.arrival
+    if there is None:
+        return {"index": worker.index, "device_index": worker.index}
+    return {
+        "index": worker.index,
+        "device_index": there.device_index,
+        "folder": there.folder,
+        "num_threads": there.num_threads,
+    }
+
+
+def _check_layers(of_ranks: Sequence[tuple[int, int]], rank: Rank) -> None:
+    """UnsupportedModel unless the stages' layers follow each other, and shards have the same."""
+    stages = [of_ranks[start : start + rank.num_shards] for start in _starts(rank)]
+    expected = 0
+    for number, shards in enumerate(stages, 1):
+        if set(shards) != {(expected, shards[0][1])}:
+            found = ", ".join(f"{first} to {first + count - 1}" for first, count in shards)
+            raise UnsupportedModel(
+                f"its stages do not fit: stage {number} begins with layer {expected}, its ranks have {found}"
+            )
+        expected += shards[0][1]
+
+
+def _starts(rank: Rank) -> list[int]:
+    """The first rank of each stage, in the order of the stages."""
+    starts = list(range(0, rank.num_ranks, rank.num_shards))
+    return [*starts[1:], starts[0]]
 
 
 def parts_of(shape: ModelShape) -> dict[str, Any]:

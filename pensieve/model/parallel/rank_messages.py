@@ -1,4 +1,7 @@
-"""What rank 0 and a worker send each other: frames on a pipe, and an iteration as numbers.
+"""What rank 0 and a worker send each other: frames on a socket, and an iteration as numbers.
+
+The socket is one of a pair, or a connection to another machine (handshake.py).  Of a peer that has not proved
+itself yet no iterations are taken, and no long frames.
 
 A frame is a kind, a length and a body.  A control message is JSON (settings, what was reached, what
 failed).  An iteration, which is what is sent thousands of times, is written as 64-bit integers:
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import struct
 import threading
@@ -45,11 +49,28 @@ Frame = ControlMessage | Iteration
 
 
 class RankPipe:
-    """One end of a socket pair; one thread receives, any may send."""
+    """One end of a socket; one thread receives, any may send."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, untrusted_bytes_max: int | None = None) -> None:
+        """With `untrusted_bytes_max` it takes control messages of so many bytes, until `trust`."""
         self._socket = sock
         self._sending = threading.Lock()
+        self._trusted = untrusted_bytes_max is None
+        self._bytes_max = FRAME_BYTES_MAX if untrusted_bytes_max is None else untrusted_bytes_max
+
+    def trust(self) -> None:
+        """The other end is a rank."""
+        self._socket.settimeout(None)
+        self._trusted, self._bytes_max = True, FRAME_BYTES_MAX
+
+    def has_ended(self) -> bool:
+        """Whether the other end, which sends nothing as yet, is gone."""
+        if not select.select([self._socket], [], [], 0)[0]:
+            return False
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def send(self, name: str, **values: Any) -> None:
         self._send(_CONTROL, json.dumps([name, values]).encode())
@@ -61,6 +82,8 @@ class RankPipe:
         """The next frame; None when the other end is gone."""
         try:
             kind, num_bytes = _HEADER.unpack(self._read(_HEADER.size))
+            if num_bytes > self._bytes_max or (kind != _CONTROL and not self._trusted):
+                return None
             body = self._read(num_bytes)
         except (EOFError, OSError):
             return None

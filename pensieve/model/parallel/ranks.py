@@ -1,18 +1,26 @@
 """What every rank of a model on several devices has: the process group and its part of the model.
 
-Every rank is a process with a part of each layer, cut by the plan that `transformers` has for the
-model: a rank has some of the heads, and the KV of those heads in its own two tiers.  All ranks call
-the same layers in the same order; where their parts meet, `transformers` adds or gathers them with
-torch.distributed (NCCL between GPUs, gloo between processes on a CPU).
+Every rank is a process.  Layers are divided among stages (stages.py), and each layer of a stage among its
+*shards*, by the plan that `transformers` has for the model: a shard has some of the heads, and the KV of
+those heads in its own two tiers.  All shards of a stage call the same layers in the same order; where their
+parts meet, `transformers` adds or gathers them with torch.distributed (NCCL between GPUs, gloo between
+processes on a CPU).
 
-The processes are of one machine.  They find each other by a file in a folder that only their user
-may enter (torch's file rendezvous), and communicate over the loopback interface or the GPUs' own links.
+    rank            0, 1, …, T-1        T, …, 2T-1          …        S stages of T shards
+    stage           the last one        the first one       …        what shard t sends, shard t receives
+
+The processes are of one machine, or of several (arrivals.py).  They find each other by keys that rank 0 has
+(rank_store.py), and communicate over one interface of each machine, or the GPUs' own links.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
+import struct
+import sys
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from pathlib import Path
@@ -24,25 +32,30 @@ import torch.distributed as dist
 from pensieve.errors import ConfigError
 from pensieve.extras import need
 from pensieve.model.attention import FlatModel, ForwardPass
+from pensieve.model.parallel.rank_store import RankStore
 
+_SIOCGIFADDR = 0x8915
 COLLECTIVE_SECONDS = 60.0  # after so long without a rank a collective fails
 
 
 class Rank(ABC):
-    """This process as one of `num_ranks`: a part of each layer, or a stage with some of the layers.
+    """This process as one of `num_ranks`: a stage with some of the layers, or one of the shards of a stage.
 
-    Rank 0 is the last stage, where tokens are sampled; the others follow in the order of the stages.
+    Rank 0 is a shard of the last stage, where tokens are sampled; the others follow in the order of the
+    stages.
     """
 
     def __init__(self, index: int, num_ranks: int, num_stages: int = 1) -> None:
-        assert num_stages in (1, num_ranks), "a stage is one rank"
+        assert num_ranks % num_stages == 0, "stages have equally many shards"
         self.index = index
         self.num_ranks = num_ranks
         self.num_stages = num_stages
-        self.stage = (index - 1) % num_stages
+        self.num_shards = num_ranks // num_stages
+        row, self.shard = divmod(index, self.num_shards)
+        self.stage = (row - 1) % num_stages
         self.before, self.after = (
-            self.stage,
-            (self.stage + 2) % num_stages,
+            self.shard + self.num_shards * (neighbour % num_stages)
+            for neighbour in (row - 1, row + 1)
         )  # ranks, as stages follow
         self._in_group = False
 
@@ -50,18 +63,29 @@ class Rank(ABC):
     def wait_until_all_loaded(self) -> None:
         """Return when every rank has called this, however long it takes; raise when one has ended."""
 
-    def enter_group(self, folder: Path, device: torch.device) -> None:
-        """Enter the process group whose rendezvous is in this folder; all ranks do so at the same time."""
+    @abstractmethod
+    def store(self) -> RankStore:
+        """The keys by which the ranks find each other."""
+
+    def enter_group(self, device: torch.device, address: str = "") -> None:
+        """Enter the process group; all ranks do so at the same time.
+
+        `address` is of the interface on which this machine's ranks can be reached; "": this machine alone.
+        """
         if dist.is_initialized():
             raise ConfigError("this process computes another model on several ranks already")
         cuda = device.type == "cuda"
         if cuda:
-            torch.cuda.set_device(self.index)
-        else:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+            torch.cuda.set_device(device)
+        interface = interface_of(address) if address else _loopback()
+        if address or not cuda:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if address:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        self._keys_of_group = self.store()  # kept: torch holds its own half of it alone
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=f"file://{folder / 'store'}",
+            store=self._keys_of_group,
             rank=self.index,
             world_size=self.num_ranks,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
@@ -90,9 +114,7 @@ class ParallelModel(FlatModel):
         super().__init__(module)
         self.alone = False
         self._rank = rank
-        # transformers makes this group itself, with a timeout of half an hour.
-        timeout = timedelta(seconds=COLLECTIVE_SECONDS)
-        dist.distributed_c10d._set_pg_timeout(timeout, module._device_mesh.get_group("tp"))
+        limit_group(module)
 
     def logits(
         self,
@@ -104,10 +126,15 @@ class ParallelModel(FlatModel):
         return super().logits(self._rank.agree_on(input_ids), positions, rows, forward_pass)
 
 
-def check_machine(device: torch.device, num_ranks: int) -> None:
-    """Raise ConfigError unless this machine can be that many ranks that share each layer."""
+def limit_group(module: Any) -> None:
+    """The group of a stage's shards, which transformers makes itself with a timeout of half an hour."""
+    timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+    dist.distributed_c10d._set_pg_timeout(timeout, module._device_mesh.get_group("tp"))
+
+
+def check_machine(device: torch.device) -> None:
+    """Raise ConfigError unless ranks of this machine can share each layer."""
     need("parallel", "accelerate", "--tensor-parallel")
-    check_devices(device, num_ranks, "--tensor-parallel")
     if device.type == "cpu" and torch.accelerator.is_available():
         # where transformers would put the parts
         raise ConfigError(
@@ -116,12 +143,35 @@ def check_machine(device: torch.device, num_ranks: int) -> None:
         )
 
 
-def check_devices(device: torch.device, num_ranks: int, flag: str) -> None:
-    """Raise ConfigError unless there is a GPU for each rank, where they are to be on GPUs."""
+def check_devices(device: torch.device, num_ranks: int) -> None:
+    """Raise ConfigError unless there is a GPU for each rank of this machine, where they are to be on GPUs."""
     if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ConfigError(
-            f"{flag} {num_ranks} needs as many GPUs; this machine shows {torch.cuda.device_count()}"
+            f"{num_ranks} ranks of this machine need as many GPUs; it shows {torch.cuda.device_count()}"
         )
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this address, as gloo and NCCL want it."""
+    if sys.platform != "linux":
+        raise ConfigError("ranks of several machines are for Linux")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    wanted = socket.inet_pton(family, address.partition("%")[0])
+    if family == socket.AF_INET6:
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            hexed, *_, name = line.split()
+            if bytes.fromhex(hexed) == wanted:
+                return name
+    else:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                with contextlib.suppress(OSError):  # it has no address
+                    if fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24] == wanted:
+                        return name
+        if wanted[0] == 127:
+            return _loopback()  # any of its network is of this machine
+    raise ConfigError(f"no interface of this machine has the address {address}")
 
 
 def _loopback() -> str:

@@ -1,4 +1,4 @@
-"""A stage of a pipeline: a rank that has some of the layers, all of each, and their KV.
+"""A stage of a pipeline: a rank that has some of the layers, all of each or its part, and their KV.
 
     rank 1          rank 2                rank 0: the engine's process
     embeddings
@@ -10,8 +10,13 @@ what the next expects, and nothing of it needs a name.  A sender does not wait f
 busy with the iteration before; rank 0 expects an iteration's activations as soon as it is launched, so they
 arrive while it computes another.
 
+A stage may have several shards (ranks.py), each of them a rank.  What goes from stage to stage is what
+enters a layer, which is the same on all shards of a stage, bit for bit; so each sends it to the one with
+its number in the next stage, and nobody waits for another one.  The ids of tokens come with the iteration.
+
 Until the links are there (`connect`) a stage computes on its own, with made-up activations: so each one is
-probed and its layers are replaced without the others (loader.py).
+probed and its layers are replaced without the others (loader.py).  For KV in fp8 they are connected at the
+end of the probe, since the scales of a layer's keys and values are chosen by what really reaches it.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import torch.distributed as dist
 
 from pensieve.model.attention import FlatModel
 from pensieve.model.layer_range import Part
-from pensieve.model.parallel.ranks import Rank
+from pensieve.model.parallel.ranks import Rank, limit_group
 
 
 class _Transfer(NamedTuple):
@@ -73,7 +78,9 @@ class StageModel(FlatModel):
     def __init__(self, module: Any, part: Part, rank: Rank) -> None:
         super().__init__(module)
         self.alone = False
-        self.num_layers = len(part.layers)
+        self.num_layers, self.first_layer = len(part.layers), part.layers.first
+        if rank.num_shards > 1:
+            limit_group(module)
         self._rank = rank
         self._links: StageLinks | None = None
         self._like: torch.Tensor | None = None
@@ -86,7 +93,8 @@ class StageModel(FlatModel):
     def connect(self) -> None:
         """From now on activations come from the stage before and go to the next; the probe is over."""
         assert self._like is not None, "it has not computed anything yet"
-        self._links = StageLinks(self._rank, self._like)
+        if self._links is None:
+            self._links = StageLinks(self._rank, self._like)
 
     def expect(self, num_tokens: int) -> None:
         """An iteration of so many tokens has been launched, and is computed here later."""

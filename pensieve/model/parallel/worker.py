@@ -18,13 +18,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import shutil
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,19 +36,24 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.parallel.leader import parts_of, sizes_of
 from pensieve.model.parallel.rank_messages import ControlMessage, Frame, RankPipe
+from pensieve.model.parallel.rank_store import RankStore
 from pensieve.model.parallel.ranks import Rank
 from pensieve.model.parallel.stages import StageModel
 
 
 def serve(sock: socket.socket) -> None:
-    """Carry out rank 0's iterations until it is gone; never returns."""
+    """Carry out rank 0's iterations until it is gone; never returns.
+
+    A rank of another machine can be reached where its connection to rank 0 begins.
+    """
+    address = "" if sock.family == socket.AF_UNIX else str(sock.getsockname()[0])
     pipe = RankPipe(sock)
     try:
         settings = pipe.receive()
         if settings is None:
             os._exit(0)
         assert isinstance(settings, ControlMessage)
-        _run(pipe, settings.values)
+        _run(pipe, settings.values, address)
     except ModelError as error:  # rank 0 finds the same
         with contextlib.suppress(OSError):
             pipe.send("refused", text=one_line(error))
@@ -64,15 +67,14 @@ def serve(sock: socket.socket) -> None:
     os._exit(1)
 
 
-def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
-    folder = Path(settings["rendezvous_folder"])
+def _run(pipe: RankPipe, settings: Mapping[str, Any], address: str) -> None:
     index, num_ranks, num_stages = (settings[key] for key in ("index", "num_ranks", "num_stages"))
-    rank = WorkerRank(index, num_ranks, num_stages, pipe, folder)
+    rank = WorkerRank(index, num_ranks, num_stages, pipe)
     torch.set_num_threads(settings["num_threads"])
     cuda = settings["device"] == "cuda"
-    device = torch.device("cuda", settings["index"]) if cuda else torch.device("cpu")
+    device = torch.device("cuda", settings["device_index"]) if cuda else torch.device("cpu")
     pipe.send("started")
-    rank.enter_group(folder, device)
+    rank.enter_group(device, address or settings["address"])
     dtype = settings["dtype"]
     model = load(
         settings["folder"],
@@ -83,7 +85,8 @@ def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
         context_max=settings["context_max"],
         rank=rank,
     )
-    pipe.send("probed", **(parts_of(model.shape) | sizes_of(model.shape)))
+    probed = parts_of(model.shape) | sizes_of(model.shape)
+    pipe.send("probed", **probed, first_layer=model.flat.first_layer)
     message = rank.next_message()
     if message.name == "measure":
         pipe.send("measured", num_bytes=free_for_kv(model, **message.values, device=device))
@@ -104,13 +107,12 @@ def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
 class WorkerRank(Rank):
     """This process as one of the ranks, and its end of the pipe."""
 
-    def __init__(
-        self, index: int, num_ranks: int, num_stages: int, pipe: RankPipe, folder: Path
-    ) -> None:
+    def __init__(self, index: int, num_ranks: int, num_stages: int, pipe: RankPipe) -> None:
         super().__init__(index, num_ranks, num_stages)
         self._pipe = pipe
-        self._folder = folder
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._values: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # of keys, as requested
+        self._asking = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait_until_all_loaded(self) -> None:
@@ -126,10 +128,20 @@ class WorkerRank(Rank):
     def next_frame(self) -> Frame:
         return self._frames.get()
 
+    def store(self) -> RankStore:
+        return RankStore(self._ask)
+
+    def _ask(self, verb: str, key: str, value: str) -> str | None:
+        with self._asking:
+            self._pipe.send("key", verb=verb, key=key, value=value)
+            return self._values.get()
+
     def _read(self) -> None:
         while (frame := self._pipe.receive()) is not None:
-            self._frames.put(frame)
-        shutil.rmtree(self._folder, ignore_errors=True)  # rank 0 may have been killed before it did
+            if isinstance(frame, ControlMessage) and frame.name == "value":
+                self._values.put(frame.values["value"])
+            else:
+                self._frames.put(frame)
         os._exit(0)
 
 

@@ -1,0 +1,166 @@
+"""Where ranks of other machines come to: rank 0 listens until all are there.
+
+    accept ──> a thread for each connection: handshake.py ──> arrived
+                                                └─ refused: a line, and it is closed
+
+The listener's own thread is rank 0's main thread, which has nothing else to do.  A rank that has arrived
+waits for its settings; one that has gone again by the time all are there is left out, and another one is
+awaited.  When all are there the address is closed: a rank that comes later finds nobody, and comes again
+after a while.
+
+The ranks are numbered by their host's name, then by the device there, so ranks of one machine have
+neighbouring numbers: the shards of a stage (ranks.py) are on one machine where as many of its ranks come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pensieve.errors import AddressInUse, ConfigError, DeviceError
+from pensieve.model.parallel.handshake import (
+    FRAME_BYTES_MAX,
+    HANDSHAKE_SECONDS,
+    Arrival,
+    Refused,
+    receive_rank,
+    tuned,
+)
+from pensieve.model.parallel.rank_messages import RankPipe
+
+HANDSHAKES_MAX = 32  # at once
+LOOK_SECONDS = 0.2
+
+
+class Elsewhere(NamedTuple):
+    """Ranks that come from other machines."""
+
+    num_ranks: int
+    host: str  # of this machine's interface on which ranks speak to each other
+    port: int
+    secret: bytes
+    expected: Arrival  # what each of them has to have
+    wait_seconds: float
+
+
+class Arrived(NamedTuple):
+    pipe: RankPipe
+    arrival: Arrival
+
+
+def split_address(text: str, flag: str = "--rank-address") -> tuple[str, int]:
+    """HOST:PORT, with an address of one interface."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{flag} is HOST:PORT, not {text!r}")
+    if host in ("0.0.0.0", "::", "*"):
+        raise ConfigError(f"{flag} {text}: ranks speak over one interface; name its address")
+    return host, int(port)
+
+
+class Arrivals:
+    def __init__(self, elsewhere: Elsewhere, report: Callable[[str], None]) -> None:
+        self._elsewhere, self._report = elsewhere, report
+        self._there: list[Arrived] = []
+        self._verdicts: queue.SimpleQueue[Arrived | str] = queue.SimpleQueue()
+        self._handshakes = threading.Semaphore(HANDSHAKES_MAX)
+        address = (elsewhere.host, elsewhere.port)
+        family = socket.AF_INET6 if ":" in elsewhere.host else socket.AF_INET
+        try:
+            self._socket = socket.create_server(address, family=family)
+        except OSError as error:
+            kind = AddressInUse if error.errno == 98 else ConfigError
+            raise kind(f"--rank-address {address[0]}:{address[1]}: {error.strerror}") from error
+        self.address = f"{elsewhere.host}:{self._socket.getsockname()[1]}"
+
+    def wait(self) -> list[Arrived]:
+        """All of them, in the order of their numbers; DeviceError when they do not come in time."""
+        num_ranks, seconds = self._elsewhere.num_ranks, self._elsewhere.wait_seconds
+        self._report(f"waiting at {self.address} for {_ranks(num_ranks)} of other machines")
+        until = time.monotonic() + seconds
+        try:
+            while len(self._there) < num_ranks:
+                if time.monotonic() > until:
+                    raise DeviceError(self._who_is_missing())
+                if select.select([self._socket], [], [], LOOK_SECONDS)[0]:
+                    self._accept()
+                self._take_verdicts()
+                self._leave_out_gone()
+        except BaseException:
+            for each in self._there:
+                each.pipe.close()
+            raise
+        finally:
+            self._socket.close()
+        return sorted(self._there, key=lambda each: (each.arrival.host, each.arrival.device_index))
+
+    def _who_is_missing(self) -> str:
+        hosts = sorted(each.arrival.host for each in self._there)
+        missing = self._elsewhere.num_ranks - len(hosts)
+        found = f"{', '.join(hosts)} came" if hosts else "none came"
+        return (
+            f"{missing} of {_ranks(self._elsewhere.num_ranks)} of other machines did not come to "
+            f"{self.address} within {self._elsewhere.wait_seconds:g} s ({found}): is `pensieve rank` "
+            "running there?"
+        )
+
+    def _accept(self) -> None:
+        try:
+            sock, (host, *_) = self._socket.accept()
+        except OSError:
+            return  # it has gone again
+        if not self._handshakes.acquire(blocking=False):
+            sock.close()
+            return
+        threading.Thread(target=self._shake_hands, args=(sock, host), daemon=True).start()
+
+    def _shake_hands(self, sock: socket.socket, host: str) -> None:
+        pipe = RankPipe(sock, FRAME_BYTES_MAX)
+        try:
+            tuned(sock).settimeout(HANDSHAKE_SECONDS)
+            arrival = receive_rank(pipe, self._elsewhere.secret, self._elsewhere.expected)
+            sock.settimeout(None)
+            self._verdicts.put(Arrived(pipe, arrival))
+        except (Refused, OSError) as error:
+            pipe.close()
+            self._verdicts.put(f"a rank from {host} was refused: {error}")
+        finally:
+            self._handshakes.release()
+
+    def _take_verdicts(self) -> None:
+        while True:
+            try:
+                verdict = self._verdicts.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(verdict, str):
+                self._report(verdict)
+            elif len(self._there) == self._elsewhere.num_ranks:
+                with contextlib.suppress(OSError):
+                    verdict.pipe.send("refused", text="all ranks are there")
+                verdict.pipe.close()
+            else:
+                with contextlib.suppress(OSError):  # the next look finds it gone
+                    verdict.pipe.send("accepted")
+                self._there.append(verdict)
+                self._report_num(f"{verdict.arrival.host} came")
+
+    def _leave_out_gone(self) -> None:
+        for each in [each for each in self._there if each.pipe.has_ended()]:
+            each.pipe.close()
+            self._there.remove(each)
+            self._report_num(f"{each.arrival.host} is gone again")
+
+    def _report_num(self, text: str) -> None:
+        self._report(f"{text}: {len(self._there)} of {self._elsewhere.num_ranks}")
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,84 @@
+"""What is learned of stages from commits, and how long an iteration may be in each of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pensieve.core.stage_times import StageTimes
+
+
+def pipeline(
+    num_stages: int, count: int, seconds_of: Callable[[StageTimes, float, float], float]
+) -> tuple[list[float], list[float], list[float]]:
+    """Iterations one after another, one for each stage in flight: what each took, what was found of
+    it when it was committed, and the time from one token of a turn to its next."""
+    times, free = StageTimes(num_stages), [0.0] * num_stages
+    ends: list[float] = [0.0] * num_stages
+    taken: list[float] = []
+    found: list[float] = []
+    for number in range(count):
+        now = ends[number]  # the turns in it have their last token then
+        if number >= num_stages:
+            found.append(times.committed(now))
+        seconds = seconds_of(times, now, now)
+        times.planned(now, seconds)
+        taken.append(seconds)
+        at = now
+        for index, each in enumerate(free):
+            at = free[index] = max(at, each) + seconds
+        ends.append(at)
+    return taken, found, [ends[i + num_stages] - ends[i] for i in range(count)]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_what_an_iteration_took_is_found_whatever_the_bubbles(num_stages: int) -> None:
+    choose = random.Random(num_stages)
+    taken, found, _ = pipeline(num_stages, 200, lambda *_: choose.choice((1.0, 1.5, 4.0, 9.0)))
+    assert found == pytest.approx(taken[: len(found)])
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_nobody_waits_longer_than_the_limit_and_iterations_grow_to_their_part(
+    num_stages: int,
+) -> None:
+    """With prompts without end; every tenth iteration has none."""
+    limit, number = 12.0, 0
+
+    def filled(times: StageTimes, now: float, since: float) -> float:
+        nonlocal number
+        number += 1
+        if number <= num_stages or number % 10 == 0:
+            return 1.0
+        return max(times.longest(now, since, limit), 1.0)
+
+    taken, _, waits = pipeline(num_stages, 200, filled)
+    assert max(waits) <= limit + 1e-9
+    assert sum(taken) / len(taken) > 0.75 * limit / num_stages
+    assert max(taken) > 0.95 * limit / num_stages
+
+
+def test_a_first_long_iteration_leaves_room_for_the_one_behind_it() -> None:
+    allowed: list[float] = []
+
+    def filled(times: StageTimes, now: float, since: float) -> float:
+        if now < 4.0:
+            return 1.0
+        allowed.append(times.longest(now, since, 10.0))
+        return allowed[-1]
+
+    taken, _, waits = pipeline(2, 12, filled)
+    assert allowed[0] == pytest.approx((10.0 + 1.0) / 3)
+    assert max(waits) <= 10.0 + 1e-9
+    half = pipeline(2, 12, lambda times, now, since: 1.0 if now < 4.0 else 5.0)
+    assert max(half[2]) == pytest.approx(14.0), "each within its half, and a turn waits for 3c - d"
+    assert taken[-1] > 4.9
+
+
+def test_a_turn_that_is_alone_may_have_the_whole_limit() -> None:
+    times = StageTimes(2)
+    assert times.longest(3.0, 3.0, 10.0) == 5.0  # in each stage
+    times.planned(3.0, 5.0)
+    assert times.committed(13.0) == 5.0

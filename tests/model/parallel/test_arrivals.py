@@ -1,0 +1,285 @@
+"""Ranks of other machines: who is let in, who is not and why, and who is missing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import ConfigError, DeviceError
+from pensieve.model.parallel.arrivals import Arrivals, Elsewhere, split_address
+from pensieve.model.parallel.handshake import (
+    FRAME_BYTES_MAX,
+    Arrival,
+    Refused,
+    described,
+    present,
+    read_secret,
+    receive_rank,
+)
+from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe
+from pensieve.model.parallel.rank_store import Keys, RankStore
+
+SECRET = b"a secret of all machines"
+HERE = described("cpu", "f1", "/models/here", 0, 2)
+
+
+def there(**changes: object) -> Arrival:
+    return HERE._replace(folder="/models/there", **changes)  # type: ignore[arg-type]
+
+
+class Both:
+    """What the two sides of a handshake come to."""
+
+    def __init__(self, ranks_secret: bytes, arrival: Arrival) -> None:
+        ours, theirs = socket.socketpair()
+        self.accepted: Arrival | None = None
+        self.why_refused = self.why_left = ""
+        rank = threading.Thread(target=self._present, args=(theirs, ranks_secret, arrival))
+        rank.start()
+        pipe = RankPipe(ours, FRAME_BYTES_MAX)
+        try:
+            self.accepted = receive_rank(pipe, SECRET, HERE)
+            pipe.send("accepted")
+        except Refused as error:
+            self.why_refused = str(error)
+        pipe.close()
+        rank.join()
+
+    def _present(self, sock: socket.socket, secret: bytes, arrival: Arrival) -> None:
+        try:
+            present(RankPipe(sock, FRAME_BYTES_MAX), secret, arrival)
+        except Refused as error:
+            self.why_left = str(error)
+        sock.close()
+
+
+def test_a_rank_with_the_secret_and_the_same_of_everything_is_accepted() -> None:
+    both = Both(SECRET, there(num_threads=7))
+    assert (both.why_refused, both.why_left) == ("", "")
+    assert both.accepted == there(num_threads=7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model": "f2"}, "other weights: f2, and rank 0 has f1"),
+        ({"pensieve": "9.9"}, "pensieve 9.9, and rank 0 has"),
+        ({"torch": "1.0"}, "torch 1.0, and rank 0 has"),
+        ({"device": "cuda"}, "another device: cuda, and rank 0 has cpu"),
+        ({"protocol": 99}, "protocol 99, and rank 0 has 1"),
+        ({"num_threads": "many"}, "is not understood"),
+    ],
+)
+def test_a_rank_that_would_compute_something_else_is_told_why_it_is_refused(
+    changes: dict[str, object], why: str
+) -> None:
+    both = Both(SECRET, there(**changes))
+    assert both.accepted is None
+    assert why in both.why_refused
+    assert why in both.why_left
+
+
+def test_who_does_not_know_the_secret_learns_nothing_and_is_not_let_in() -> None:
+    both = Both(b"another secret altogether", there())
+    assert both.accepted is None
+    assert "does not know the secret" in both.why_refused
+    assert "its secret may be another one" in both.why_left
+
+
+def test_rank_0_has_to_know_the_secret_too() -> None:
+    """One that takes every proof has none of its own, and sends back what it was sent."""
+    ours, theirs = socket.socketpair()
+    pipe = RankPipe(ours)
+
+    def pretend() -> None:
+        pipe.send("challenge", nonce="00" * 32)
+        proof = pipe.receive()
+        assert isinstance(proof, ControlMessage)
+        pipe.send("proof", mac=proof.values["mac"])
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(Refused, match="what listens there does not know the secret"):
+        present(RankPipe(theirs, FRAME_BYTES_MAX), SECRET, there())
+    thread.join()
+    theirs.close()
+    assert pipe.receive() is None, "it was sent nothing of the rank"
+    ours.close()
+
+
+def frame(kind: int, body: bytes) -> bytes:
+    return struct.pack("<BI", kind, len(body)) + body
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        frame(1, b"\x01" * 64),  # an iteration
+        frame(0, b" " * 5000),  # too long, before it is known
+        frame(0, b"[" * 4000),
+        frame(0, b"{}"),
+        frame(0, json.dumps(["proof", ["no", "values"]]).encode()),
+        frame(0, json.dumps(["proof", {"nonce": "zz", "mac": "zz"}]).encode()),
+        frame(0, json.dumps(["arrival", there()._asdict()]).encode()),
+        b"",
+    ],
+)
+def test_whatever_else_comes_is_refused(sent: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(sent)
+    theirs.shutdown(socket.SHUT_WR)
+    with pytest.raises(Refused):
+        receive_rank(RankPipe(ours, FRAME_BYTES_MAX), SECRET, HERE)
+    ours.close()
+    theirs.close()
+
+
+def elsewhere(num_ranks: int, seconds: float = 60.0) -> Elsewhere:
+    return Elsewhere(num_ranks, "127.0.0.1", 0, SECRET, HERE, seconds)
+
+
+class Visitors:
+    """Ranks that come to an address, in threads."""
+
+    def __init__(self, address: str) -> None:
+        self._address = split_address(address)
+        self.sockets: list[socket.socket] = []
+
+    def come(self, arrival: Arrival, secret: bytes = SECRET) -> socket.socket:
+        sock = socket.create_connection(self._address, 60)
+        self.sockets.append(sock)
+        present(RankPipe(sock, FRAME_BYTES_MAX), secret, arrival)
+        return sock
+
+    def close(self) -> None:
+        for sock in self.sockets:
+            sock.close()
+
+
+def visited(num_ranks: int, visits: Callable[[Visitors], None]) -> tuple[list[str], list[str]]:
+    """The hosts of the ranks in their order, with the devices there; and what was reported."""
+    lines: list[str] = []
+    arrivals = Arrivals(elsewhere(num_ranks), lines.append)
+    visitors = Visitors(arrivals.address)
+    thread = threading.Thread(target=visits, args=(visitors,))
+    thread.start()
+    found = arrivals.wait()
+    thread.join()
+    for each in found:
+        each.pipe.close()
+    visitors.close()
+    return [f"{each.arrival.host}/{each.arrival.device_index}" for each in found], lines
+
+
+def test_ranks_of_a_machine_are_neighbours_in_whatever_order_they_come() -> None:
+    def visits(visitors: Visitors) -> None:
+        for host, index in (("b", 1), ("a", 1), ("b", 0), ("a", 0)):
+            visitors.come(there(host=host, device_index=index))
+
+    found, lines = visited(4, visits)
+    assert found == ["a/0", "a/1", "b/0", "b/1"]
+    assert lines[1:] == ["b came: 1 of 4", "a came: 2 of 4", "b came: 3 of 4", "a came: 4 of 4"]
+
+
+def test_a_rank_that_has_gone_again_is_awaited_anew() -> None:
+    def visits(visitors: Visitors) -> None:
+        visitors.come(there(host="a")).close()
+        with pytest.raises(Refused):
+            visitors.come(there(host="x"), b"not the secret at all")
+        visitors.come(there(host="b"))
+        gone.wait(60)
+        visitors.come(there(host="c"))
+
+    gone = threading.Event()
+
+    class Noting(list[str]):
+        def append(self, line: str) -> None:
+            super().append(line)
+            if "gone again" in line:
+                gone.set()
+
+    lines = Noting()
+    arrivals = Arrivals(elsewhere(2), lines.append)
+    visitors = Visitors(arrivals.address)
+    thread = threading.Thread(target=visits, args=(visitors,))
+    thread.start()
+    found = arrivals.wait()
+    thread.join()
+    assert [each.arrival.host for each in found] == ["b", "c"]
+    assert any("a is gone again" in line for line in lines)
+    assert any("was refused: it does not know the secret" in line for line in lines)
+    for each in found:
+        each.pipe.close()
+    visitors.close()
+
+
+def test_who_is_missing_is_in_the_error() -> None:
+    arrivals = Arrivals(elsewhere(3, 2.0), lambda line: None)
+    visitors = Visitors(arrivals.address)
+    thread = threading.Thread(target=visitors.come, args=(there(host="host-b"),))
+    thread.start()
+    with pytest.raises(
+        DeviceError, match=r"2 of 3 ranks of other machines did not come .* \(host-b came\)"
+    ):
+        arrivals.wait()
+    thread.join()
+    assert visitors.sockets[0].recv(1) == b"", "it is let go"
+    visitors.sockets[0].close()
+
+
+def test_an_address_is_of_one_interface() -> None:
+    assert split_address("10.0.0.5:5000") == ("10.0.0.5", 5000)
+    assert split_address("[fd00::5]:5000") == ("fd00::5", 5000)
+    for wrong in ("0.0.0.0:5000", "[::]:5000", "10.0.0.5", ":5000", "10.0.0.5:x"):
+        with pytest.raises(ConfigError, match="--rank-address"):
+            split_address(wrong)
+    there_is_none = elsewhere(1)._replace(host="192.0.2.7")
+    with pytest.raises(ConfigError, match=r"--rank-address 192.0.2.7:0"):
+        Arrivals(there_is_none, lambda line: None)
+
+
+def test_a_secret_is_long_and_its_owners(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_secret(path)
+    path.write_text("short\n")
+    with pytest.raises(ConfigError, match="has 5 bytes; 16 are needed"):
+        read_secret(path)
+    path.write_bytes(SECRET + b"\n")
+    assert read_secret(path) == SECRET
+    path.chmod(0o622)
+    with pytest.raises(ConfigError, match="can be written by others"):
+        read_secret(path)
+
+
+def test_keys_are_those_of_all_ranks_until_one_of_them_ends() -> None:
+    keys = Keys()
+    one, other = RankStore(keys.answer), RankStore(keys.answer)
+    one.set("a/0", bytes(range(256)))
+    assert other.get("a/0") == bytes(range(256))
+    assert (one.add("n", 2), other.add("n", 3)) == (2, 5)
+    assert other.check(["a/0", "n"])
+    assert not other.check(["a/0", "b"])
+    assert one.delete_key("n")
+    assert not one.delete_key("n")
+    assert other.num_keys() == 1
+    found: list[str] = []
+
+    def wait() -> None:
+        try:
+            other.wait(["never"])
+        except DeviceError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    keys.give_up("rank 2 ended")
+    thread.join()
+    assert found == ["rank 2 ended"]
