@@ -90,7 +90,7 @@ def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.Pen
     if kind is errors.TurnRunning:
         return errors.TurnRunning(causes.get("conversation_id", ""), causes.get("turn_id", ""))
     if kind is errors.StaleRevision:
-        return errors.StaleRevision(_whole(causes, "expected"), _whole(causes, "actual"))
+        return errors.StaleRevision(_whole(causes, "expected"), _whole(causes, "actual"), text)
     if kind is errors.ContextFull:
         return errors.ContextFull(_whole(causes, "tokens"), _whole(causes, "tokens_max"))
     if kind is errors.InvalidArgument:

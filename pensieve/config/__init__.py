@@ -17,6 +17,7 @@ from pensieve.config.resolve import (
     print_settings,
     resolve,
 )
+from pensieve.config.secrets import without_secrets
 from pensieve.config.setting import Setting, Table
 from pensieve.config.tables import (
     CONNECTIONS_MAX,
@@ -57,4 +58,5 @@ __all__ = [
     "default_data_folder",
     "print_settings",
     "resolve",
+    "without_secrets",
 ]

@@ -148,6 +148,8 @@ class LostAt:
                 faults.fired = True
                 if after:
                     super().execute(*args, **options)
+                    with self.pipeline() as pipeline:
+                        pipeline.sync()
                 self.close()
                 raise psycopg.OperationalError("the server closed the connection unexpectedly")
 

@@ -9,7 +9,13 @@ Nobody in between.  The row of `owner` has a token of the process that had the l
 is opened again after an error takes the lock again, and if the token is not its own any more, another
 daemon has written since: what this process knows of running turns is worth nothing, and it writes no more.
 
-Durable on return.  `synchronous_commit` is on (or stronger), and a server with fsync off is refused.
+Messages.  A transaction goes through a pipeline (session.py).  What it only writes is not waited for, so it
+costs one message there and back for each question, and one for its commit.
+
+Durable on return.  `synchronous_commit` is on (or stronger), and a server with fsync off is refused.  A
+commit that waits for a standby happens in any case: who ends the wait (a lost connection, an operator) makes
+it visible before the standby has it.  So whoever opens a connection again writes to `owner` before it reads,
+and waits for the standby to have that, and with it all that was committed before.
 
 After an error the transaction is rolled back.  After a lost connection it is unknown whether a COMMIT that
 was under way has happened, and it may still be happening.  Nothing is retried; the next use opens a new
@@ -21,24 +27,27 @@ A job has the time of its TimeLimit, looked at before each statement, and no sta
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
+from pensieve.errors import StoreError, StoreLocked, StoreUnavailable, one_line
 from pensieve.extras import need
 from pensieve.store.postgres import dialect
 from pensieve.store.postgres.failures import explained
 from pensieve.store.postgres.schema import SCHEMA, migrate
+from pensieve.store.postgres.session import Reserve, Session, pipelined
 from pensieve.store.time_limit import TimeLimit
 from pensieve.store.write_figures import WriteFigures
 
 VERSION_MIN = 14_00_00
+PREPARED_MAX = 256  # statements; the store has fewer, but for those with a list in them
 LOCK_KEY = 0x50656E7300000001  # "Pens"
 LOCK_PAUSE_SECONDS = 0.02
 # libpq's own names; an address that sets one keeps its own.
@@ -75,6 +84,7 @@ class Address:
 
     def __init__(self, url: str, driver: Any = None) -> None:
         self.driver = driver_of(driver)
+        logging.getLogger("psycopg").setLevel(logging.CRITICAL)  # what it logs we raise, or mean
         try:
             self._parts = {**CONNECTING, **self.driver.conninfo.conninfo_to_dict(url)}
         except self.driver.Error:
@@ -108,23 +118,12 @@ class Address:
                 with contextlib.suppress(self.driver.DataError):
                     conn.execute(SET, [setting, value])
             dialect.teach(conn)
+            conn.prepare_threshold = 1
+            conn.prepared_max = PREPARED_MAX
         except BaseException:
             conn.close()
             raise
         return conn
-
-
-class Session:
-    """What the store's SQL runs on."""
-
-    def __init__(self, conn: Any, limit: TimeLimit | None = None) -> None:
-        self.conn = conn
-        self._limit = limit
-
-    def execute(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Any:
-        if self._limit is not None and self._limit.is_over():
-            raise StoreUnavailable("the history: a statement took too long and was ended")
-        return self.conn.execute(dialect.translated(sql), dialect.adapted(values))
 
 
 class PostgresWriter:
@@ -147,17 +146,25 @@ class PostgresWriter:
         self._is_owner = False  # it was, once
         self._backend: tuple[int, str] | None = None  # the last session: its process at the server
         self._conn: Any = None
+        self.has_wiped = False
+        self._reserve = Reserve()
+        self._warning = ""  # of the server, at a commit
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Any]:
         """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
         with self._operation() as session:
-            session.conn.execute("BEGIN")
-            yield session
-            began = time.perf_counter()
-            ended = session.conn.execute("COMMIT").statusmessage
-            if ended != "COMMIT":  # a statement failed, and somebody passed over its error
+            with pipelined(session):
+                session.conn.execute("BEGIN")
+                yield session
+                self._warning = ""
+                began = time.perf_counter()
+                ended = session.conn.execute("COMMIT")
+            if ended.statusmessage != "COMMIT":  # a statement failed, and somebody passed over it
                 raise StoreUnavailable(f"{self.address.shown} rolled a transaction back")
+            if self._warning:  # that it is not known to a standby
+                self.close()
+                raise StoreUnavailable(f"{self.address.shown}: {self._warning}")
             self.figures.committed(time.perf_counter() - began)
 
     @contextlib.contextmanager
@@ -183,7 +190,7 @@ class PostgresWriter:
             if self._conn is None:
                 self._conn = self._open()
             with self.limit.counting():
-                yield Session(self._conn, self.limit)
+                yield Session(self._conn, self.limit, self._reserve, self.note_wiped)
         except self.address.driver.Error as error:
             raise explained(error, self.address.shown) from error
         finally:
@@ -209,10 +216,20 @@ class PostgresWriter:
             self._backend = conn.execute(
                 "SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()"
             ).fetchone()
+            conn.add_notice_handler(self._notice)
+            self._reserve = Reserve()
         except BaseException:
             conn.close()
             raise
         return conn
+
+    def note_wiped(self) -> None:
+        """Rows of bodies were wiped, and are to be deleted (erasure.py)."""
+        self.has_wiped = True
+
+    def _notice(self, notice: Any) -> None:
+        if notice.severity_nonlocalized == "WARNING":
+            self._warning = one_line(notice.message_primary)
 
     def _check(self, conn: Any) -> None:
         """Refuse a server that would lose what it acknowledged."""
@@ -258,8 +275,9 @@ class PostgresWriter:
             )
             self._is_owner = True
             return
-        token, name = conn.execute("SELECT token, name FROM owner").fetchone()
-        if token != self._token:
+        still = "UPDATE owner SET taken_at = now() WHERE token = %s"
+        if not conn.execute(still, [self._token]).rowcount:
+            (name,) = conn.execute("SELECT name FROM owner").fetchone()
             raise StoreLocked(
                 f"the history {self.address.shown} was taken over by {name}; this process writes no"
                 " more to it"
@@ -269,9 +287,13 @@ class PostgresWriter:
 class PostgresSnapshots:
     """Reads beside the writer, each of what was committed when it began; in one thread at a time."""
 
-    def __init__(self, address: Address, statement_seconds: float, name: str) -> None:
+    def __init__(
+        self, address: Address, statement_seconds: float, name: str, seconds: float | None = None
+    ) -> None:
+        """`seconds`: that all statements of one read may take; as long as one may if it is not given."""
         self._address = address
-        self._limit = TimeLimit(statement_seconds)
+        self._statement_seconds = statement_seconds
+        self._limit = TimeLimit(statement_seconds if seconds is None else seconds)
         self._name = name
         self._conn: Any = None
 
@@ -281,10 +303,12 @@ class PostgresSnapshots:
             if self._conn is not None and is_lost(self._conn):
                 self.close()
             if self._conn is None:
-                self._conn = self._address.connect(self._name, self._limit.seconds, 5.0)
-            with self._limit.counting():
-                self._conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-                yield Session(self._conn, self._limit)
+                self._conn = self._address.connect(self._name, self._statement_seconds, 5.0)
+            session = Session(self._conn, self._limit)
+            with self._limit.counting(), pipelined(session):
+                session.conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                yield session
+                session.conn.execute("ROLLBACK")
         except self._address.driver.Error as error:
             raise explained(error, self._address.shown) from error
         finally:
@@ -299,6 +323,19 @@ class PostgresSnapshots:
         if conn is not None:
             with contextlib.suppress(self._address.driver.Error):
                 conn.close()
+
+
+@contextlib.contextmanager
+def opened(address: Address, name: str, statement_seconds: float) -> Iterator[Session]:
+    """A connection for one statement or two, each a transaction; in any thread."""
+    try:
+        conn = address.connect(name, statement_seconds, 5.0)
+        try:
+            yield Session(conn)
+        finally:
+            conn.close()
+    except address.driver.Error as error:
+        raise explained(error, address.shown) from error
 
 
 def is_idle(conn: Any) -> bool:
