@@ -18,6 +18,7 @@ from pensieve.config import (
     TierSize,
     print_settings,
     resolve,
+    without_secrets,
 )
 from pensieve.core.policies.registry import DEFAULT, POLICIES
 from pensieve.errors import ConfigError
@@ -152,3 +153,20 @@ def test_no_two_settings_share_a_name_or_a_flag_of_one_command() -> None:
     for tables in (SERVE, (REACHING, TALKING, SETTINGS)):
         flags = [setting.flag for table in tables for setting in table]
         assert len(flags) == len(set(flags))
+
+
+def test_a_process_that_is_to_know_no_secret_gets_none() -> None:
+    given = {
+        "PENSIEVE_STORE": "postgresql://me:hunter2@host/db",
+        "PENSIEVE_TOKEN": "hunter2",
+        "PGPASSWORD": "hunter2",
+        "PGPASSFILE": "/run/secrets/pgpass",
+        "PENSIEVE_MODEL": "smollm2",
+        "PGHOST": "host",
+        "PATH": "/bin",
+    }
+    assert without_secrets(given) == {
+        "PENSIEVE_MODEL": "smollm2",
+        "PGHOST": "host",
+        "PATH": "/bin",
+    }
