@@ -29,12 +29,13 @@ from pensieve.errors import (
 from pensieve.store import ConversationStore, NewConversation, TurnState
 from pensieve.store.numbered import KEYS
 from pensieve.store.postgres.checking import WALKS
-from pensieve.store.postgres.dialect import adapted, translated, unescaped
+from pensieve.store.postgres.dialect import escaped, translated, unescaped
 from pensieve.store.postgres.schema import NEWEST, SCHEMA
+from pensieve.store.postgres.wire import Wire
 from pensieve.store.records import ChainState
 from tests.scale import SCALE
 from tests.store import postgres_server
-from tests.store.faulty import history, world, writer_of
+from tests.store.faulty import NEVER, history, world, writer_of
 from tests.store.postgres_server import USER, PostgresServer
 from tests.store.talk import begin, create, reply, say, user
 from tests.store.test_faults import ACTS
@@ -136,7 +137,7 @@ def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
     """The network between was lost, and with it our end of the connection."""
     store = opened(busy_timeout_seconds=20.0)
     create(store, "tea")
-    descriptor = writer_of(store)._conn.fileno()  # type: ignore[attr-defined]
+    descriptor = writer_of(store)._wire.conn.fileno()  # type: ignore[attr-defined]
     kept, nothing = os.dup(descriptor), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, descriptor)
     os.close(nothing)
@@ -195,40 +196,31 @@ def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_
 
 
 class LostAt:
-    """psycopg whose session is lost at the Nth statement from now: before it, or after it was done."""
+    """Sessions that are lost at the Nth statement from now: before it, or after it was done."""
 
-    def __init__(self, after: bool) -> None:
-        import psycopg
-
-        faults = self
-        self.countdown = 10**9
+    def __init__(self, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.countdown = NEVER
         self.fired = False
+        send = Wire.send
 
-        class Connection(psycopg.Connection[Any]):
-            def execute(self, *args: Any, **options: Any) -> Any:
-                faults.countdown -= 1
-                if faults.countdown:
-                    return super().execute(*args, **options)
-                faults.fired = True
-                if after:
-                    super().execute(*args, **options)
-                    with self.pipeline() as pipeline:
-                        pipeline.sync()
-                self.close()
-                raise psycopg.OperationalError("the server closed the connection unexpectedly")
+        def lossy(wire: Wire, *arguments: Any) -> Any:
+            self.countdown -= 1
+            if self.countdown:
+                return send(wire, *arguments)
+            self.fired = True
+            if after:
+                send(wire, *arguments)
+                wire.sync()
+            wire.close()
+            raise wire._driver.OperationalError("the server closed the connection unexpectedly")
 
-        self.driver = types.SimpleNamespace(
-            Connection=Connection,
-            Error=psycopg.Error,
-            DataError=psycopg.DataError,
-            conninfo=psycopg.conninfo,
-        )
+        monkeypatch.setattr(Wire, "send", lossy)
 
     def arm(self, countdown: int) -> None:
         self.countdown, self.fired = countdown, False
 
     def heal(self) -> None:
-        self.countdown = 10**9
+        self.countdown = NEVER
 
 
 CASES = [(name, True) for name in ("begin", "finish")] + [("delete", False), ("finish", False)]
@@ -238,16 +230,22 @@ if SCALE > 1:
 
 @pytest.mark.parametrize(("name", "after"), CASES)
 def test_an_operation_whose_session_is_lost_happens_or_does_not(
-    tmp_path: Path, postgres: PostgresServer, name: str, after: bool
+    tmp_path: Path,
+    postgres: PostgresServer,
+    name: str,
+    after: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     act, template = ACTS[name], postgres.new_database()
     with ConversationStore.open(tmp_path / "world", "test", url=template) as store:
         world(store)
 
-    def copy(number: int, driver: Any = None) -> tuple[str, ConversationStore]:
+    faults = LostAt(after, monkeypatch)
+
+    def copy(number: int) -> tuple[str, ConversationStore]:
         url = postgres.new_database(template=name_of(template))
         folder = tmp_path / f"copy{number}"
-        return url, ConversationStore.open(folder, "test", url=url, driver=driver)
+        return url, ConversationStore.open(folder, "test", url=url)
 
     url, store = copy(0)
     with store:
@@ -259,8 +257,7 @@ def test_an_operation_whose_session_is_lost_happens_or_does_not(
     point = 0
     while True:
         point += 1
-        faults = LostAt(after)
-        url, store = copy(point, faults.driver)
+        url, store = copy(point)
         with store:
             subject = act.prepare(store)
             faults.arm(point)
@@ -282,9 +279,11 @@ def test_an_operation_whose_session_is_lost_happens_or_does_not(
     assert point > 4
 
 
-def test_an_end_that_was_committed_in_spite_of_its_error_is_not_doubled(opened: Open) -> None:
-    faults = LostAt(after=True)
-    store = opened(driver=faults.driver)
+def test_an_end_that_was_committed_in_spite_of_its_error_is_not_doubled(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    faults = LostAt(True, monkeypatch)
     create(store, "tea")
     for number in range(1, 40):
         turn_id = begin(store, "tea", f"r{number}", "hi", 1)
@@ -328,15 +327,30 @@ def begin_of(store: ConversationStore, tenant: str) -> int:
     return store.begin_turn("tea", request, tenant=tenant).turn.turn_id
 
 
-def test_statements_and_texts_in_the_words_of_psycopg() -> None:
-    assert translated("SELECT ? WHERE a = :name AND b LIKE '5%' AND x::text = ?") == (
-        "SELECT %s WHERE a = %(name)s AND b LIKE '5%%' AND x::text = %s"
-    )
-    assert adapted({"state": TurnState.RUNNING, "n": 3}) == {"state": "running", "n": 3}
+def test_statements_and_texts_in_the_words_of_postgresql() -> None:
+    by_place = translated("SELECT ? WHERE b LIKE '5%' AND x::text = ?")
+    assert by_place == ("SELECT $1 WHERE b LIKE '5%' AND x::text = $2", ())
+    assert by_place.in_order((1, "a")) == (1, "a")
+    by_name = translated("SELECT :one WHERE a > :two OR a = :one")
+    assert by_name == ("SELECT $1 WHERE a > $2 OR a = $1", ("one", "two"))
+    assert by_name.in_order({"two": 2, "one": 1}) == [1, 2]
     for text in ("", "plain", "\0", "\x1a", "\x1a0", "\x1a\0\x1a"):
-        (written,) = adapted([text])
-        assert "\0" not in written
-        assert unescaped(written) == text
+        assert "\0" not in escaped(text)
+        assert unescaped(escaped(text)) == text
+
+
+def test_values_come_back_as_they_went(opened: Open) -> None:
+    values = (None, True, 2**63 - 1, -(2**63), 0, 1.5, -0.1, 1e300, b"\0\xff", b"", "ä", "")
+    types = ("text", "bool", *["int8"] * 3, *["float8"] * 3, *["bytea"] * 2, *["text"] * 2)
+    marks = ", ".join(f"?::{each}" for each in types)
+    with writer_of(opened()).reading() as conn:
+        for _ in range(3):  # the second is prepared
+            assert conn.execute(f"SELECT {marks}", values).fetchall() == [values]
+        for number in (0, 1, -1, 9999, 10_000, 10**8, 12_345_678_901_234_567_890, -(10**20)):
+            found = conn.execute("SELECT sum(n) FROM (SELECT ?::numeric AS n) AS s", (str(number),))
+            assert found.fetchone() == (number,)
+        assert conn.execute("SELECT 3::int4, -3::int2, 'x'::name").fetchone() == (3, -3, "x")
+        assert conn.execute("SELECT ?::text", (TurnState.RUNNING,)).fetchone() == ("running",)
 
 
 # -- the schema --

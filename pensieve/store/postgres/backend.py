@@ -64,7 +64,7 @@ class PostgresMarks:
     @property
     def is_damaged(self) -> bool:
         with self._opened() as conn:
-            return bool(conn.execute("SELECT is_damaged FROM owner").fetchone()[0])
+            return conn.execute("SELECT is_damaged FROM owner").fetchall() == [(True,)]
 
     @property
     def is_check_due(self) -> bool:

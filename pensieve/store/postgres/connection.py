@@ -39,15 +39,14 @@ from typing import Any
 
 from pensieve.errors import StoreError, StoreLocked, StoreUnavailable, one_line
 from pensieve.extras import need
-from pensieve.store.postgres import dialect
 from pensieve.store.postgres.failures import explained
 from pensieve.store.postgres.schema import SCHEMA, migrate
-from pensieve.store.postgres.session import Reserve, Session, pipelined
+from pensieve.store.postgres.session import Reserve, Session
+from pensieve.store.postgres.wire import Wire
 from pensieve.store.time_limit import TimeLimit
 from pensieve.store.write_figures import WriteFigures
 
 VERSION_MIN = 14_00_00
-PREPARED_MAX = 256  # statements; the store has fewer, but for those with a list in them
 LOCK_KEY = 0x50656E7300000001  # "Pens"
 LOCK_PAUSE_SECONDS = 0.02
 # libpq's own names; an address that sets one keeps its own.
@@ -117,9 +116,6 @@ class Address:
             for setting, value in NOT_EVERYWHERE.items():
                 with contextlib.suppress(self.driver.DataError):
                     conn.execute(SET, [setting, value])
-            dialect.teach(conn)
-            conn.prepare_threshold = 1
-            conn.prepared_max = PREPARED_MAX
         except BaseException:
             conn.close()
             raise
@@ -145,7 +141,7 @@ class PostgresWriter:
         self._token = secrets.token_hex(16)
         self._is_owner = False  # it was, once
         self._backend: tuple[int, str] | None = None  # the last session: its process at the server
-        self._conn: Any = None
+        self._wire: Wire | None = None
         self.has_wiped = False
         self._reserve = Reserve()
         self._warning = ""  # of the server, at a commit
@@ -154,13 +150,12 @@ class PostgresWriter:
     def writing(self) -> Iterator[Any]:
         """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
         with self._operation() as session:
-            with pipelined(session):
-                session.conn.execute("BEGIN")
-                yield session
-                self._warning = ""
-                began = time.perf_counter()
-                ended = session.conn.execute("COMMIT")
-            if ended.statusmessage != "COMMIT":  # a statement failed, and somebody passed over it
+            session.begin()
+            yield session
+            self._warning = ""
+            began = time.perf_counter()
+            ended = session.commit()
+            if ended != "COMMIT":  # a statement failed, and somebody passed over it
                 raise StoreUnavailable(f"{self.address.shown} rolled a transaction back")
             if self._warning:  # that it is not known to a standby
                 self.close()
@@ -175,38 +170,29 @@ class PostgresWriter:
 
     def close(self) -> None:
         """A second call does nothing."""
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            with contextlib.suppress(self.address.driver.Error):
-                conn.close()
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[Session]:
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("the history is being used by another thread")
         try:
-            if self._conn is not None and is_lost(self._conn):
+            if self._wire is not None and is_lost(self._wire.conn):
                 self.close()
-            if self._conn is None:
-                self._conn = self._open()
+            if self._wire is None:
+                self._wire = self._open()
             with self.limit.counting():
-                yield Session(self._conn, self.limit, self._reserve, self.note_wiped)
+                yield Session(self._wire, self.limit, self._reserve, self.note_wiped)
         except self.address.driver.Error as error:
             raise explained(error, self.address.shown) from error
         finally:
-            self._end_transaction()
+            if self._wire is not None and not end_transaction(self._wire):
+                self.close()
             self._in_use.release()
 
-    def _end_transaction(self) -> None:
-        """Leave a connection without a transaction, or none."""
-        if self._conn is None or is_idle(self._conn):
-            return
-        with contextlib.suppress(self.address.driver.Error):
-            self._conn.execute("ROLLBACK")
-        if not is_idle(self._conn):
-            self.close()
-
-    def _open(self) -> Any:
+    def _open(self) -> Wire:
         conn = self.address.connect(self._holder, self.limit.seconds, self._busy_timeout_seconds)
         try:
             self._check(conn)
@@ -218,10 +204,10 @@ class PostgresWriter:
             ).fetchone()
             conn.add_notice_handler(self._notice)
             self._reserve = Reserve()
+            return Wire(conn, self.address.driver)
         except BaseException:
             conn.close()
             raise
-        return conn
 
     def note_wiped(self) -> None:
         """Rows of bodies were wiped, and are to be deleted (erasure.py)."""
@@ -271,7 +257,7 @@ class PostgresWriter:
         if not self._is_owner:
             conn.execute(
                 "UPDATE owner SET token = %s, name = %s, taken_at = now()",
-                dialect.adapted([self._token, self._holder]),
+                [self._token, self._holder],
             )
             self._is_owner = True
             return
@@ -295,34 +281,30 @@ class PostgresSnapshots:
         self._statement_seconds = statement_seconds
         self._limit = TimeLimit(statement_seconds if seconds is None else seconds)
         self._name = name
-        self._conn: Any = None
+        self._wire: Wire | None = None
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Any]:
         try:
-            if self._conn is not None and is_lost(self._conn):
+            if self._wire is not None and is_lost(self._wire.conn):
                 self.close()
-            if self._conn is None:
-                self._conn = self._address.connect(self._name, self._statement_seconds, 5.0)
-            session = Session(self._conn, self._limit)
-            with self._limit.counting(), pipelined(session):
-                session.conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            if self._wire is None:
+                conn = self._address.connect(self._name, self._statement_seconds, 5.0)
+                self._wire = Wire(conn, self._address.driver)
+            session = Session(self._wire, self._limit)
+            with self._limit.counting():
+                session.begin("ISOLATION LEVEL REPEATABLE READ READ ONLY")
                 yield session
-                session.conn.execute("ROLLBACK")
         except self._address.driver.Error as error:
             raise explained(error, self._address.shown) from error
         finally:
-            if self._conn is not None and not is_idle(self._conn):
-                with contextlib.suppress(self._address.driver.Error):
-                    self._conn.execute("ROLLBACK")
-                if not is_idle(self._conn):
-                    self.close()
+            if self._wire is not None and not end_transaction(self._wire):
+                self.close()
 
     def close(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            with contextlib.suppress(self._address.driver.Error):
-                conn.close()
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
 
 
 @contextlib.contextmanager
@@ -331,16 +313,22 @@ def opened(address: Address, name: str, statement_seconds: float) -> Iterator[Se
     try:
         conn = address.connect(name, statement_seconds, 5.0)
         try:
-            yield Session(conn)
+            yield Session(Wire(conn, address.driver))
         finally:
             conn.close()
     except address.driver.Error as error:
         raise explained(error, address.shown) from error
 
 
-def is_idle(conn: Any) -> bool:
-    """Open and without a transaction."""
-    return not conn.closed and conn.info.transaction_status.name == "IDLE"
+def end_transaction(wire: Wire) -> bool:
+    """Leave a connection without a transaction; false if that cannot be."""
+    for _ in range(2):  # the first may be passed over, behind what failed
+        if wire.is_idle:
+            return True
+        with contextlib.suppress(Exception):
+            wire.send("ROLLBACK")
+            wire.sync()
+    return wire.is_idle
 
 
 def is_lost(conn: Any) -> bool:
