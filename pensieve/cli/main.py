@@ -16,6 +16,7 @@ from pensieve.cli import (
     bench,
     chat,
     conversations,
+    copy,
     doctor,
     profile,
     serve,
@@ -71,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     admin.add_parser(commands)
     token.add_parser(commands)
     backup.add_parser(commands)
+    copy.add_parser(commands)
     doctor.add_parser(commands)
     profile.add_parser(commands)
     bench.add_parser(commands)

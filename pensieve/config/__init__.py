@@ -28,6 +28,7 @@ from pensieve.config.tables import (
     ITERATION_SECONDS_MAX,
     SERVING,
     SETTINGS,
+    STORE,
     TABLES,
     TURNS_WAITING_MAX,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "REACHING",
     "SERVING",
     "SETTINGS",
+    "STORE",
     "TABLES",
     "TALKING",
     "TURNS_WAITING_MAX",
