@@ -1,9 +1,9 @@
 """Copies a whole history from SQLite to PostgreSQL, or back: row for row, so that nothing is another.
 
 All tables with all numbers, in one transaction of the target, which has to be empty: an interruption leaves
-it so.  Each body is checked against its checksum on its way.  Wiped rows stay behind, as nothing is in them.  A
-turn that was running is interrupted where the copy is opened, as after a crash.  The number of a turn that is
-gone is given to no other one there either.
+it so.  Each body is checked against its checksum on its way.  Wiped rows stay behind, as nothing is in them.
+A turn that was running is interrupted where the copy is opened, as after a crash.  The number of a turn that
+is gone is given to no other one there either.
 
 Both ends are locked while it runs, like by a daemon, so none can serve either of them.  What is known of a
 history beside its rows (that it is damaged, who has it) is not copied: the copy is checked instead.
