@@ -247,7 +247,7 @@ PROTECTIONS = (
         (
             Change(
                 "pensieve/store/conversation_store.py",
-                "        self.erasure.resume()\n",
+                "            self.erasure.resume()\n",
                 "",
             ),
             Change(

@@ -661,6 +661,34 @@ def test_an_error_inside_a_savepoint_is_raised_before_it_ends_and_undone_with_it
     assert rows == [("a",), ("c",)]
 
 
+def test_no_session_stays_in_a_transaction_whatever_became_of_it(
+    opened: Open, postgres: PostgresServer, url: str
+) -> None:
+    store = opened()
+    create(store, "tea")
+    reads = store._backend.snapshots()  # type: ignore[attr-defined]
+    there = f"SELECT DISTINCT state FROM pg_stat_activity WHERE datname = '{name_of(url)}'"
+
+    def read(*statements: str) -> None:
+        with reads.snapshot() as conn:
+            results = [conn.execute(each) for each in statements]
+            for each in results:
+                each.fetchall()
+
+    fine, wrong = "SELECT revision FROM conversations", "SELECT 1 / (revision - revision)"
+    broken = f"{wrong} FROM conversations"
+    for statements in ((), (fine,), (fine, fine), (broken,), (fine, broken, fine), (broken, fine)):
+        for _ in range(2):
+            with contextlib.suppress(psycopg_error("DataError")):
+                read(*statements)
+            assert postgres.execute(there) == [("idle",)], statements
+        create(store, f"c{len(statements)}{statements.count(broken)}{statements[:1] == (fine,)}")
+        with reads.snapshot() as conn:
+            ((count,),) = conn.execute("SELECT count(*) FROM conversations").fetchall()
+        assert count == store.num_conversations()
+    reads.close()
+
+
 def test_an_error_that_nobody_has_waited_for_undoes_the_transaction(opened: Open) -> None:
     store = opened()
     insert = "INSERT INTO prefixes (tenant, conversation, keep_warm) VALUES ('a', 1, 0)"
@@ -676,10 +704,10 @@ def test_an_error_that_nobody_has_waited_for_undoes_the_transaction(opened: Open
         assert conn.execute("SELECT * FROM prefixes").fetchall() == []
 
 
-def psycopg_error() -> Any:
+def psycopg_error(name: str = "IntegrityError") -> Any:
     import psycopg
 
-    return psycopg.IntegrityError
+    return getattr(psycopg, name)
 
 
 # -- backups, and secrets --

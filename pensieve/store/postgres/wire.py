@@ -82,18 +82,21 @@ class Wire:
         self._error: Exception | None = None  # the first since the last `sync`
         self._prepared: dict[tuple[str, tuple[int, ...]], bytes] = {}
         self._num_prepared = 0
+        self._is_synced = True
         self._known: set[tuple[str, tuple[int, ...]]] = set()
         self._pgconn.nonblocking = 1
         self._pgconn.enter_pipeline_mode()
 
     @property
     def is_idle(self) -> bool:
-        """Open, and without a transaction."""
+        """Open, and without a transaction.  What it is in, the server says at each `sync`, and only then."""
         idle = self._driver.pq.TransactionStatus.IDLE
-        return not self.conn.closed and self._pgconn.transaction_status == idle
+        is_known = self._is_synced and not self.conn.closed
+        return is_known and self._pgconn.transaction_status == idle
 
     def send(self, sql: str, given: Sequence[Any] = ()) -> Result:
         """`sql` has its values as $1, $2."""
+        self._is_synced = False
         sent, types, formats = values.sent(given)
         key = (sql, types)
         name = self._prepared.get(key)
@@ -129,6 +132,7 @@ class Wire:
         self._flush()
         while self._sent:
             self._receive()
+        self._is_synced = True
         error, self._error = self._error, None
         if error is not None:
             raise error
