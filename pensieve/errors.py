@@ -127,8 +127,11 @@ class StaleRevision(PensieveError):
     grpc_status = "FAILED_PRECONDITION"
     reason = "STALE_REVISION"
 
-    def __init__(self, expected: int, actual: int) -> None:
-        super().__init__(f"expected revision {expected}, the conversation is at {actual}")
+    def __init__(self, expected: int, actual: int, sentence: str = "") -> None:
+        """`sentence` where something else than the revision has changed."""
+        super().__init__(
+            sentence or f"expected revision {expected}, the conversation is at {actual}"
+        )
         self.expected = expected
         self.actual = actual
 

@@ -189,6 +189,7 @@ PARTS: Mapping[str, Part] = {
         unit="kills",
         per_scale=16,
     ),
+    "postgres": scaled("store/test_postgres_crash.py", whole=40, unit="kills", per_scale=3),
     "traffic": scaled(
         *("core/test_traffic.py", "core/test_small_worlds.py"),
         *("sim/test_shifts.py", "service/test_chaos.py"),

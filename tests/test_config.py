@@ -19,6 +19,7 @@ from pensieve.config import (
     print_settings,
     resolve,
     shown_store,
+    without_secrets,
 )
 from pensieve.core.policies.registry import DEFAULT, POLICIES
 from pensieve.errors import ConfigError
@@ -173,3 +174,20 @@ def test_where_a_history_is_may_be_shown() -> None:
     ):
         assert shown_store(url) == (f"postgresql://{shown}" if shown else "")
     assert shown_store("history://10.0.0.9:7000") == "history://10.0.0.9:7000"
+
+
+def test_a_process_that_is_to_know_no_secret_gets_none() -> None:
+    given = {
+        "PENSIEVE_STORE": "postgresql://me:hunter2@host/db",
+        "PENSIEVE_TOKEN": "hunter2",
+        "PGPASSWORD": "hunter2",
+        "PGPASSFILE": "/run/secrets/pgpass",
+        "PENSIEVE_MODEL": "smollm2",
+        "PGHOST": "host",
+        "PATH": "/bin",
+    }
+    assert without_secrets(given) == {
+        "PENSIEVE_MODEL": "smollm2",
+        "PGHOST": "host",
+        "PATH": "/bin",
+    }

@@ -16,6 +16,7 @@ from pensieve.cli import (
     bench,
     chat,
     conversations,
+    copy,
     doctor,
     history,
     profile,
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     history.add_parser(commands)
     token.add_parser(commands)
     backup.add_parser(commands)
+    copy.add_parser(commands)
     doctor.add_parser(commands)
     profile.add_parser(commands)
     rank.add_parser(commands)

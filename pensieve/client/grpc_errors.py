@@ -91,7 +91,7 @@ def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.Pen
     if kind is errors.TurnRunning:
         return errors.TurnRunning(causes.get("conversation_id", ""), causes.get("turn_id", ""))
     if kind is errors.StaleRevision:
-        return errors.StaleRevision(_whole(causes, "expected"), _whole(causes, "actual"))
+        return errors.StaleRevision(_whole(causes, "expected"), _whole(causes, "actual"), text)
     if kind is errors.OwnedElsewhere:
         return errors.OwnedElsewhere(
             causes.get("conversation_id", ""),

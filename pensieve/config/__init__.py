@@ -19,6 +19,7 @@ from pensieve.config.resolve import (
     print_settings,
     resolve,
 )
+from pensieve.config.secrets import without_secrets
 from pensieve.config.setting import Setting, Table
 from pensieve.config.tables import (
     CONNECTIONS_MAX,
@@ -29,6 +30,7 @@ from pensieve.config.tables import (
     ITERATION_SECONDS_MAX,
     SERVING,
     SETTINGS,
+    STORE,
     TABLES,
     TURNS_WAITING_MAX,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "REACHING",
     "SERVING",
     "SETTINGS",
+    "STORE",
     "TABLES",
     "TALKING",
     "TURNS_WAITING_MAX",
@@ -63,4 +66,5 @@ __all__ = [
     "print_settings",
     "resolve",
     "shown_store",
+    "without_secrets",
 ]

@@ -148,6 +148,7 @@ async def run(
         statement_seconds=setup.statement_seconds,
         keep_running=True,
     )
+    store.owners.begin_epochs()
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:

@@ -22,7 +22,7 @@ class Damage:
     """Belongs to the loop."""
 
     def __init__(self, store: Store, threads: Threads, changed: Callable[[], None]) -> None:
-        self.problems: tuple[str, ...] = (FOUND_BEFORE,) if store.folder.is_damaged else ()
+        self.problems: tuple[str, ...] = (FOUND_BEFORE,) if store.marks.is_damaged else ()
         self._store, self._threads, self._changed = store, threads, changed
 
     @property
@@ -46,7 +46,7 @@ class Damage:
                 log.error("the history could not be checked: %s", error)
                 return
             if problems:
-                self.found(problems)
+                await self.found(problems)
             else:
                 report("the history is sound")
                 self.problems = ()
@@ -54,10 +54,15 @@ class Damage:
 
         self._threads.spawn(check())
 
-    def found(self, problems: Sequence[str]) -> None:
+    async def found(self, problems: Sequence[str]) -> None:
         """From now on the history is read, and not written to."""
         log.error("the history is damaged: %s", problems[0])
         self.problems = tuple(problems)
         self._store.integrity_check_due = True
-        self._store.folder.mark_damaged(True)
         self._changed()
+        try:
+            await asyncio.to_thread(self._store.marks.mark_damaged, True)
+        except (
+            PensieveError
+        ) as error:  # of a server; this process knows it, and the next looks again
+            log.error("that the history is damaged could not be written down: %s", error)

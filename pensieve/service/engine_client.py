@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pensieve.config import without_secrets
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.engine import pipe as channel
 from pensieve.engine.messages import Event, Freeing, Message
@@ -203,7 +204,7 @@ class EngineClient:
                         [*self._command, str(theirs.fileno())],
                         pass_fds=[theirs.fileno()],
                         stdin=subprocess.DEVNULL,
-                        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                        env={**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"},
                     )
                 except BaseException:
                     ours.close()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from pensieve.errors import ErasurePending, PensieveError
 from pensieve.service.threads import Threads
-from pensieve.store.backend import Erasing as Erasure
+from pensieve.store.backend import ErasureSteps
 
 log = logging.getLogger("pensieve")
 PAUSE_SECONDS = 0.02
@@ -25,7 +25,7 @@ WAIT_SECONDS = 5.0  # of a client, for those who read the history to end
 class Erasing:
     """Belongs to the loop."""
 
-    def __init__(self, erasure: Erasure, threads: Threads) -> None:
+    def __init__(self, erasure: ErasureSteps, threads: Threads) -> None:
         self._erasure = erasure
         self._threads = threads
         self._is_at_work = False

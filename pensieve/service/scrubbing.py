@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from pensieve.errors import PensieveError
 from pensieve.service.threads import Threads
-from pensieve.store.backend import Scrubbing as Scrub
+from pensieve.store.backend import ScrubSteps
 
 log = logging.getLogger("pensieve")
 NOBODY = "/scrubbing"  # no tenant has this name
@@ -27,11 +27,11 @@ class Scrubbing:
 
     def __init__(
         self,
-        scrub: Scrub,
+        scrub: ScrubSteps,
         threads: Threads,
         seconds: float,
         is_pending: Callable[[], bool],
-        on_damage: Callable[[Sequence[str]], None],
+        on_damage: Callable[[Sequence[str]], Awaitable[None]],
     ) -> None:
         self._scrub = scrub
         self._threads = threads
@@ -61,7 +61,7 @@ class Scrubbing:
                     if self._is_pending():
                         continue
                     if problems := await self._threads.in_reader(NOBODY, self._scrub.step):
-                        self._on_damage(problems)
+                        await self._on_damage(problems)
                         return
                     self._is_late = False
             except PensieveError as error:  # a sector that cannot be read, or no descriptor

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pensieve.store.backup.capture import Feed
 from pensieve.store.write_figures import WriteFigures
@@ -42,7 +42,7 @@ class Reads(Protocol):
     def close(self) -> None: ...
 
 
-class Erasing(Protocol):
+class ErasureSteps(Protocol):
     """What deletions have left to do; used outside of transactions, but for `prepare`."""
 
     @property
@@ -55,7 +55,7 @@ class Erasing(Protocol):
     def step(self) -> bool: ...
 
 
-class Scrubbing(Protocol):
+class ScrubSteps(Protocol):
     """Reads everything, a little at a time."""
 
     @property
@@ -63,6 +63,19 @@ class Scrubbing(Protocol):
     def num_steps(self) -> int: ...
     def step(self) -> list[str]: ...
     def close(self) -> None: ...
+
+
+class Marks(Protocol):
+    """What is known of a history before it is looked at; kept where the history is, for whoever opens it."""
+
+    @property
+    def is_damaged(self) -> bool: ...
+    @property
+    def is_check_due(self) -> bool:
+        """It is damaged, or was left in a way that may have damaged it."""
+
+    def mark_damaged(self, is_damaged: bool) -> None:
+        """Remember it for the next start; in any thread, and it may wait for a server."""
 
 
 class Source(Protocol):
@@ -86,46 +99,15 @@ class Backend(Protocol):
     @property
     def figures(self) -> WriteFigures: ...
     @property
-    def erasure(self) -> Erasing: ...
+    def erasure(self) -> ErasureSteps: ...
     @property
     def backup_source(self) -> Source: ...
+    @property
+    def marks(self) -> Marks: ...
     def give_up(self) -> None:
         """Leave it as it is; what was opened is closed."""
 
     def snapshots(self) -> Reads: ...
-    def scrub(self) -> Scrubbing: ...
+    def scrub(self) -> ScrubSteps: ...
     def verify(self, conversation_id: str | None, tenant: str) -> list[str]: ...
     def integrity_check(self) -> list[str]: ...
-
-
-def open_backend(
-    folder: Any,
-    url: str,
-    now: Callable[[], float],
-    driver: Any,
-    busy_timeout_seconds: float,
-    compact_bytes_min: int,
-    statement_seconds: float,
-) -> Backend:
-    """Of the address of a PostgreSQL database, or of the data folder where there is none.
-
-    The first use opens it.
-    """
-    if url:
-        from pensieve.store.postgres.backend import PostgresBackend
-        from pensieve.store.postgres.connection import Address
-
-        return PostgresBackend(
-            Address(url, driver), folder.holder, now, busy_timeout_seconds, statement_seconds
-        )
-    from pensieve.store.connection import preferred_driver
-    from pensieve.store.sqlite_backend import SqliteBackend
-
-    return SqliteBackend(
-        folder,
-        now,
-        driver or preferred_driver,
-        busy_timeout_seconds,
-        compact_bytes_min,
-        statement_seconds,
-    )

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import StoreCorrupt
 from pensieve.store import stored_bytes
+from pensieve.store.numbered import ServerSession, insert_numbered
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -77,12 +78,24 @@ def insert_body(
 
 def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: bytes) -> int:
     """The same, of the bytes of both parts."""
-    ((body,),) = conn.execute(
-        "INSERT INTO bodies (crc, private, tokens) VALUES (?, ?, ?) RETURNING body",
-        (body_crc(fields, tokens), fields, tokens),
-    ).fetchall()
+    values = body_crc(fields, tokens), fields, tokens
+    body = insert_numbered(conn, "bodies", ("crc", "private", "tokens"), values)
     stored_bytes.count(conn, tenant, len(fields) + len(tokens) + stored_bytes.ROW_BYTES)
-    return int(body)
+    return body
+
+
+def last_within(lengths: Iterable[tuple[int, int]], bytes_max: int) -> int | None:
+    """The last of (key, bytes) up to which they are no more than `bytes_max`; the first one may be more.
+
+    What is read is bounded before it is asked for: a server sends all that a statement finds.
+    """
+    last, num_bytes = None, 0
+    for key, length in lengths:
+        num_bytes += length
+        if last is not None and num_bytes > bytes_max:
+            break
+        last = key
+    return last
 
 
 def checked_body(
@@ -134,3 +147,5 @@ def wipe_bodies(conn: Connection, tenant: str, bodies: Iterable[int]) -> None:
 
 def _waste(conn: Connection, num_bytes: int) -> None:
     conn.execute("UPDATE space SET wiped_bytes = wiped_bytes + ?", (num_bytes,))
+    if isinstance(conn, ServerSession):
+        conn.note_wiped()

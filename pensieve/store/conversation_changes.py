@@ -9,7 +9,8 @@ All of it is in the conversation's body, so a change writes that anew and wipes 
 **Pending messages are taken once.**  The transaction that begins a turn which brings them notes its revision
 (`taken_at`).  They are pending as long as the conversation is at that revision, so neither a turn that fails
 nor the end of the process loses them, and its end and theirs are one commit.  What changes the revision
-otherwise (a turn that does not bring them, a rewind) gives them back first, in its own transaction.
+otherwise (a turn that does not bring them, a rewind) gives them back first, in its own transaction; and the
+next one of these, after a turn that took them has ended, removes them from the body.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import ErasurePending, StaleRevision, TurnRunning
 from pensieve.store import message_rows
-from pensieve.store.backend import Erasing, Transactions
+from pensieve.store.backend import ErasureSteps, Transactions
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import Conversation, NewMessage, check_text
@@ -28,6 +29,8 @@ from pensieve.store.running_rows import RunningRows
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
+
+CHANGED = "the messages that were pending at revision {} have changed meanwhile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class PendingChange(NamedTuple):
 class ConversationChanges:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Transactions, running: RunningRows, erasure: Erasing) -> None:
+    def __init__(self, writer: Transactions, running: RunningRows, erasure: ErasureSteps) -> None:
         self._writer = writer
         self._running = running
         self._erasure = erasure
@@ -93,12 +96,13 @@ class ConversationChanges:
         A message that goes is deleted: nothing of it stays on the disk (erasure.py).
         """
         with self._running.writing() as conn:
-            _, conversation = require_conversation(conn, conversation_id, tenant)
+            number, conversation = require_conversation(conn, conversation_id, tenant)
             if conversation.running_turn_id is not None:
                 raise TurnRunning(conversation_id, str(conversation.running_turn_id))
-            before = pending_of(conn, conversation_id, tenant)
-            after = _change_pending(conn, conversation_id, tenant, change)
-            is_deletion = any(each not in after.messages for each in before.messages)
+            held = _held(conn, number, conversation)
+            after = change(held.pending)
+            is_deletion = any(each not in after.messages for each in held.pending.messages)
+            _put_pending(conn, number, tenant, held, after)
             if is_deletion:
                 self._erasure.prepare()
         if is_deletion:
@@ -110,43 +114,57 @@ class ConversationChanges:
 
 
 def take_pending(
-    conn: Connection, conversation: Conversation, messages: Sequence[NewMessage] = ()
+    conn: Connection,
+    number: int,
+    conversation: Conversation,
+    messages: Sequence[NewMessage] = (),
 ) -> None:
     """Before a turn that begins here and brings them, or before a revision that comes without them.
 
-    StaleRevision, and nothing is taken, if these are not what is pending.
+    StaleRevision, and nothing is taken, if these are not what is pending.  What a turn that has ended took is
+    removed: it stays no longer than until here.
     """
     if not (messages or conversation.has_pending):
         return
-    name, tenant = conversation.conversation_id, conversation.tenant
-    pending = pending_of(conn, name, tenant)
-    if messages and pending.messages != tuple(messages):
-        raise StaleRevision(conversation.revision, conversation.revision)
+    held = _held(conn, number, conversation)
+    if messages and held.pending.messages != tuple(messages):
+        revision = conversation.revision
+        raise StaleRevision(revision, revision, CHANGED.format(revision))
     taken_at = conversation.revision if messages else None
-    _change_pending(conn, name, tenant, lambda found: replace(found, taken_at=taken_at))
+    _put_pending(conn, number, conversation.tenant, held, replace(held.pending, taken_at=taken_at))
 
 
-def _change_pending(
-    conn: Connection, conversation_id: str, tenant: str, change: Callable[[Pending], Pending]
-) -> Pending:
-    before = pending_of(conn, conversation_id, tenant)
-    after = change(before)
-    if after != before:
-        check_text(after.messages)
-        number, _ = require_conversation(conn, conversation_id, tenant)
-        _change_private(conn, number, tenant, {"pending": _json_of(after)})
-    return after
+class _Held(NamedTuple):
+    """A conversation's body, and what is pending by it."""
+
+    body: int
+    private: dict[str, Any]
+    pending: Pending
+
+
+def _held(conn: Connection, number: int, conversation: Conversation) -> _Held:
+    body, private = _private(conn, number)
+    stored = private.get("pending")
+    if stored is None or _is_over(stored["taken_at"], conversation.revision):
+        return _Held(body, private, Pending())
+    messages = tuple(NewMessage(**each) for each in stored["messages"])
+    return _Held(body, private, Pending(messages, stored["taken_at"]))
+
+
+def _is_over(taken_at: int | None, revision: int) -> bool:
+    """Whether the turn that took them has ended."""
+    return taken_at is not None and revision > taken_at
+
+
+def _put_pending(conn: Connection, number: int, tenant: str, held: _Held, after: Pending) -> None:
+    check_text(after.messages)
+    pending = _json_of(after)
+    if pending != held.private.get("pending"):
+        _put_private(conn, number, tenant, held.body, {**held.private, "pending": pending})
 
 
 def pending_of(conn: Connection, conversation_id: str, tenant: str) -> Pending:
-    number, conversation = require_conversation(conn, conversation_id, tenant)
-    stored = _private(conn, number)[1].get("pending")
-    if stored is None:
-        return Pending()
-    taken_at = stored["taken_at"]
-    if taken_at is not None and conversation.revision > taken_at:
-        return Pending()
-    return Pending(tuple(NewMessage(**each) for each in stored["messages"]), taken_at)
+    return _held(conn, *require_conversation(conn, conversation_id, tenant)).pending
 
 
 def _json_of(pending: Pending) -> dict[str, Any] | None:
@@ -168,11 +186,17 @@ def _private(conn: Connection, number: int) -> tuple[int, dict[str, Any]]:
 
 
 def _change_private(conn: Connection, number: int, tenant: str, changes: Mapping[str, Any]) -> None:
-    """Members of its JSON; a member that becomes None goes."""
+    """Members of its JSON."""
     old, private = _private(conn, number)
-    changed = {**private, **changes}
+    _put_private(conn, number, tenant, old, {**private, **changes})
+
+
+def _put_private(
+    conn: Connection, number: int, tenant: str, old: int, private: Mapping[str, Any]
+) -> None:
+    """In the place of the old body; a member that is None goes."""
     body = insert_body(
-        conn, tenant, {name: each for name, each in changed.items() if each is not None}
+        conn, tenant, {name: each for name, each in private.items() if each is not None}
     )
     conn.execute("UPDATE conversations SET body = ? WHERE conversation = ?", (body, number))
     wipe_bodies(conn, tenant, (old,))

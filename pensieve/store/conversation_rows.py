@@ -10,9 +10,10 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pensieve.errors import AlreadyExists, NotFound, TurnRunning
-from pensieve.store.bodies import insert_body, read_private, wipe_bodies
-from pensieve.store.records import PAGE_BYTES_MAX, Conversation
+from pensieve.errors import AlreadyExists, NotFound, StaleRevision, TurnRunning
+from pensieve.store.bodies import insert_body, last_within, read_private, wipe_bodies
+from pensieve.store.numbered import insert_numbered
+from pensieve.store.records import PAGE_BYTES_MAX, Conversation, TurnRequest
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -27,6 +28,16 @@ def digest(*words: str) -> bytes:
     return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
+COLUMNS = (
+    "key",
+    "tenant",
+    "prefix_key",
+    "revision",
+    "fingerprint",
+    "created_at",
+    "updated_at",
+    "body",
+)
 CONVERSATION = """
     SELECT c.conversation, c.tenant, c.revision, c.fingerprint, c.created_at, c.updated_at,
         (SELECT turn_id FROM turns t WHERE t.conversation = c.conversation AND t.state = 'running'
@@ -38,7 +49,16 @@ CONVERSATION = """
         b.crc, b.private, b.tokens
     FROM conversations c LEFT JOIN bodies b USING (body)
 """
-PRIVATE = 10  # the column of the JSON
+WITH_REQUEST = CONVERSATION.replace(  # and the turn that a request began
+    "SELECT c.conversation,",
+    "SELECT (SELECT turn_id FROM turns t WHERE t.conversation = c.conversation"
+    " AND t.request_key = ?), c.conversation,",
+    1,
+)
+LISTED = (
+    "c.tenant = ? AND c.conversation < ? AND NOT EXISTS"
+    " (SELECT 1 FROM prefixes p WHERE p.tenant = c.tenant AND p.conversation = c.conversation)"
+)
 
 
 def _conversation(row: Any) -> tuple[int, Conversation]:
@@ -85,14 +105,40 @@ def require_conversation(
     """A conversation with its row number; raises NotFound."""
     found = find_conversation(conn, conversation_id, tenant)
     if found is None:
-        raise NotFound(f"there is no conversation {conversation_id!r}")
+        raise _no_conversation(conversation_id)
     return found
+
+
+def require_with_request(
+    conn: Connection, conversation_id: str, tenant: str, request_id: str
+) -> tuple[int, Conversation, int | None]:
+    """The same, and the turn that this request began, if there is one."""
+    row = conn.execute(
+        WITH_REQUEST + "WHERE c.key = ?",
+        (digest(request_id), conversation_key(conversation_id, tenant)),
+    ).fetchone()
+    if row is None:
+        raise _no_conversation(conversation_id)
+    return *_conversation(row[1:]), row[0]
+
+
+def _no_conversation(conversation_id: str) -> NotFound:
+    return NotFound(f"there is no conversation {conversation_id!r}")
 
 
 def refuse_running(conversation: Conversation) -> None:
     """Raises TurnRunning if a turn of it runs."""
     if conversation.running_turn_id is not None:
         raise TurnRunning(conversation.conversation_id, str(conversation.running_turn_id))
+
+
+def refuse_stale(conversation: Conversation, request: TurnRequest) -> None:
+    """Raises StaleRevision if the request was made for another revision, or for another conversation."""
+    expected, created_at = request.expected_revision, request.expected_created_at
+    if expected is not None and (
+        expected != conversation.revision or created_at not in (None, conversation.created_at)
+    ):
+        raise StaleRevision(expected, conversation.revision)
 
 
 def refuse_taken(conn: Connection, conversation_id: str, tenant: str) -> None:
@@ -143,20 +189,19 @@ def conversations_before(
     A declared prefix is none.
     At most `limit`, and fewer where the next one would go beyond PAGE_BYTES_MAX.
     """
-    found = conn.execute(
-        CONVERSATION + "WHERE c.tenant = ? AND c.conversation < ? AND NOT EXISTS"
-        " (SELECT 1 FROM prefixes p WHERE p.tenant = c.tenant AND p.conversation = c.conversation)"
-        " ORDER BY c.conversation DESC LIMIT ?",
+    lengths = conn.execute(
+        "SELECT c.conversation, coalesce(length(b.private), 0) FROM conversations c"
+        f" LEFT JOIN bodies b USING (body) WHERE {LISTED} ORDER BY c.conversation DESC LIMIT ?",
         (tenant, before, limit + 1),
-    )
-    page: list[tuple[int, Conversation]] = []
-    num_bytes = 0
-    for row in found:
-        num_bytes += len(row[PRIVATE] or b"")
-        if page and (len(page) == limit or num_bytes > PAGE_BYTES_MAX):
-            return page, True
-        page.append(_conversation(row))
-    return page, False
+    ).fetchall()
+    last = last_within(lengths[:limit], PAGE_BYTES_MAX)
+    if last is None:
+        return [], False
+    rows = conn.execute(
+        f"{CONVERSATION}WHERE {LISTED} AND c.conversation >= ? ORDER BY c.conversation DESC",
+        (tenant, before, last),
+    ).fetchall()
+    return [_conversation(row) for row in rows], last != lengths[-1][0]
 
 
 def insert_conversation(conn: Connection, conversation: Conversation) -> int:
@@ -174,9 +219,10 @@ def insert_conversation(conn: Connection, conversation: Conversation) -> int:
     body = insert_body(conn, conversation.tenant, private)
     # Whose prefix is declared does not say what others under the same name begin with.
     prefix_id = "" if is_declared else conversation.prefix_id
-    ((number,),) = conn.execute(
-        "INSERT INTO conversations (key, tenant, prefix_key, revision, fingerprint, created_at,"
-        " updated_at, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?) RETURNING conversation",
+    return insert_numbered(
+        conn,
+        "conversations",
+        COLUMNS,
         (
             conversation_key(conversation.conversation_id, conversation.tenant),
             conversation.tenant,
@@ -187,8 +233,7 @@ def insert_conversation(conn: Connection, conversation: Conversation) -> int:
             conversation.updated_at,
             body,
         ),
-    ).fetchall()
-    return int(number)
+    )
 
 
 def set_revision(conn: Connection, conversation: int, revision: int, now: float) -> None:

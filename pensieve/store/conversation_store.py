@@ -34,9 +34,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pensieve.errors import InvalidArgument, NotFound, StaleRevision
+from pensieve.errors import InvalidArgument, NotFound
 from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows
-from pensieve.store.backend import Scrubbing, open_backend
+from pensieve.store.backend import ScrubSteps
 from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS
@@ -48,6 +48,7 @@ from pensieve.store.folder import DataFolder
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.grouping import GroupedTransactions
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
+from pensieve.store.opening import open_backend
 from pensieve.store.owners import Owners
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
@@ -91,7 +92,6 @@ class ConversationStore:
         With `keep_running` other processes compute the turns, and those that run are not interrupted.
         """
         self.folder = folder
-        self.integrity_check_due = folder.is_damaged or (folder.stopped_unclean and not url)
         self.now = now
         times = busy_timeout_seconds, compact_bytes_min, statement_seconds
         self._backend = open_backend(folder, url, now, driver, *times)
@@ -111,11 +111,13 @@ class ConversationStore:
             if keep_running:
                 self._running.keep()
             interrupted = self._running.interrupt_dead()
+            self.erasure.resume()
+            self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
+            self.marks = self._backend.marks
+            self.integrity_check_due = self.marks.is_check_due
         except BaseException:
             self._backend.give_up()
             raise
-        self.erasure.resume()
-        self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
 
     @classmethod
     def open(cls, path: Path, holder: str, **options: Any) -> ConversationStore:
@@ -251,7 +253,7 @@ class ConversationStore:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             refuse_running(conversation)
             links = message_rows.require_links(conn, number, conversation, to_revision)
-            take_pending(conn, conversation)
+            take_pending(conn, number, conversation)
             message_rows.cut_history(conn, number, tenant, to_revision)
             conversation_rows.set_revision(conn, number, conversation.revision + 1, self.now())
             return Rewound(conversation.revision + 1, sum(link.num_tokens for link in links))
@@ -309,22 +311,17 @@ class ConversationStore:
         check_text(request.messages)
         content_hash = request.content_hash()
         with self._running.writing() as conn:
-            number, conversation = require_conversation(conn, conversation_id, tenant)
-            key = conversation_rows.conversation_key(conversation_id, tenant)
-            stored = turn_rows.find_request(conn, key, request.request_id)
+            number, conversation, known = conversation_rows.require_with_request(
+                conn, conversation_id, tenant, request.request_id
+            )
+            stored = None if known is None else turn_rows.require_turn(conn, known)
             if stored is not None and stored.content_hash != content_hash:
                 raise InvalidArgument("request_id", "was used before with other content")
             if stored and TurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
                 return Begun(stored.turn, must_run=False)
             refuse_running(conversation)
-            expected = request.expected_revision
-            created_at = request.expected_created_at
-            if expected is not None and (
-                expected != conversation.revision
-                or created_at not in (None, conversation.created_at)
-            ):
-                raise StaleRevision(expected, conversation.revision)
-            take_pending(conn, conversation, request.pending)
+            conversation_rows.refuse_stale(conversation, request)
+            take_pending(conn, number, conversation, request.pending)
             if stored is None:
                 turn = turn_rows.insert_turn(
                     conn, number, conversation, request, content_hash, self.now()
@@ -422,7 +419,7 @@ class ConversationStore:
         """For reading in another thread."""
         return HistoryReader(self._backend.snapshots(), self._running, lambda: self.erasure.pending)
 
-    def scrub(self) -> Scrubbing:
+    def scrub(self) -> ScrubSteps:
         """For reading all of it, in the thread of reads."""
         return self._backend.scrub()
 
@@ -435,9 +432,9 @@ class ConversationStore:
     def integrity_check(self) -> list[str]:
         """The database's own check of what it holds, and `verify` where damage was found before."""
         problems = self._backend.integrity_check()
-        if not problems and self.folder.is_damaged:
+        if not problems and self.marks.is_damaged:
             problems = self.verify()
         if not problems:
             self.integrity_check_due = False
-            self.folder.mark_damaged(False)
+            self.marks.mark_damaged(False)
         return problems

@@ -31,16 +31,17 @@ def append_reply(
 ) -> int:
     """Returns the revision that the turn made, here or when this was done before."""
     state = TurnState.CANCELLED if finish_reason == CANCELLED else TurnState.COMPLETED
-    number, found, made, revision, tenant = turn_rows.require_progress(conn, turn_id)
+    progress = turn_rows.require_progress(conn, turn_id)
+    number, found, made, revision, tenant, end, messages = progress
     if found is state and made is not None:
         return made
     if found is not TurnState.RUNNING:
         raise NotFound(f"turn {turn_id} no longer runs, it is {found}")
     revision += 1
-    links = turn_rows.turn_links(conn, turn_id, revision)
+    links = [message_rows.Link(each, revision, length) for each, length in messages]
     message = message_rows.insert_message(conn, tenant, reply, turn_id, finish_reason)
     links.append(message_rows.Link(message, revision, len(reply.token_ids)))
-    message_rows.append_history(conn, number, links)
+    message_rows.append_history(conn, number, links, end)
     insert_logprobs(conn, tenant, turn_id, reply.logprobs)
     if chain_state is not None:
         insert_state(conn, tenant, chain_state, message, now)

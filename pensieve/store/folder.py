@@ -5,6 +5,10 @@ the process, however that dies.  Its text names the holder ("123 pensieve chat")
 folder is opened and emptied when it is closed cleanly.  A process that takes the lock and finds text knows
 that the last holder did not close.
 
+What is known of the history here (`Marks` of backend.py) is nothing to a holder whose history is somewhere
+else, and such a holder changes nothing of it.  It writes a second line into the file, which says how the last
+one that had this history left it, and leaves the file as it found it; if it is killed, that line counts.
+
 The folder is its owner's alone.  One that was there and open to others (systemd makes it so) is closed to
 them, unless it holds anything that is not ours: then it may be a folder that others need.
 """
@@ -27,6 +31,11 @@ IDENTITY_NAME = "history"
 DAMAGED_NAME = "damaged"
 JOBS_NAME = "jobs"
 HOLDER_BYTES_MAX = 256
+LOCK_BYTES_MAX = 512
+ELSEWHERE = {  # the second line of a holder whose history is somewhere else
+    True: "the history of this folder was not closed\n",
+    False: "the history of this folder was closed\n",
+}
 OUR_NAMES = (
     LOCK_NAME,
     IDENTITY_NAME,
@@ -42,11 +51,13 @@ class DataFolder:
     """A folder that this process holds; `DataFolder.open` makes one, and `close` releases it."""
 
     def __init__(
-        self, path: Path, lock: int, database: int | None, stopped_unclean: bool, holder: str
+        self, path: Path, lock: int, database: int | None, before: bytes, holder: str
     ) -> None:
+        """`before`: what the file `lock` has to say when we have left, if we change nothing of it."""
         self.path = path
         self.holder = holder
-        self.stopped_unclean = stopped_unclean  # the holder before us did not close
+        self.stopped_unclean = bool(before)  # the last holder that had the history did not close it
+        self._before = before
         self.is_open_to_others = _is_open_to_others(path)
         self._lock: int | None = lock
         self._database = database
@@ -64,13 +75,16 @@ class DataFolder:
             raise StoreError(f"the data folder {path} cannot be used: {error.strerror}") from error
         try:
             _take(lock, path)
-            stopped_unclean = bool(os.pread(lock, HOLDER_BYTES_MAX, 0))
-            _write(lock, f"{os.getpid()} {holder}\n".encode()[:HOLDER_BYTES_MAX])
-            # Other users must not read conversations; SQLite gives its side files the same mode.
-            with contextlib.suppress(FileNotFoundError):
-                (path / RESTORING_NAME).unlink()  # of a restore that was killed
+            before = os.pread(lock, LOCK_BYTES_MAX, 0)
+            if before.endswith(ELSEWHERE[False].encode()):
+                before = b""
+            text = f"{os.getpid()} {holder}".replace("\n", "?").encode()[:HOLDER_BYTES_MAX] + b"\n"
+            _write(lock, text if has_database else text + ELSEWHERE[bool(before)].encode())
             database = None
             if has_database:
+                with contextlib.suppress(FileNotFoundError):
+                    (path / RESTORING_NAME).unlink()  # of a restore that was killed
+                # Other users must not read conversations; SQLite gives its side files the same mode.
                 database = os.open(
                     path / DATABASE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
                 )
@@ -82,7 +96,7 @@ class DataFolder:
         except StoreLocked:
             os.close(lock)
             raise
-        return cls(path, lock, database, stopped_unclean, holder)
+        return cls(path, lock, database, before, holder)
 
     @property
     def database_path(self) -> Path:
@@ -92,6 +106,10 @@ class DataFolder:
     @property
     def is_damaged(self) -> bool:
         return (self.path / DAMAGED_NAME).exists()
+
+    @property
+    def is_check_due(self) -> bool:
+        return self.is_damaged or self.stopped_unclean
 
     def mark_damaged(self, is_damaged: bool) -> None:
         """Remember it for the next start."""
@@ -132,10 +150,10 @@ class DataFolder:
         """Release the folder; pass `clean` only if the database was closed without an error."""
         if self._lock is None:
             return
-        if clean:
+        if clean or self._database is None:
             # If the disk refuses even this, the next start makes an integrity check.
             with contextlib.suppress(OSError):
-                _write(self._lock, b"")
+                _write(self._lock, b"" if self._database is not None else self._before)
         os.close(self._lock)
         if self._database is not None:
             os.close(self._database)
@@ -177,7 +195,7 @@ def _take(lock: int, path: Path) -> None:
 
 def _holder(lock: int) -> str:
     text = os.pread(lock, HOLDER_BYTES_MAX, 0).decode(errors="replace")
-    pid, _, command = text.strip().partition(" ")
+    pid, _, command = text.partition("\n")[0].strip().partition(" ")
     if not pid.isdecimal():
         return "another process"
     printable = "".join(letter if letter.isprintable() else "?" for letter in command)

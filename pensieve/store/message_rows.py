@@ -15,16 +15,27 @@ from pensieve.store.bodies import (
     TOKEN_BYTES,
     checked_body,
     insert_body,
+    last_within,
     read_private,
     unpack_tokens,
     wipe_bodies,
 )
 from pensieve.store.chain_rows import copy_states
 from pensieve.store.logprob_rows import wipe_logprobs
+from pensieve.store.numbered import insert_numbered
 from pensieve.store.records import PAGE_BYTES_MAX, Conversation, Message, MessagePage, NewMessage
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
+
+
+COLUMNS = ("turn_id", "role", "finish_reason", "num_tokens", "body")
+LINKS_AT_ONCE = 8  # in one statement
+NO_END = 2**62
+LENGTHS = (  # of a message, without and with its token ids; one that is missing has none
+    "coalesce(length(b.private), 0)",
+    "coalesce(length(b.private) + length(b.tokens), 0)",
+)
 
 
 class Link(NamedTuple):
@@ -44,18 +55,9 @@ def insert_message(
 ) -> int:
     """Insert a message that no history holds yet; returns its row number."""
     body = insert_body(conn, tenant, message.private(), message.token_ids)
-    ((number,),) = conn.execute(
-        "INSERT INTO messages (turn_id, role, finish_reason, num_tokens, body)"
-        " VALUES (?, ?, ?, ?, ?) RETURNING message",
-        (
-            turn_id,
-            str(message.role),
-            finish_reason and str(finish_reason),
-            len(message.token_ids),
-            body,
-        ),
-    ).fetchall()
-    return int(number)
+    reason = finish_reason and str(finish_reason)
+    values = turn_id, str(message.role), reason, len(message.token_ids), body
+    return insert_numbered(conn, "messages", COLUMNS, values)
 
 
 def insert_messages(
@@ -72,23 +74,23 @@ def insert_messages(
     ]
 
 
-def append_history(conn: Connection, conversation: int, links: Iterable[Link]) -> None:
-    """Add messages to the end of a history."""
-    row = conn.execute(
-        "SELECT h.position + 1, h.first_token + m.num_tokens FROM history h"
-        " JOIN messages m USING (message)"
-        " WHERE h.conversation = ? ORDER BY h.position DESC LIMIT 1",
-        (conversation,),
-    ).fetchone()
-    position, first_token = row or (0, 0)
+def append_history(
+    conn: Connection, conversation: int, links: Iterable[Link], end: tuple[int, int] = (0, 0)
+) -> None:
+    """Add messages to a history behind its `end`: how many messages and tokens it has."""
+    position, first_token = end
+    rows = []
     for link in links:
-        conn.execute(
-            "INSERT INTO history (conversation, position, message, revision, first_token)"
-            " VALUES (?, ?, ?, ?, ?)",
-            (conversation, position, link.message, link.revision, first_token),
-        )
+        rows.append((conversation, position, link.message, link.revision, first_token))
         position += 1
         first_token += link.num_tokens
+    for first in range(0, len(rows), LINKS_AT_ONCE):
+        some = rows[first : first + LINKS_AT_ONCE]
+        conn.execute(
+            "INSERT INTO history (conversation, position, message, revision, first_token)"
+            f" VALUES {', '.join(['(?, ?, ?, ?, ?)'] * len(some))}",
+            tuple(value for row in some for value in row),
+        )
 
 
 def links(conn: Connection, conversation: int, until_revision: int) -> list[Link]:
@@ -162,15 +164,24 @@ def replace_tokens(
 
 
 def _bodies_between(
-    conn: Connection, number: int, conversation: Conversation, start: int, stop: int
+    conn: Connection,
+    number: int,
+    conversation: Conversation,
+    start: int,
+    stop: int,
+    tokens_end: int = NO_END,
 ) -> Iterator[tuple[Any, bytes, bytes]]:
-    """(row, private, tokens) of the messages at positions [start, stop), each checked."""
+    """(row, private, tokens) of the messages at positions [start, stop), each checked.
+
+    Of those only that begin before the position `tokens_end` of the log.
+    """
     found = conn.execute(
         "SELECT h.position, h.revision, h.first_token, m.role, m.finish_reason, m.num_tokens,"
         " b.crc, b.private, b.tokens"
         " FROM history h JOIN messages m USING (message) LEFT JOIN bodies b USING (body)"
-        " WHERE h.conversation = ? AND h.position >= ? AND h.position < ? ORDER BY h.position",
-        (number, start, stop),
+        " WHERE h.conversation = ? AND h.position >= ? AND h.position < ? AND h.first_token < ?"
+        " ORDER BY h.position",
+        (number, start, stop, tokens_end),
     )
     for row in found:
         owner = f"conversation {conversation.conversation_id!r}, message {row[0]}"
@@ -189,7 +200,9 @@ def read_log(
     """
     log = array("I")
     num_messages = 0
-    for row, _, tokens in _bodies_between(conn, number, conversation, 0, conversation.num_messages):
+    end = NO_END if num_tokens is None else max(num_tokens, 1)
+    stop = conversation.num_messages
+    for row, _, tokens in _bodies_between(conn, number, conversation, 0, stop, end):
         if row[0] != num_messages or row[2] != len(log):
             break
         log.extend(unpack_tokens(tokens))
@@ -241,13 +254,15 @@ def read_page(
     include_token_ids: bool,
 ) -> MessagePage:
     """The same, but for those of the end that would go beyond PAGE_BYTES_MAX."""
-    page: list[Message] = []
-    num_bytes = 0
-    for row, private, tokens in _bodies_between(conn, number, conversation, start, stop):
-        num_bytes += len(private) + (len(tokens) if include_token_ids else 0)
-        if page and num_bytes > PAGE_BYTES_MAX:
-            break
-        page.append(_message(row, private, tokens, include_token_ids))
+    lengths = conn.execute(
+        f"SELECT h.position, {LENGTHS[include_token_ids]} FROM history h"
+        " JOIN messages m USING (message) LEFT JOIN bodies b USING (body)"
+        " WHERE h.conversation = ? AND h.position >= ? AND h.position < ? ORDER BY h.position",
+        (number, start, stop),
+    ).fetchall()
+    last = last_within(lengths, PAGE_BYTES_MAX)
+    stop = start if last is None else last + 1
+    page = read_messages(conn, number, conversation, start, stop, include_token_ids)
     return MessagePage(tuple(page), start + len(page) < conversation.num_messages)
 
 

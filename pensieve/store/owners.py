@@ -146,6 +146,15 @@ class Owners:
         with self._writer.writing() as conn:
             conn.execute("UPDATE sessions SET last_call = ? WHERE session = ?", (number, session))
 
+    def begin_epochs(self) -> None:
+        """From now on numbers are above all that were given out, also where the history is a restored one.
+
+        A microsecond is a number, so a history of before has had fewer of them.
+        """
+        now = round(1_000_000 * self._now())
+        with self._writer.writing() as conn:
+            conn.execute("UPDATE epochs SET last = ? WHERE last < ?", (now, now))
+
     # -- conversations --
 
     def claim(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import AlreadyExists, NotFound
 from pensieve.store import conversation_rows
-from pensieve.store.backend import Erasing, Transactions
+from pensieve.store.backend import ErasureSteps, Transactions
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.conversation_rows import digest
 from pensieve.store.running_rows import RunningRows
@@ -56,7 +56,7 @@ class Removed(NamedTuple):
 class Responses:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Transactions, running: RunningRows, erasure: Erasing) -> None:
+    def __init__(self, writer: Transactions, running: RunningRows, erasure: ErasureSteps) -> None:
         self._writer = writer
         self._running = running
         self._erasure = erasure

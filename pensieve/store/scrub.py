@@ -7,43 +7,29 @@
     the rest        a few rows
 
 A step is one short read transaction of its own, so that it keeps no deletion waiting, and takes a few
-milliseconds: a conversation is no longer than the model's context.  What SQLite cannot read
+milliseconds: a conversation is no longer than the model's context.  What the database cannot read
 (StoreCorrupt) is a problem like others.  The position is not remembered: a new process begins anew.  One
 thread at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.errors import StoreCorrupt
-from pensieve.store.bodies import checked_body
-from pensieve.store.connection import explained, open_read_only, preferred_driver
+from pensieve.store.backend import Reads
+from pensieve.store.bodies import checked_body, last_within
+from pensieve.store.numbered import KEYS as NUMBERS
 from pensieve.store.verify import verify_conversation
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
+KEYS = {**NUMBERS, "owners": "conversation"}
 ROWS = 256
 BODIES_BYTES = 256 * 2**10
-CACHE_PAGES = 16  # what is read twice comes from the system's cache, if from any
-
-
-KEYS = {
-    "conversations": "conversation",
-    "turns": "turn_id",
-    "messages": "message",
-    "bodies": "body",
-    "chains": "chain",
-    "responses": "response",
-    "owners": "conversation",
-}
-
-
 EVERY_ROW = "body > 0"
 EVERY_CHAIN = "message > 0"
 
@@ -88,79 +74,85 @@ SMALL_TABLES = (
     "sqlite_schema",
     "_sqlite_migrations",
 )
-Walk = Callable[["Connection", int, list[str]], int | None]  # from a key on; returns the last one
+Walk = Callable[["Connection", int, list[str]], "int | None"]  # from a key on; returns the last one
+
+
+class Walks(NamedTuple):
+    """What a database has to look at, one after the other, and how many steps that takes."""
+
+    walks: tuple[Walk, ...]
+    num_steps: Callable[[Connection], int]  # about so many, rather more than fewer
 
 
 class Scrub:
-    def __init__(self, path: Path, driver: Any = preferred_driver) -> None:
+    """Of any database: `reads` gives the snapshots, one for each step."""
+
+    def __init__(self, reads: Reads, walks: Walks) -> None:
         self.num_passes = 0
-        self._path = path
-        self._driver = driver
-        self._conn: Connection | None = None
+        self._reads = reads
+        self._walks, self._num_steps = walks
         self._walk = 0
         self._after = 0
 
     def num_steps(self) -> int:
-        """About so many a pass has now, rather more than fewer."""
-        numbers: dict[str, int] = {}
-
-        def count(conn: Connection) -> None:
-            for table, key in KEYS.items():
-                numbers[table] = conn.execute(f"SELECT max({key}) FROM {table}").fetchone()[0] or 0
-            for pragma in ("page_count", "page_size"):
-                numbers[pragma] = conn.execute(f"PRAGMA {pragma}").fetchone()[0]
-
-        self._read(count, [])
-        num_bytes = numbers.get("page_count", 0) * numbers.get("page_size", 0)
-        walked = numbers.get("bodies", 0) + sum(numbers.get(each.table, 0) for each in INDEXES)
-        conversations = numbers.get("conversations", 0)
-        return conversations + walked // ROWS + num_bytes // BODIES_BYTES + 2 * len(WALKS)
+        """About so many a pass has now."""
+        try:
+            with self._reads.snapshot() as conn:
+                return self._num_steps(conn)
+        except StoreCorrupt:
+            return len(self._walks)
 
     def step(self) -> list[str]:
         """Look at a little; returns the problems found there."""
         problems: list[str] = []
-
-        def look(conn: Connection) -> None:
-            last = WALKS[self._walk](conn, self._after, problems)
+        try:
+            with self._reads.snapshot() as conn:
+                last = self._walks[self._walk](conn, self._after, problems)
             self._after = last or 0
             self._walk += last is None
-
-        self._read(look, problems)
-        if self._walk == len(WALKS) or problems:
+        except StoreCorrupt as error:
+            problems.append(str(error))
+        if self._walk == len(self._walks) or problems:
             self._walk = self._after = 0
             self.num_passes += not problems
             self.close()
         return problems
 
     def close(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            with contextlib.suppress(self._driver.Error):
-                conn.close()
-
-    def _read(self, look: Callable[[Connection], None], problems: list[str]) -> None:
-        """In a transaction of its own; StoreUnavailable if that is not possible now."""
-        try:
-            if self._conn is None:
-                self._conn = open_read_only(self._path, self._driver)
-                self._conn.execute(f"PRAGMA cache_size = {CACHE_PAGES}")
-            self._conn.execute("BEGIN")
-            look(self._conn)
-            self._conn.execute("ROLLBACK")
-        except self._driver.Error as error:
-            self.close()
-            failure = explained(error, self._path)
-            if not isinstance(failure, StoreCorrupt):
-                raise failure from error
-            problems.append(str(failure))
+        self._reads.close()
 
 
-def _conversations(conn: Connection, after: int, problems: list[str]) -> int | None:
+def highest_keys(conn: Connection) -> dict[str, int]:
+    """By table."""
+    return {
+        table: conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()[0]
+        for table, key in KEYS.items()
+    }
+
+
+def _num_steps(conn: Connection) -> int:
+    numbers = highest_keys(conn)
+    num_bytes = 1
+    for pragma in ("page_count", "page_size"):
+        num_bytes *= conn.execute(f"PRAGMA {pragma}").fetchone()[0]
+    walked = numbers["bodies"] + sum(numbers[each.table] for each in INDEXES)
+    conversations = numbers["conversations"]
+    return conversations + walked // ROWS + num_bytes // BODIES_BYTES + 2 * len(WALKS)
+
+
+def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> int | None:
+    """The next one."""
     number: int | None = conn.execute(
         "SELECT min(conversation) FROM conversations WHERE conversation > ?", (after,)
     ).fetchone()[0]
     if number is not None:
         verify_conversation(conn, number, problems)
+    return number
+
+
+def _conversations(conn: Connection, after: int, problems: list[str]) -> int | None:
+    number = look_at_conversation(conn, after, problems)
+    if number is not None:
         problems += [
             f"conversation number {number}: an index does not find message {position}"
             for (position,) in conn.execute(LINKS_NOT_FOUND, (number,))
@@ -169,22 +161,25 @@ def _conversations(conn: Connection, after: int, problems: list[str]) -> int | N
 
 
 def look_at_bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
-    last, num_bytes = None, 0
-    for body, crc, private, tokens in conn.execute(
-        "SELECT body, crc, private, tokens FROM bodies WHERE body > ? ORDER BY body LIMIT ?",
+    """A few of the next ones."""
+    lengths = conn.execute(
+        "SELECT body, coalesce(length(private) + length(tokens), 0) FROM bodies WHERE body > ?"
+        " ORDER BY body LIMIT ?",
         (after, ROWS),
+    ).fetchall()
+    last = last_within(lengths, BODIES_BYTES)
+    if last is None:
+        return None
+    for body, crc, private, tokens in conn.execute(
+        "SELECT body, crc, private, tokens FROM bodies WHERE body > ? AND body <= ? ORDER BY body",
+        (after, last),
     ):
-        last = body
         if crc is None:
             continue  # wiped
         try:
             checked_body(f"body {body}", crc, private, tokens)
         except StoreCorrupt as error:
             problems.append(str(error))
-            continue
-        num_bytes += len(private) + len(tokens)
-        if num_bytes > BODIES_BYTES:
-            break
     return last
 
 
@@ -223,3 +218,4 @@ WALKS: tuple[Walk, ...] = (
     *(partial(_indexed, index) for index in INDEXES),
     _small_tables,
 )
+OF_SQLITE = Walks(WALKS, _num_steps)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pensieve.store import verify
@@ -12,11 +14,13 @@ from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.erasure import Erasure
 from pensieve.store.folder import DataFolder
 from pensieve.store.migrations import migrate
-from pensieve.store.scrub import Scrub
+from pensieve.store.scrub import OF_SQLITE, Scrub
 from pensieve.store.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
+
+SCRUB_CACHE_PAGES = 16
 
 
 class Snapshots:
@@ -26,10 +30,14 @@ class Snapshots:
     opened anew.
     """
 
-    def __init__(self, writer: Writer) -> None:
-        self._limit = TimeLimit(writer.limit.seconds)
-        self._path = writer.path
-        self._driver = writer.driver
+    def __init__(
+        self, path: Path, driver: Any, seconds: float = math.inf, cache_pages: int | None = None
+    ) -> None:
+        """`seconds`: that a read may take."""
+        self._limit = TimeLimit(seconds)
+        self._path = path
+        self._driver = driver
+        self._cache_pages = cache_pages
         self._conn: Connection | None = None
 
     @contextlib.contextmanager
@@ -37,6 +45,8 @@ class Snapshots:
         try:
             if self._conn is None:
                 self._conn = open_read_only(self._path, self._driver)
+                if self._cache_pages is not None:
+                    self._conn.execute(f"PRAGMA cache_size = {self._cache_pages}")
                 self._limit.watch(self._conn)
             with self._limit.counting():
                 self._conn.execute("BEGIN")
@@ -56,6 +66,11 @@ class Snapshots:
         if conn is not None:
             with contextlib.suppress(self._driver.Error):
                 conn.close()
+
+
+def scrub_of_files(path: Path, driver: Any) -> Scrub:
+    """What is read twice comes from the system's cache, if from any."""
+    return Scrub(Snapshots(path, driver, cache_pages=SCRUB_CACHE_PAGES), OF_SQLITE)
 
 
 class SqliteBackend:
@@ -80,16 +95,17 @@ class SqliteBackend:
         self.figures = self.writer.figures
         self.erasure = Erasure(self.writer, compact_bytes_min)
         self.backup_source = BackupSource(folder, self.writer, now)
+        self.marks = folder
 
     def give_up(self) -> None:
         """What is open is closed with the last reference to it; a checkpoint may be what failed."""
 
     def snapshots(self) -> Snapshots:
         """For reads beside the writer."""
-        return Snapshots(self.writer)
+        return Snapshots(self._path, self.writer.driver, self.writer.limit.seconds)
 
     def scrub(self) -> Scrub:
-        return Scrub(self._path, self.writer.driver)
+        return scrub_of_files(self._path, self.writer.driver)
 
     def verify(self, conversation_id: str | None, tenant: str) -> list[str]:
         return verify.verify(self._path, self.writer.driver, conversation_id, tenant)

@@ -17,7 +17,7 @@ from pensieve.store.bodies import (
 )
 from pensieve.store.conversation_rows import digest
 from pensieve.store.logprob_rows import read_logprobs
-from pensieve.store.message_rows import Link
+from pensieve.store.numbered import insert_numbered
 from pensieve.store.records import (
     Conversation,
     NewMessage,
@@ -29,6 +29,18 @@ from pensieve.store.records import (
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
+
+
+COLUMNS = (
+    "conversation",
+    "request_key",
+    "state",
+    "attempts",
+    "seed",
+    "usage",
+    "created_at",
+    "body",
+)
 
 
 class TurnRow(NamedTuple):
@@ -80,6 +92,8 @@ class Progress(NamedTuple):
     revision: int | None  # the one it made, if it has ended
     conversation_revision: int
     tenant: str
+    end: tuple[int, int]  # of the history before it: how many messages and tokens there are
+    messages: tuple[tuple[int, int], ...]  # of the turn: (message, tokens)
 
 
 def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> TurnRow | None:
@@ -102,14 +116,26 @@ def require_turn(conn: Connection, turn_id: int) -> TurnRow:
 
 
 def require_progress(conn: Connection, turn_id: int) -> Progress:
-    row = conn.execute(
-        "SELECT t.conversation, t.state, t.revision, c.revision, c.tenant"
-        " FROM turns t JOIN conversations c USING (conversation) WHERE t.turn_id = ?",
-        (turn_id,),
-    ).fetchone()
+    found = conn.execute(PROGRESS, (turn_id,))
+    messages = conn.execute(
+        "SELECT message, num_tokens FROM messages WHERE turn_id = ? ORDER BY message", (turn_id,)
+    )
+    row = found.fetchone()
     if row is None:
         raise NotFound(f"there is no turn {turn_id}")
-    return Progress(row[0], TurnState(row[1]), *row[2:])
+    end = row[5] or 0, row[6] or 0
+    number, state, made, revision, tenant = row[:5]
+    return Progress(number, TurnState(state), made, revision, tenant, end, tuple(messages))
+
+
+PROGRESS = """
+    SELECT t.conversation, t.state, t.revision, c.revision, c.tenant,
+        (SELECT h.position + 1 FROM history h WHERE h.conversation = t.conversation
+            ORDER BY h.position DESC LIMIT 1),
+        (SELECT h.first_token + m.num_tokens FROM history h JOIN messages m USING (message)
+            WHERE h.conversation = t.conversation ORDER BY h.position DESC LIMIT 1)
+    FROM turns t JOIN conversations c USING (conversation) WHERE t.turn_id = ?
+"""
 
 
 def insert_turn(
@@ -129,11 +155,9 @@ def insert_turn(
             "content_hash": content_hash,
         },
     )
-    ((turn_id,),) = conn.execute(
-        "INSERT INTO turns (conversation, request_key, state, attempts, seed, usage, created_at,"
-        " body) VALUES (?, ?, 'running', 1, ?, '{}', ?, ?) RETURNING turn_id",
-        (number, digest(request.request_id), str(request.seed), now, body),
-    ).fetchall()
+    key, seed = digest(request.request_id), str(request.seed)
+    values = number, key, "running", 1, seed, "{}", now, body
+    turn_id = insert_numbered(conn, "turns", COLUMNS, values)
     return StoredTurn(
         turn_id=turn_id,
         conversation_id=conversation.conversation_id,
@@ -162,13 +186,6 @@ def restart_turn(conn: Connection, turn_id: int, tenant: str) -> None:
         " finished_at = NULL WHERE turn_id = ?",
         (turn_id,),
     )
-
-
-def turn_links(conn: Connection, turn_id: int, revision: int) -> list[Link]:
-    found = conn.execute(
-        "SELECT message, num_tokens FROM messages WHERE turn_id = ? ORDER BY message", (turn_id,)
-    )
-    return [Link(message, revision, num_tokens) for message, num_tokens in found]
 
 
 def read_turn_messages(conn: Connection, turn_id: int) -> TurnMessages:

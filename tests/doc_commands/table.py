@@ -310,8 +310,10 @@ NOT_RUN = {
         (
             "pensieve serve --data /var/lib/pensieve --store postgresql://pensieve@db.example/pensieve",
             "pensieve serve --store 'postgresql://pensieve@primary.example,standby.example/pensieve'",
+            "pensieve copy --data /var/lib/pensieve --store postgresql://pensieve@db.example/pensieve",
+            "pensieve copy --back --data /var/lib/back --store postgresql://pensieve@db.example/pensieve",
         ),
-        "needs servers of PostgreSQL; tests/store/test_postgres_crash.py and"
+        "needs servers of PostgreSQL; tests/store/test_postgres_crash.py, tests/store/test_copying.py and"
         " tests/service/test_postgres.py start their own",
     ),
     **dict.fromkeys(

@@ -36,8 +36,8 @@ PROTECTIONS = (
     protection(
         "an unclean stop is noticed",
         "store/folder.py",
-        "            stopped_unclean = bool(os.pread(lock, HOLDER_BYTES_MAX, 0))\n",
-        "            stopped_unclean = False\n",
+        "        self.stopped_unclean = bool(before)",
+        "        self.stopped_unclean = False",
         "store/test_folder.py::test_a_clean_stop_is_remembered_and_so_is_an_unclean_one",
     ),
     protection(
@@ -247,7 +247,7 @@ PROTECTIONS = (
         (
             Change(
                 "pensieve/store/conversation_store.py",
-                "        self.erasure.resume()\n",
+                "            self.erasure.resume()\n",
                 "",
             ),
             Change(
@@ -394,15 +394,15 @@ PROTECTIONS = (
     protection(
         "bodies are looked through, too",
         "store/scrub.py",
-        "            problems.append(str(error))\n            continue\n",
-        "            continue\n",
+        "            problems.append(str(error))\n    return last\n",
+        "            pass\n    return last\n",
         "store/test_scrub.py::test_a_damaged_page_is_found_whichever_it_is",
     ),
     protection(
         "damage that was found is remembered beyond a restart",
         "service/damage.py",
-        "        self._store.folder.mark_damaged(True)\n",
-        "",
+        "            await asyncio.to_thread(self._store.marks.mark_damaged, True)\n",
+        "            pass\n",
         "service/test_scrubbing.py::test_damage_of_a_cold_conversation_is_found_and_changes_are_refused",
     ),
     protection(

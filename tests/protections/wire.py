@@ -34,15 +34,15 @@ PROTECTIONS = (
     protection(
         "a page of messages ends by bytes",
         "store/message_rows.py",
-        "        if page and num_bytes > PAGE_BYTES_MAX:\n",
-        "        if page and num_bytes > PAGE_BYTES_MAX * 1000:\n",
+        "    last = last_within(lengths, PAGE_BYTES_MAX)\n",
+        "    last = last_within(lengths, PAGE_BYTES_MAX * 1000)\n",
         "service/test_sizes.py::test_pages_of_messages_end_by_bytes_and_leave_none_out",
     ),
     protection(
         "a page of conversations ends by bytes",
         "store/conversation_rows.py",
-        "len(page) == limit or num_bytes > PAGE_BYTES_MAX",
-        "len(page) == limit",
+        "last_within(lengths[:limit], PAGE_BYTES_MAX)",
+        "last_within(lengths[:limit], PAGE_BYTES_MAX * 1000)",
         "store/test_conversations.py::test_a_page_ends_by_bytes_too",
     ),
     protection(
@@ -283,14 +283,13 @@ PROTECTIONS = (
     protection(
         "an id of another tenant is looked for no further than one that never was",
         "store/conversation_rows.py",
-        "    if found is None:\n"
-        '        raise NotFound(f"there is no conversation {conversation_id!r}")\n',
+        "    if found is None:\n        raise _no_conversation(conversation_id)\n",
         "    if found is None:\n"
         '        tenants = conn.execute("SELECT DISTINCT tenant FROM conversations").fetchall()\n'
         "        for (other,) in tenants:\n"
         "            if find_conversation(conn, conversation_id, other) is not None:\n"
         '                raise NotFound("it is of another tenant")\n'
-        '        raise NotFound(f"there is no conversation {conversation_id!r}")\n',
+        "        raise _no_conversation(conversation_id)\n",
         "store/test_tenants.py::test_a_probe_of_another_tenants_id_is_the_work_of_one_that_never_was",
     ),
     protection(

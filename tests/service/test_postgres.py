@@ -41,10 +41,15 @@ def serve(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_conversation_goes_on_after_either_process_was_killed(
-    tmp_path: Path, server: PostgresServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    server: PostgresServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = server.new_database().replace(f"{USER}@", f"{USER}:{SECRET}@")
-    daemon = ServeProcess(tmp_path / "data", "--store", url, "--echo-seconds", "0.002")
+    for name, secret in (("PENSIEVE_STORE", url), ("PGPASSWORD", SECRET)):
+        monkeypatch.setenv(name, secret)
+    daemon = ServeProcess(tmp_path / "data", "--echo-seconds", "0.002")
 
     def ask(text: str) -> str:
         with Client(daemon.address, retry=ENOUGH) as client:
@@ -67,7 +72,8 @@ def test_a_conversation_goes_on_after_either_process_was_killed(
     assert texts() == spoken
 
     engine_pid = daemon.engine_pid()
-    assert SECRET.encode() not in Path(f"/proc/{engine_pid}/cmdline").read_bytes()
+    for file in ("cmdline", "environ"):
+        assert SECRET.encode() not in Path(f"/proc/{engine_pid}/{file}").read_bytes()
     where = ("--data", str(daemon.data))
     assert main(["admin", "check", *where]) == 0
     assert main(["backup", str(tmp_path / "copy"), *where]) != 0

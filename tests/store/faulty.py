@@ -12,7 +12,7 @@ from pensieve.store import (
     NewMessage,
 )
 from pensieve.store.connection import Writer
-from pensieve.store.postgres.connection import Session
+from pensieve.store.postgres.session import Session
 from tests.store.talk import begin, reply, say, user
 
 NEVER = 10**9

@@ -120,9 +120,17 @@ class PostgresServer:
             self._server.wait(START_SECONDS)
             self._server = None
 
-    def kill(self) -> None:
-        """All of its processes at once, as by a loss of power but for what the system still has."""
+    def kill(self, postmaster_only: bool = False) -> None:
+        """All of its processes at once, as by a loss of power but for what the system still has.
+
+        Where it is the postmaster alone, the sessions end by themselves, after what they are at.
+        """
         if self._server is None:
+            return
+        if postmaster_only:
+            self._server.kill()
+            self._server.wait(START_SECONDS)
+            self._server = None
             return
         os.kill(self._server.pid, signal.SIGSTOP)  # it starts nothing meanwhile
         for child in _children(self._server.pid):

@@ -9,6 +9,7 @@ import pytest
 from pensieve.errors import StaleRevision, TurnRunning
 from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
 from pensieve.store.conversation_changes import Pending
+from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 from tests.store.test_deletion import reader
 from tests.store.test_responses import raw
@@ -91,6 +92,21 @@ def test_pending_messages_are_gone_once_the_turn_that_took_them_has_ended(
     assert pending(store) == Pending((TWO[0],))
 
 
+def test_what_was_taken_is_removed_once_by_the_next_turn(store: ConversationStore) -> None:
+    create(store, "tea")
+    add(store, *TWO)
+    store.finish_turn(bring(store, "r1", *TWO), reply("hello", 2), "stop", {})
+    bodies = []
+    for number in range(2, 4):
+        say(store, "tea", f"r{number}", user("more", 1), reply("yes", 2))
+        with writer_of(store).reading() as conn:
+            bodies += conn.execute("SELECT body FROM conversations").fetchall()
+        assert not store.get_conversation("tea").has_pending
+    assert bodies[0] == bodies[1]  # and nothing is written again
+    assert pending(store) == Pending()
+    assert store.verify() == []
+
+
 def test_what_a_turn_that_failed_had_taken_is_not_lost_to_the_next_revision(
     store: ConversationStore,
 ) -> None:
@@ -112,7 +128,7 @@ def test_only_what_is_pending_is_taken_and_with_the_turn_or_not_at_all(
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    with pytest.raises(StaleRevision):
+    with pytest.raises(StaleRevision, match="pending at revision 0 have changed meanwhile"):
         bring(store, "r1", *TWO[:1])
     assert store.find_turn("tea", "r1") is None
     assert pending(store) == Pending(TWO)

@@ -273,10 +273,10 @@ def test_a_read_makes_way_for_an_erasure_and_not_for_ever(store: ConversationSto
     create(store, "tea", user("hi", 1))
     writer, running = writer_of(store), store._running
     pending = iter([True, True, True, False])
-    reader = HistoryReader(Snapshots(writer), running, lambda: next(pending))
+    reader = HistoryReader(Snapshots(writer.path, writer.driver), running, lambda: next(pending))
     assert reader.get_conversation("tea").num_messages == 1
     assert list(pending) == [], "it has waited until the erasure was done"
     reader.close()
-    reader = HistoryReader(Snapshots(writer), running, lambda: True)
+    reader = HistoryReader(Snapshots(writer.path, writer.driver), running, lambda: True)
     assert reader.get_conversation("tea").num_messages == 1
     reader.close()

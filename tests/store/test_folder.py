@@ -81,6 +81,27 @@ def test_a_clean_stop_is_remembered_and_so_is_an_unclean_one(
     store.close()
 
 
+@pytest.mark.parametrize("is_unclean", [False, True])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_who_has_its_history_elsewhere_changes_nothing_that_is_known_of_this_one(
+    tmp_path: Path, is_unclean: bool, is_killed: bool
+) -> None:
+    folder = DataFolder.open(tmp_path, "pensieve serve")
+    folder.mark_damaged(True)
+    folder.close(clean=not is_unclean)
+    for _ in range(2):
+        elsewhere = DataFolder.open(tmp_path, "pensieve serve", has_database=False)
+        with pytest.raises(StoreLocked, match=f"in use by pensieve serve, pid {os.getpid()}$"):
+            DataFolder.open(tmp_path, "pensieve chat")
+        if is_killed:
+            os.close(elsewhere._lock or 0)  # as a killed process leaves it
+        else:
+            elsewhere.close(clean=True)
+    folder = DataFolder.open(tmp_path, "pensieve serve")
+    assert (folder.stopped_unclean, folder.is_damaged) == (is_unclean, True)
+    folder.close(clean=True)
+
+
 def test_an_integrity_check_stays_due_until_it_has_passed(
     open_store: Callable[..., ConversationStore],
 ) -> None:

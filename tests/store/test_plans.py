@@ -14,6 +14,7 @@ from tests.store.talk import begin, create, reply, say, user
 
 pytestmark = pytest.mark.sqlite  # SQLite's plans
 
+NO_TABLE = ("turns_running", "CONSTANT ROWS", "-ROW VALUES")  # or an index that is empty
 WHOLE_ON_PURPOSE = {"sqlite_schema", "space", "_sqlite_migrations"}
 
 
@@ -82,7 +83,7 @@ def test_the_daily_work_reads_no_whole_table(
             values: Any = (1,) * num_parameters or {"conversation": 1, "revision": 1}
             for *_, step in conn.execute("EXPLAIN QUERY PLAN " + sql, values).fetchall():
                 words = step.split()
-                if words[0] == "SCAN" and "turns_running" not in step:
+                if words[0] == "SCAN" and not any(each in step for each in NO_TABLE):
                     scanned.add((words[1], sql))
     subqueries = {(name, sql) for name, sql in scanned if name in WHOLE_ON_PURPOSE}
     assert scanned - subqueries == set()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import select
+import socket
+import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +18,25 @@ import pytest
 
 from pensieve.config import resolve
 from pensieve.config.resolve import print_settings
-from pensieve.errors import ConfigError, StoreError, StoreLocked, StoreTooNew, StoreUnavailable
+from pensieve.errors import (
+    ConfigError,
+    StoreCorrupt,
+    StoreError,
+    StoreLocked,
+    StoreTooNew,
+    StoreUnavailable,
+)
 from pensieve.store import ConversationStore, NewConversation, TurnState
-from pensieve.store.postgres.dialect import adapted, translated, unescaped
+from pensieve.store.numbered import KEYS
+from pensieve.store.postgres.checking import WALKS
+from pensieve.store.postgres.dialect import escaped, translated, unescaped
 from pensieve.store.postgres.schema import NEWEST, SCHEMA
+from pensieve.store.postgres.wire import Wire
+from pensieve.store.records import ChainState
 from tests.scale import SCALE
-from tests.store.faulty import history, world, writer_of
-from tests.store.postgres_server import PostgresServer
+from tests.store import postgres_server
+from tests.store.faulty import NEVER, history, world, writer_of
+from tests.store.postgres_server import USER, PostgresServer
 from tests.store.talk import begin, create, reply, say, user
 from tests.store.test_faults import ACTS
 
@@ -119,7 +137,7 @@ def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
     """The network between was lost, and with it our end of the connection."""
     store = opened(busy_timeout_seconds=20.0)
     create(store, "tea")
-    descriptor = writer_of(store)._conn.fileno()  # type: ignore[attr-defined]
+    descriptor = writer_of(store)._wire.conn.fileno()  # type: ignore[attr-defined]
     kept, nothing = os.dup(descriptor), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, descriptor)
     os.close(nothing)
@@ -130,39 +148,79 @@ def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
     assert store.num_conversations() == 2
 
 
+def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_read(
+    opened: Open, postgres: PostgresServer, url: str
+) -> None:
+    """Who ends the wait for a standby makes the commit visible; the next session waits for it."""
+    store = opened()
+    create(store, "tea")
+    turn_id = begin(store, "tea", "r1", "hi", 1)
+    here = f"FROM pg_stat_activity WHERE datname = '{name_of(url)}' AND wait_event = 'SyncRep'"
+
+    def until_one_waits(job: Future[Any]) -> None:
+        while not postgres.execute(f"SELECT 1 {here}"):
+            assert not job.done()
+
+    def names_of_standbys(names: str) -> None:
+        postgres.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{names}'")
+        postgres.execute("SELECT pg_reload_conf()")
+        while postgres.execute("SHOW synchronous_standby_names") != [(names,)]:
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        names_of_standbys("nobody")
+        try:
+            for end in ("pg_terminate_backend", "pg_cancel_backend"):
+                if end == "pg_cancel_backend":
+                    job = pool.submit(create, store, "cup")
+                else:
+                    job = pool.submit(store.finish_turn, turn_id, reply("hello", 2), "stop", {})
+                until_one_waits(job)
+                postgres.execute(f"SELECT {end}(pid) {here}")
+                if end == "pg_terminate_backend":
+                    with pytest.raises(StoreUnavailable):
+                        job.result()
+                    read = pool.submit(store.get_turn, turn_id)
+                    until_one_waits(read)
+                    names_of_standbys("")
+                    assert read.result().state is TurnState.COMPLETED
+                    names_of_standbys("nobody")
+                else:  # the session lives on, and the server calls it a success
+                    with pytest.raises(StoreUnavailable, match="synchronous replication"):
+                        job.result()
+                    found = pool.submit(store.get_conversation, "cup")
+                    until_one_waits(found)
+        finally:
+            names_of_standbys("")
+        assert found.result().conversation_id == "cup"
+
+
 class LostAt:
-    """psycopg whose session is lost at the Nth statement from now: before it, or after it was done."""
+    """Sessions that are lost at the Nth statement from now: before it, or after it was done."""
 
-    def __init__(self, after: bool) -> None:
-        import psycopg
-
-        faults = self
-        self.countdown = 10**9
+    def __init__(self, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.countdown = NEVER
         self.fired = False
+        send = Wire.send
 
-        class Connection(psycopg.Connection[Any]):
-            def execute(self, *args: Any, **options: Any) -> Any:
-                faults.countdown -= 1
-                if faults.countdown:
-                    return super().execute(*args, **options)
-                faults.fired = True
-                if after:
-                    super().execute(*args, **options)
-                self.close()
-                raise psycopg.OperationalError("the server closed the connection unexpectedly")
+        def lossy(wire: Wire, *arguments: Any) -> Any:
+            self.countdown -= 1
+            if self.countdown:
+                return send(wire, *arguments)
+            self.fired = True
+            if after:
+                send(wire, *arguments)
+                wire.sync()
+            wire.close()
+            raise wire._driver.OperationalError("the server closed the connection unexpectedly")
 
-        self.driver = types.SimpleNamespace(
-            Connection=Connection,
-            Error=psycopg.Error,
-            DataError=psycopg.DataError,
-            conninfo=psycopg.conninfo,
-        )
+        monkeypatch.setattr(Wire, "send", lossy)
 
     def arm(self, countdown: int) -> None:
         self.countdown, self.fired = countdown, False
 
     def heal(self) -> None:
-        self.countdown = 10**9
+        self.countdown = NEVER
 
 
 CASES = [(name, True) for name in ("begin", "finish")] + [("delete", False), ("finish", False)]
@@ -172,16 +230,22 @@ if SCALE > 1:
 
 @pytest.mark.parametrize(("name", "after"), CASES)
 def test_an_operation_whose_session_is_lost_happens_or_does_not(
-    tmp_path: Path, postgres: PostgresServer, name: str, after: bool
+    tmp_path: Path,
+    postgres: PostgresServer,
+    name: str,
+    after: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     act, template = ACTS[name], postgres.new_database()
     with ConversationStore.open(tmp_path / "world", "test", url=template) as store:
         world(store)
 
-    def copy(number: int, driver: Any = None) -> tuple[str, ConversationStore]:
+    faults = LostAt(after, monkeypatch)
+
+    def copy(number: int) -> tuple[str, ConversationStore]:
         url = postgres.new_database(template=name_of(template))
         folder = tmp_path / f"copy{number}"
-        return url, ConversationStore.open(folder, "test", url=url, driver=driver)
+        return url, ConversationStore.open(folder, "test", url=url)
 
     url, store = copy(0)
     with store:
@@ -193,8 +257,7 @@ def test_an_operation_whose_session_is_lost_happens_or_does_not(
     point = 0
     while True:
         point += 1
-        faults = LostAt(after)
-        url, store = copy(point, faults.driver)
+        url, store = copy(point)
         with store:
             subject = act.prepare(store)
             faults.arm(point)
@@ -216,9 +279,11 @@ def test_an_operation_whose_session_is_lost_happens_or_does_not(
     assert point > 4
 
 
-def test_an_end_that_was_committed_in_spite_of_its_error_is_not_doubled(opened: Open) -> None:
-    faults = LostAt(after=True)
-    store = opened(driver=faults.driver)
+def test_an_end_that_was_committed_in_spite_of_its_error_is_not_doubled(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    faults = LostAt(True, monkeypatch)
     create(store, "tea")
     for number in range(1, 40):
         turn_id = begin(store, "tea", f"r{number}", "hi", 1)
@@ -262,15 +327,30 @@ def begin_of(store: ConversationStore, tenant: str) -> int:
     return store.begin_turn("tea", request, tenant=tenant).turn.turn_id
 
 
-def test_statements_and_texts_in_the_words_of_psycopg() -> None:
-    assert translated("SELECT ? WHERE a = :name AND b LIKE '5%' AND x::text = ?") == (
-        "SELECT %s WHERE a = %(name)s AND b LIKE '5%%' AND x::text = %s"
-    )
-    assert adapted({"state": TurnState.RUNNING, "n": 3}) == {"state": "running", "n": 3}
+def test_statements_and_texts_in_the_words_of_postgresql() -> None:
+    by_place = translated("SELECT ? WHERE b LIKE '5%' AND x::text = ?")
+    assert by_place == ("SELECT $1 WHERE b LIKE '5%' AND x::text = $2", ())
+    assert by_place.in_order((1, "a")) == (1, "a")
+    by_name = translated("SELECT :one WHERE a > :two OR a = :one")
+    assert by_name == ("SELECT $1 WHERE a > $2 OR a = $1", ("one", "two"))
+    assert by_name.in_order({"two": 2, "one": 1}) == [1, 2]
     for text in ("", "plain", "\0", "\x1a", "\x1a0", "\x1a\0\x1a"):
-        (written,) = adapted([text])
-        assert "\0" not in written
-        assert unescaped(written) == text
+        assert "\0" not in escaped(text)
+        assert unescaped(escaped(text)) == text
+
+
+def test_values_come_back_as_they_went(opened: Open) -> None:
+    values = (None, True, 2**63 - 1, -(2**63), 0, 1.5, -0.1, 1e300, b"\0\xff", b"", "ä", "")
+    types = ("text", "bool", *["int8"] * 3, *["float8"] * 3, *["bytea"] * 2, *["text"] * 2)
+    marks = ", ".join(f"?::{each}" for each in types)
+    with writer_of(opened()).reading() as conn:
+        for _ in range(3):  # the second is prepared
+            assert conn.execute(f"SELECT {marks}", values).fetchall() == [values]
+        for number in (0, 1, -1, 9999, 10_000, 10**8, 12_345_678_901_234_567_890, -(10**20)):
+            found = conn.execute("SELECT sum(n) FROM (SELECT ?::numeric AS n) AS s", (str(number),))
+            assert found.fetchone() == (number,)
+        assert conn.execute("SELECT 3::int4, -3::int2, 'x'::name").fetchone() == (3, -3, "x")
+        assert conn.execute("SELECT ?::text", (TurnState.RUNNING,)).fetchone() == ("running",)
 
 
 # -- the schema --
@@ -387,6 +467,247 @@ def test_a_scrub_finds_a_record_that_fails_its_checksum(opened: Open) -> None:
         problems = scrub.step()
     assert "fails its checksum" in problems[0]
     assert store.integrity_check() != []
+
+
+def test_what_an_earlier_process_has_wiped_is_found_by_the_next(opened: Open) -> None:
+    with opened() as store:
+        create(store, "tea")
+        assert not store.erasure.due
+        store.changes.set_metadata("tea", {"topic": "milk"})  # no deletion, and wipes a body
+        assert store.erasure.due
+    with opened() as store:
+        assert store.erasure.due
+        assert not store.erasure.step()
+    assert not opened().erasure.due
+
+
+@pytest.mark.parametrize("table", ["turns", "chains"])
+def test_a_damaged_page_is_found_also_where_an_index_has_the_numbers(
+    tmp_path: Path, table: str
+) -> None:
+    if problem := postgres_server.missing():
+        pytest.skip(problem)
+    server = PostgresServer()
+    try:
+        server.initialise()
+        server.start()
+        url = server.new_database()
+        with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
+            create(store, "tea")
+            for number in range(300):
+                turn_id = begin(store, "tea", f"r{number}", "hi", 1)
+                state = ChainState(b"digest", b"session")
+                store.finish_turn(turn_id, reply("hello", 2), "stop", {}, state)
+        database = name_of(url)
+        server.execute("VACUUM", database)  # then an index alone says which rows there are
+        ((path,),) = server.execute(f"SELECT pg_relation_filepath('pensieve.{table}')", database)
+        server.stop()
+        with (server.data / path).open("r+b") as file:
+            file.seek(8000)
+            file.write(b"damage")
+        server.start()
+        with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
+            walk = dict(zip([key for key in KEYS if key != "bodies"], WALKS[2:-1], strict=True))
+            reads = store._backend._checking()  # type: ignore[attr-defined]
+            with pytest.raises(StoreCorrupt, match="a page"), reads.snapshot() as conn:
+                walk[table](conn, 0, [])
+            reads.close()
+            assert "a page of the database is damaged" in store.integrity_check()[0]
+    finally:
+        server.close()
+
+
+def test_damage_is_known_to_whoever_opens_the_history_next_and_to_no_other_history(
+    opened: Open, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data0"
+    with ConversationStore.open(folder, "test") as of_sqlite:
+        of_sqlite.marks.mark_damaged(True)
+    with opened() as store:
+        assert store.folder.path == folder
+        assert not store.integrity_check_due
+        store.marks.mark_damaged(True)
+    with opened("another host") as store:
+        assert store.marks.is_damaged
+        assert store.integrity_check_due
+        assert store.integrity_check() == []
+        assert not store.integrity_check_due
+    assert not opened("a third").marks.is_damaged
+    with ConversationStore.open(folder, "test") as of_sqlite:
+        assert of_sqlite.integrity_check_due
+
+
+def test_indices_are_checked_where_the_role_may(
+    tmp_path: Path, postgres: PostgresServer, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = name_of(url)
+    postgres.execute("DROP ROLE IF EXISTS modest")
+    postgres.execute("CREATE ROLE modest LOGIN")
+    postgres.execute("CREATE EXTENSION amcheck", name)
+    try:
+        postgres.execute(f"GRANT CREATE ON DATABASE {name} TO modest")
+        modest = url.replace(f"{USER}@", "modest@")
+        with ConversationStore.open(tmp_path / "data", "test", url=modest) as store:
+            world(store)
+            assert store.integrity_check() == []
+            assert "does not let this role call amcheck's bt_index_check" in caplog.text
+            caplog.clear()
+            called = "bt_index_check(regclass, boolean)"
+            postgres.execute(f"GRANT EXECUTE ON FUNCTION {called} TO modest", name)
+            assert store.integrity_check() == []
+            assert caplog.text == ""
+            damage_an_index(postgres, name)
+            assert "an index of the database is damaged" in store.integrity_check()[0]
+    finally:
+        postgres.execute("DROP OWNED BY modest", name)
+        postgres.execute("DROP OWNED BY modest")
+        postgres.execute("DROP ROLE modest")
+
+
+def damage_an_index(postgres: PostgresServer, name: str) -> None:
+    """Rows that it does not find: it was told to be of another order, and is not made anew."""
+    postgres.execute(
+        "UPDATE pg_index SET indoption = '0 1'"
+        " WHERE indexrelid = 'pensieve.conversations_prefix'::regclass",
+        name,
+    )
+
+
+def test_a_check_has_no_limit_but_that_of_its_statements(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    world(store)
+    hours = itertools.count()
+    clock = types.SimpleNamespace(monotonic=lambda: 3600.0 * next(hours))
+    monkeypatch.setattr("pensieve.store.time_limit.time", clock)
+    assert store.verify() == store.integrity_check() == []
+    with pytest.raises(StoreUnavailable, match="took too long"):
+        store.num_conversations()
+
+
+# -- messages there and back --
+
+
+class Flights:
+    """Between a client and the server's socket; counts how often the client speaks after it has heard."""
+
+    def __init__(self, server: Path, place: Path) -> None:
+        self.num_flights = 0
+        self._has_heard = True
+        self._server = str(server / ".s.PGSQL.5432")
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(place / ".s.PGSQL.5432"))
+        self._socket.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._socket.accept()
+                threading.Thread(target=self._carry, args=[client], daemon=True).start()
+
+    def _carry(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client, socket.socket(socket.AF_UNIX) as server:
+            server.connect(self._server)
+            while True:
+                for here in select.select([client, server], [], [])[0]:
+                    if not (data := here.recv(1 << 16)):
+                        return
+                    self.num_flights += here is client and self._has_heard
+                    self._has_heard = here is server
+                    (server if here is client else client).sendall(data)
+
+
+def test_a_turn_takes_two_messages_there_and_back_to_begin_and_two_to_end(
+    opened: Open, postgres: PostgresServer, url: str, tmp_path: Path
+) -> None:
+    flights = Flights(postgres.path, tmp_path)
+    store = opened(url=url.replace(str(postgres.path), str(tmp_path)))
+    create(store, "tea")
+    counts = []
+    for number in range(5):
+        before = flights.num_flights
+        turn_id = begin(store, "tea", f"r{number}", "hi", 1)
+        begun = flights.num_flights
+        store.finish_turn(turn_id, reply("hello", 2), "stop", {})
+        counts.append((begun - before, flights.num_flights - begun))
+    assert counts[1:] == [(2, 2)] * 4  # the first reserves numbers
+    store.close()
+    flights.close()
+
+
+def test_an_error_inside_a_savepoint_is_raised_before_it_ends_and_undone_with_it(
+    opened: Open,
+) -> None:
+    store = opened()
+    insert = "INSERT INTO prefixes (tenant, conversation, keep_warm) VALUES (?, ?, 0)"
+    with writer_of(store).writing() as conn:
+        conn.execute("SAVEPOINT one")
+        conn.execute(insert, ("a", 1))
+        conn.execute("RELEASE SAVEPOINT one")
+        conn.execute("SAVEPOINT two")
+        conn.execute(insert, ("b", 2))
+        conn.execute(insert, ("a", 1))  # which is there already; nobody waits for this
+        with pytest.raises(psycopg_error(), match="prefixes_pkey"):
+            conn.execute("RELEASE SAVEPOINT two")
+        conn.execute("ROLLBACK TO SAVEPOINT two")
+        conn.execute(insert, ("c", 3))
+    with writer_of(store).reading() as conn:
+        rows = conn.execute("SELECT tenant FROM prefixes ORDER BY tenant").fetchall()
+    assert rows == [("a",), ("c",)]
+
+
+def test_no_session_stays_in_a_transaction_whatever_became_of_it(
+    opened: Open, postgres: PostgresServer, url: str
+) -> None:
+    store = opened()
+    create(store, "tea")
+    reads = store._backend.snapshots()  # type: ignore[attr-defined]
+    there = f"SELECT DISTINCT state FROM pg_stat_activity WHERE datname = '{name_of(url)}'"
+
+    def read(*statements: str) -> None:
+        with reads.snapshot() as conn:
+            results = [conn.execute(each) for each in statements]
+            for each in results:
+                each.fetchall()
+
+    fine, wrong = "SELECT revision FROM conversations", "SELECT 1 / (revision - revision)"
+    broken = f"{wrong} FROM conversations"
+    for statements in ((), (fine,), (fine, fine), (broken,), (fine, broken, fine), (broken, fine)):
+        for _ in range(2):
+            with contextlib.suppress(psycopg_error("DataError")):
+                read(*statements)
+            assert postgres.execute(there) == [("idle",)], statements
+        create(store, f"c{len(statements)}{statements.count(broken)}{statements[:1] == (fine,)}")
+        with reads.snapshot() as conn:
+            ((count,),) = conn.execute("SELECT count(*) FROM conversations").fetchall()
+        assert count == store.num_conversations()
+    reads.close()
+
+
+def test_an_error_that_nobody_has_waited_for_undoes_the_transaction(opened: Open) -> None:
+    store = opened()
+    insert = "INSERT INTO prefixes (tenant, conversation, keep_warm) VALUES ('a', 1, 0)"
+
+    def twice() -> None:
+        with writer_of(store).writing() as conn:
+            conn.execute(insert)
+            conn.execute(insert)
+
+    with pytest.raises(psycopg_error(), match="prefixes_pkey"):
+        twice()
+    with writer_of(store).reading() as conn:
+        assert conn.execute("SELECT * FROM prefixes").fetchall() == []
+
+
+def psycopg_error(name: str = "IntegrityError") -> Any:
+    import psycopg
+
+    return getattr(psycopg, name)
 
 
 # -- backups, and secrets --

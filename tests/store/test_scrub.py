@@ -11,7 +11,7 @@ import pytest
 from pensieve.store import ConversationStore
 from pensieve.store import scrub as scrubbing
 from pensieve.store.responses import StoredResponse
-from pensieve.store.scrub import Scrub
+from pensieve.store.sqlite_backend import scrub_of_files
 from tests.store.faulty import world, writer_of
 from tests.store.talk import create, reply, say, user
 
@@ -21,7 +21,7 @@ Open = Callable[..., ConversationStore]
 
 
 def whole_pass(path: Path, driver: Any) -> list[str]:
-    scrub = Scrub(path, driver)
+    scrub = scrub_of_files(path, driver)
     num_steps = scrub.num_steps()
     for number in range(10_000):
         if problems := scrub.step():
@@ -116,7 +116,7 @@ def test_it_goes_on_beside_deletions_and_keeps_none_of_them_waiting(
         create(store, f"c{number}", user("head", 1))
         say(store, f"c{number}", "r", user("a secret", 1), reply("yes", 2))
     monkeypatch.setattr(scrubbing, "ROWS", 3)
-    scrub = Scrub(store.folder.database_path, driver)
+    scrub = scrub_of_files(store.folder.database_path, driver)
     for number in range(20):
         assert scrub.step() == []
         store.delete_conversation(f"c{number}")

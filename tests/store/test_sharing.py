@@ -424,3 +424,18 @@ def test_what_was_given_up_and_taken_by_none_is_as_it_was(shared: SharedHistory)
     a.claim("tea")
     assert shared.store.owners.owner("tea") == before
     assert shared.stale == []  # so its KV is right
+
+
+def test_a_history_that_was_put_back_gives_out_no_epoch_of_before(shared: SharedHistory) -> None:
+    owners = shared.store.owners
+    owners.begin_epochs()
+    create(shared.replica("a"), "tea")
+    first = owners.owner("tea")
+    assert first is not None
+    with shared.store._writer.writing() as conn:  # as a backup from before it has it
+        conn.execute("UPDATE epochs SET last = 0")
+    owners.begin_epochs()
+    create(shared.replica("b"), "cup")
+    second = owners.owner("cup")
+    assert second is not None
+    assert second.epoch > first.epoch

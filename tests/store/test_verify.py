@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import ConversationStore
-from pensieve.store.postgres.connection import Session
+from pensieve.store.postgres.session import Session
 from tests.store.faulty import without_foreign_keys, writer_of
 from tests.store.talk import begin, create, reply, say, user
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from pensieve.errors import StoreError
 from pensieve.store.backup.capture import Feed
-from pensieve.store.postgres.checking import PostgresScrub, integrity_check
-from pensieve.store.postgres.connection import Address, PostgresSnapshots, PostgresWriter
+from pensieve.store.postgres.checking import OF_POSTGRES, integrity_check
+from pensieve.store.postgres.connection import Address, PostgresSnapshots, PostgresWriter, opened
 from pensieve.store.postgres.erasure import PostgresErasure
+from pensieve.store.postgres.session import Session
+from pensieve.store.scrub import Scrub
 from pensieve.store.verify import verified
 
-CHECK_SECONDS = 3600.0  # of a statement of `verify`, which takes as long as it takes
+CHECK_SECONDS = 3600.0  # of one statement of a check, which takes as long as it takes
 ITS_OWN_BACKUPS = (
     "the history is in PostgreSQL, which has its own backups: pg_dump, pg_basebackup and an archive of its"
     " write-ahead log (docs/postgresql.md)"
@@ -49,6 +53,32 @@ class NoBackups:
         raise StoreError(ITS_OWN_BACKUPS)
 
 
+class PostgresMarks:
+    """In the row of `owner`, so that another host knows it, too.  A server mends what a crash has left."""
+
+    def __init__(self, address: Address, holder: str, statement_seconds: float) -> None:
+        self._address = address
+        self._name = f"{holder}, marks"
+        self._seconds = statement_seconds
+
+    @property
+    def is_damaged(self) -> bool:
+        with self._opened() as conn:
+            return conn.execute("SELECT is_damaged FROM owner").fetchall() == [(True,)]
+
+    @property
+    def is_check_due(self) -> bool:
+        return self.is_damaged
+
+    def mark_damaged(self, is_damaged: bool) -> None:
+        with self._opened() as conn:
+            conn.execute("UPDATE owner SET is_damaged = ?", (is_damaged,))
+
+    def _opened(self) -> AbstractContextManager[Session]:
+        """Of its own, for a moment: the writer is another thread's."""
+        return opened(self._address, self._name, self._seconds)
+
+
 class PostgresBackend:
     def __init__(
         self,
@@ -65,6 +95,7 @@ class PostgresBackend:
         self.figures = self.writer.figures
         self.erasure = PostgresErasure(self.writer)
         self.backup_source = NoBackups(now)
+        self.marks = PostgresMarks(address, holder, statement_seconds)
 
     def give_up(self) -> None:
         """Close the connection."""
@@ -74,8 +105,8 @@ class PostgresBackend:
         """For reads beside the writer."""
         return PostgresSnapshots(self._address, self._statement_seconds, f"{self._holder}, reads")
 
-    def scrub(self) -> PostgresScrub:
-        return PostgresScrub(self._checking())
+    def scrub(self) -> Scrub:
+        return Scrub(self._checking(), OF_POSTGRES)
 
     def verify(self, conversation_id: str | None, tenant: str) -> list[str]:
         snapshots = self._checking()
@@ -88,4 +119,5 @@ class PostgresBackend:
         return integrity_check(self._checking())
 
     def _checking(self) -> PostgresSnapshots:
-        return PostgresSnapshots(self._address, CHECK_SECONDS, f"{self._holder}, checks")
+        name = f"{self._holder}, checks"
+        return PostgresSnapshots(self._address, CHECK_SECONDS, name, math.inf)

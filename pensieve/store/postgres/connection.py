@@ -9,7 +9,13 @@ Nobody in between.  The row of `owner` has a token of the process that had the l
 is opened again after an error takes the lock again, and if the token is not its own any more, another
 daemon has written since: what this process knows of running turns is worth nothing, and it writes no more.
 
-Durable on return.  `synchronous_commit` is on (or stronger), and a server with fsync off is refused.
+Messages.  A transaction goes through a pipeline (session.py).  What it only writes is not waited for, so it
+costs one message there and back for each question, and one for its commit.
+
+Durable on return.  `synchronous_commit` is on (or stronger), and a server with fsync off is refused.  A
+commit that waits for a standby happens in any case: who ends the wait (a lost connection, an operator) makes
+it visible before the standby has it.  So whoever opens a connection again writes to `owner` before it reads,
+and waits for the standby to have that, and with it all that was committed before.
 
 After an error the transaction is rolled back.  After a lost connection it is unknown whether a COMMIT that
 was under way has happened, and it may still be happening.  Nothing is retried; the next use opens a new
@@ -21,20 +27,22 @@ A job has the time of its TimeLimit, looked at before each statement, and no sta
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
+from pensieve.errors import StoreError, StoreLocked, StoreUnavailable, one_line
 from pensieve.extras import need
-from pensieve.store.postgres import dialect
 from pensieve.store.postgres.failures import explained
 from pensieve.store.postgres.schema import SCHEMA, migrate
+from pensieve.store.postgres.session import Reserve, Session
+from pensieve.store.postgres.wire import Wire
 from pensieve.store.time_limit import TimeLimit
 from pensieve.store.write_figures import WriteFigures
 
@@ -75,6 +83,7 @@ class Address:
 
     def __init__(self, url: str, driver: Any = None) -> None:
         self.driver = driver_of(driver)
+        logging.getLogger("psycopg").setLevel(logging.CRITICAL)  # what it logs we raise, or mean
         try:
             self._parts = {**CONNECTING, **self.driver.conninfo.conninfo_to_dict(url)}
         except self.driver.Error:
@@ -107,24 +116,10 @@ class Address:
             for setting, value in NOT_EVERYWHERE.items():
                 with contextlib.suppress(self.driver.DataError):
                     conn.execute(SET, [setting, value])
-            dialect.teach(conn)
         except BaseException:
             conn.close()
             raise
         return conn
-
-
-class Session:
-    """What the store's SQL runs on."""
-
-    def __init__(self, conn: Any, limit: TimeLimit | None = None) -> None:
-        self.conn = conn
-        self._limit = limit
-
-    def execute(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Any:
-        if self._limit is not None and self._limit.is_over():
-            raise StoreUnavailable("the history: a statement took too long and was ended")
-        return self.conn.execute(dialect.translated(sql), dialect.adapted(values))
 
 
 class PostgresWriter:
@@ -146,18 +141,25 @@ class PostgresWriter:
         self._token = secrets.token_hex(16)
         self._is_owner = False  # it was, once
         self._backend: tuple[int, str] | None = None  # the last session: its process at the server
-        self._conn: Any = None
+        self._wire: Wire | None = None
+        self.has_wiped = False
+        self._reserve = Reserve()
+        self._warning = ""  # of the server, at a commit
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Any]:
         """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
         with self._operation() as session:
-            session.conn.execute("BEGIN")
+            session.begin()
             yield session
+            self._warning = ""
             began = time.perf_counter()
-            ended = session.conn.execute("COMMIT").statusmessage
-            if ended != "COMMIT":  # a statement failed, and somebody passed over its error
+            ended = session.commit()
+            if ended != "COMMIT":  # a statement failed, and somebody passed over it
                 raise StoreUnavailable(f"{self.address.shown} rolled a transaction back")
+            if self._warning:  # that it is not known to a standby
+                self.close()
+                raise StoreUnavailable(f"{self.address.shown}: {self._warning}")
             self.figures.committed(time.perf_counter() - began)
 
     @contextlib.contextmanager
@@ -168,38 +170,29 @@ class PostgresWriter:
 
     def close(self) -> None:
         """A second call does nothing."""
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            with contextlib.suppress(self.address.driver.Error):
-                conn.close()
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[Session]:
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("the history is being used by another thread")
         try:
-            if self._conn is not None and is_lost(self._conn):
+            if self._wire is not None and is_lost(self._wire.conn):
                 self.close()
-            if self._conn is None:
-                self._conn = self._open()
+            if self._wire is None:
+                self._wire = self._open()
             with self.limit.counting():
-                yield Session(self._conn, self.limit)
+                yield Session(self._wire, self.limit, self._reserve, self.note_wiped)
         except self.address.driver.Error as error:
             raise explained(error, self.address.shown) from error
         finally:
-            self._end_transaction()
+            if self._wire is not None and not end_transaction(self._wire):
+                self.close()
             self._in_use.release()
 
-    def _end_transaction(self) -> None:
-        """Leave a connection without a transaction, or none."""
-        if self._conn is None or is_idle(self._conn):
-            return
-        with contextlib.suppress(self.address.driver.Error):
-            self._conn.execute("ROLLBACK")
-        if not is_idle(self._conn):
-            self.close()
-
-    def _open(self) -> Any:
+    def _open(self) -> Wire:
         conn = self.address.connect(self._holder, self.limit.seconds, self._busy_timeout_seconds)
         try:
             self._check(conn)
@@ -209,10 +202,20 @@ class PostgresWriter:
             self._backend = conn.execute(
                 "SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()"
             ).fetchone()
+            conn.add_notice_handler(self._notice)
+            self._reserve = Reserve()
+            return Wire(conn, self.address.driver)
         except BaseException:
             conn.close()
             raise
-        return conn
+
+    def note_wiped(self) -> None:
+        """Rows of bodies were wiped, and are to be deleted (erasure.py)."""
+        self.has_wiped = True
+
+    def _notice(self, notice: Any) -> None:
+        if notice.severity_nonlocalized == "WARNING":
+            self._warning = one_line(notice.message_primary)
 
     def _check(self, conn: Any) -> None:
         """Refuse a server that would lose what it acknowledged."""
@@ -254,12 +257,13 @@ class PostgresWriter:
         if not self._is_owner:
             conn.execute(
                 "UPDATE owner SET token = %s, name = %s, taken_at = now()",
-                dialect.adapted([self._token, self._holder]),
+                [self._token, self._holder],
             )
             self._is_owner = True
             return
-        token, name = conn.execute("SELECT token, name FROM owner").fetchone()
-        if token != self._token:
+        still = "UPDATE owner SET taken_at = now() WHERE token = %s"
+        if not conn.execute(still, [self._token]).rowcount:
+            (name,) = conn.execute("SELECT name FROM owner").fetchone()
             raise StoreLocked(
                 f"the history {self.address.shown} was taken over by {name}; this process writes no"
                 " more to it"
@@ -269,41 +273,62 @@ class PostgresWriter:
 class PostgresSnapshots:
     """Reads beside the writer, each of what was committed when it began; in one thread at a time."""
 
-    def __init__(self, address: Address, statement_seconds: float, name: str) -> None:
+    def __init__(
+        self, address: Address, statement_seconds: float, name: str, seconds: float | None = None
+    ) -> None:
+        """`seconds`: that all statements of one read may take; as long as one may if it is not given."""
         self._address = address
-        self._limit = TimeLimit(statement_seconds)
+        self._statement_seconds = statement_seconds
+        self._limit = TimeLimit(statement_seconds if seconds is None else seconds)
         self._name = name
-        self._conn: Any = None
+        self._wire: Wire | None = None
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Any]:
         try:
-            if self._conn is not None and is_lost(self._conn):
+            if self._wire is not None and is_lost(self._wire.conn):
                 self.close()
-            if self._conn is None:
-                self._conn = self._address.connect(self._name, self._limit.seconds, 5.0)
+            if self._wire is None:
+                conn = self._address.connect(self._name, self._statement_seconds, 5.0)
+                self._wire = Wire(conn, self._address.driver)
+            session = Session(self._wire, self._limit)
             with self._limit.counting():
-                self._conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-                yield Session(self._conn, self._limit)
+                session.begin("ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                yield session
         except self._address.driver.Error as error:
             raise explained(error, self._address.shown) from error
         finally:
-            if self._conn is not None and not is_idle(self._conn):
-                with contextlib.suppress(self._address.driver.Error):
-                    self._conn.execute("ROLLBACK")
-                if not is_idle(self._conn):
-                    self.close()
+            if self._wire is not None and not end_transaction(self._wire):
+                self.close()
 
     def close(self) -> None:
-        conn, self._conn = self._conn, None
-        if conn is not None:
-            with contextlib.suppress(self._address.driver.Error):
-                conn.close()
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
 
 
-def is_idle(conn: Any) -> bool:
-    """Open and without a transaction."""
-    return not conn.closed and conn.info.transaction_status.name == "IDLE"
+@contextlib.contextmanager
+def opened(address: Address, name: str, statement_seconds: float) -> Iterator[Session]:
+    """A connection for one statement or two, each a transaction; in any thread."""
+    try:
+        conn = address.connect(name, statement_seconds, 5.0)
+        try:
+            yield Session(Wire(conn, address.driver))
+        finally:
+            conn.close()
+    except address.driver.Error as error:
+        raise explained(error, address.shown) from error
+
+
+def end_transaction(wire: Wire) -> bool:
+    """Leave a connection without a transaction; false if that cannot be."""
+    for _ in range(2):  # the first may be passed over, behind what failed
+        if wire.is_idle:
+            return True
+        with contextlib.suppress(Exception):
+            wire.send("ROLLBACK")
+            wire.sync()
+    return wire.is_idle
 
 
 def is_lost(conn: Any) -> bool:

@@ -1,14 +1,12 @@
 """What differs where the store's SQL, which both databases understand, runs on PostgreSQL.
 
-    placeholders   `?` and `:name` become `%s` and `%(name)s`
-    numbers        an int is a bigint, however small, so that a statement is prepared once; sums come back
-                   as int
+    placeholders   `?` and `:name` become `$1` and so on
     texts          PostgreSQL refuses the letter NUL.  It is stored as two letters that begin with ESCAPE,
                    and ESCAPE itself as two others, so every text comes back and equal ones stay equal
 
-The rest is left out of the store's SQL: it knows neither `lastrowid` (RETURNING is in both) nor `max` and
-`min` of two values, names a column with its table where an upsert has two of them, and compares numbers
-with numbers and truth with truth.
+The rest is left out of the store's SQL: it knows no `lastrowid` and no `rowcount` (RETURNING is in both), no
+`max` and `min` of two values, names a column with its table where an upsert has two of them, and compares
+numbers with numbers and truth with truth.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-STATEMENTS_MAX = 1024  # that are remembered; those with a list in them differ
+REMEMBERED_MAX = 1024  # statements; those with a list in them differ
 PLACEHOLDER = re.compile(r"\?|(?<!:):([a-z_]+)")
 ESCAPE = "\x1a"
 ESCAPED = {"\0": ESCAPE + "0", ESCAPE: ESCAPE + "1"}
@@ -27,54 +25,44 @@ TO_ESCAPE = re.compile(f"[\0{ESCAPE}]")
 TO_UNESCAPE = re.compile(f"{ESCAPE}[01]")
 
 
-@lru_cache(maxsize=STATEMENTS_MAX)
-def translated(sql: str) -> str:
-    """A statement of the store's as psycopg wants it."""
+class Statement(NamedTuple):
+    sql: str
+    names: tuple[str, ...]  # of $1, $2; empty where they have none
+
+    def in_order(self, values: Sequence[Any] | Mapping[str, Any]) -> Sequence[Any]:
+        if isinstance(values, Mapping):
+            return [values[name] for name in self.names]
+        return values
+
+
+@lru_cache(maxsize=REMEMBERED_MAX)
+def translated(sql: str) -> Statement:
+    """A statement of the store's as PostgreSQL wants it."""
+    names: list[str] = []
+    num_marks = 0
 
     def placeholder(match: re.Match[str]) -> str:
-        return f"%({match[1]})s" if match[1] else "%s"
+        nonlocal num_marks
+        name = match[1]
+        if name is None:
+            num_marks += 1
+            return f"${num_marks}"
+        if name not in names:
+            names.append(name)
+        return f"${names.index(name) + 1}"
 
-    return PLACEHOLDER.sub(placeholder, sql.replace("%", "%%"))
-
-
-def adapted(values: Sequence[Any] | Mapping[str, Any]) -> Any:
-    """The values of a statement as psycopg wants them."""
-    if isinstance(values, Mapping):
-        return {name: _adapted(value) for name, value in values.items()}
-    return [_adapted(value) for value in values]
-
-
-def _adapted(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    text = str(value)  # an enum's text, too
-    return TO_ESCAPE.sub(lambda match: ESCAPED[match[0]], text) if _has_escape(text) else text
+    return Statement(PLACEHOLDER.sub(placeholder, sql), tuple(names))
 
 
-def _has_escape(text: str) -> bool:
-    return "\0" in text or ESCAPE in text
+def escaped(text: str) -> str:
+    """A text that PostgreSQL takes."""
+    if "\0" in text or ESCAPE in text:
+        return TO_ESCAPE.sub(lambda match: ESCAPED[match[0]], text)
+    return text
 
 
 def unescaped(text: str) -> str:
-    """The inverse of what `adapted` does to a text."""
+    """The inverse of `escaped`."""
     if ESCAPE not in text:
         return text
     return TO_UNESCAPE.sub(lambda match: UNESCAPED[match[0]], text)
-
-
-def teach(conn: Any) -> None:
-    """Make a psycopg connection read and write values as this module says."""
-    from psycopg.types.numeric import Int8Dumper, NumericLoader
-    from psycopg.types.string import TextLoader
-
-    class SumLoader(NumericLoader):
-        def load(self, data: Any) -> Any:
-            return int(bytes(data))
-
-    class EscapedLoader(TextLoader):
-        def load(self, data: Any) -> Any:
-            return unescaped(bytes(data).decode())
-
-    conn.adapters.register_dumper(int, Int8Dumper)
-    conn.adapters.register_loader("numeric", SumLoader)
-    conn.adapters.register_loader("text", EscapedLoader)

@@ -7,8 +7,8 @@ changes a history that is there, `pg_dump` copies it; that is the operator's, an
 
 Three things are here that SQLite has otherwise:
 
-    owner          one row: which process has the history, or had it last (connection.py), and the
-                   identity of the history
+    owner          one row: which process has the history, or had it last (connection.py), and whether
+                   damage was found
     bodies_wiped   the index of wiped bodies, which are deleted in steps (erasure.py); in SQLite they stay
     numbers        come from sequences: a number that was given out is never given out again
 """
@@ -155,9 +155,9 @@ NEWEST = max(STEPS)
 RECORD = (
     f"CREATE SCHEMA {SCHEMA}",
     "CREATE TABLE schema_versions (version BIGINT PRIMARY KEY, at TIMESTAMPTZ DEFAULT now())",
-    "CREATE TABLE owner (token TEXT NOT NULL, name TEXT NOT NULL, identity TEXT NOT NULL,"
-    " taken_at TIMESTAMPTZ NOT NULL)",
-    "INSERT INTO owner VALUES ('', '', md5(gen_random_uuid()::text), now())",
+    "CREATE TABLE owner (token TEXT NOT NULL, name TEXT NOT NULL, taken_at TIMESTAMPTZ NOT NULL,"
+    " is_damaged BOOLEAN NOT NULL)",
+    "INSERT INTO owner VALUES ('', '', now(), false)",
 )
 
 

@@ -159,6 +159,16 @@ class RemoteForgetting:
         return False
 
 
+class NoMarks:
+    """Who has the history marks it as damaged, and refuses changes then."""
+
+    is_damaged = False
+    is_check_due = False
+
+    def mark_damaged(self, is_damaged: bool) -> None:
+        """Of another process's history nothing is noted here."""
+
+
 class NoScrub:
     """Who has the history reads all of it now and then."""
 
@@ -237,6 +247,7 @@ class RemoteStore:
         """`folder` is the daemon's own, for all but the history; `replica` is its name."""
         self.folder = folder
         self.replica = replica
+        self.marks = NoMarks()
         self.integrity_check_due = False
         self.now: Callable[[], float] = time.time
         self.figures = WriteFigures()

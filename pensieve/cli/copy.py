@@ -1,0 +1,43 @@
+"""`pensieve copy`: a whole history from the data folder to PostgreSQL, or back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from pensieve.cli.flags import add_settings, with_settings
+from pensieve.config import DATA, STORE, Resolved
+from pensieve.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    copying = commands.add_parser(
+        "copy",
+        help="copy a history from the data folder to PostgreSQL, or back",
+        description="Copy the history in --data to the empty PostgreSQL database --store, or with --back "
+        "the other way. No daemon may have either of them. The copy is checked; the original stays.",
+    )
+    copying.add_argument("--back", action="store_true", help="from --store to --data")
+    copying.add_argument("--json", action="store_true", help="print JSON")
+    add_settings(copying, (DATA, STORE))
+    copying.set_defaults(run=with_settings(copy))
+
+
+def copy(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    from pensieve.store.copying import copy_history, opened
+    from pensieve.store.folder import DATABASE_NAME
+
+    data, url = resolved.values["data"], resolved.values["store"]
+    if not url:
+        raise ConfigError("where the PostgreSQL database is: --store postgresql://USER@HOST/NAME")
+    if not arguments.back and not (data / DATABASE_NAME).exists():
+        raise ConfigError(f"{data} has no history; see --data")
+    with opened(data, "", "pensieve copy") as here, opened(data, url, "pensieve copy") as there:
+        copied = copy_history(*((there, here) if arguments.back else (here, there)))
+    to = data if arguments.back else "PostgreSQL"
+    words = (
+        f"{copied.conversations:,} conversations with {copied.messages:,} messages are in {to}, too"
+    )
+    print(json.dumps(copied._asdict()) if arguments.json else f"{words}; the copy was checked")
+    return 0

@@ -1,0 +1,156 @@
+"""A history is copied to PostgreSQL and back, and is the same; nothing is half there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.errors import StoreCorrupt, StoreError, StoreLocked
+from pensieve.store import ConversationStore, copying
+from pensieve.store.copying import COLUMNS, Copied, copy_history, opened
+from pensieve.store.records import ChainState, NewPrefix
+from pensieve.store.responses import StoredResponse
+from tests.store.faulty import history, world, writer_of
+from tests.store.postgres_server import PostgresServer
+from tests.store.talk import begin, create, reply, say, user
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> Iterator[str]:
+    made = postgres.new_database()
+    yield made
+    postgres.drop(made)
+
+
+def rich(store: ConversationStore) -> None:
+    """Something in each table, a letter NUL, a turn that runs, and numbers that are gone."""
+    world(store)
+    turn_id = begin(store, "cup", "r7", "a\0b", 3)
+    state = ChainState(b"digest", b"session")
+    store.finish_turn(turn_id, reply("yes", 4, logprobs=b"packed"), "stop", {}, state)
+    store.responses.save(StoredResponse("resp_1", "tea", {"id": "resp_1"}))
+    store.prefixes.declare(NewPrefix("rules", "f", [user("head", 1)]))
+    create(store, "gone")
+    say(store, "gone", "r1", user("hi", 1), reply("hello", 2))
+    begin(store, "tea", "r8", "running", 9)
+    store.delete_conversation("gone")
+
+
+def rows(store: ConversationStore) -> dict[str, Any]:
+    with writer_of(store).reading() as conn:
+        return {
+            table: sorted(
+                (repr(tuple(row)) for row in conn.execute(select(table)).fetchall()),
+            )
+            for table in COLUMNS
+        }
+
+
+def select(table: str) -> str:
+    where = " WHERE crc IS NOT NULL" if table == "bodies" else ""
+    return f"SELECT {', '.join(COLUMNS[table].split())} FROM {table}{where}"
+
+
+def copy(source: tuple[Path, str], target: tuple[Path, str]) -> Copied:
+    with opened(*source, "test") as old, opened(*target, "test") as new:
+        return copy_history(old, new)
+
+
+def test_all_of_a_history_comes_to_postgresql_and_back(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "ROWS_AT_ONCE", 3)
+    here, there, again = (tmp_path / "here", ""), (tmp_path, url), (tmp_path / "again", "")
+    with ConversationStore.open(here[0], "test") as store:
+        rich(store)
+        store.interrupt_turn(begin_of(store))
+        seen, held = history(store), rows(store)
+        numbers = begin(store, "pot", "next", "x", 1)
+        store.interrupt_turn(numbers)
+        held = rows(store)
+    assert copy(here, there).conversations == 4
+    assert copy(there, again).messages > 8
+    for place, address in (there, again):
+        with ConversationStore.open(
+            place / "data" if address else place, "test", url=address
+        ) as store:
+            assert rows(store) == held
+            assert history(store) == seen
+            assert begin(store, "tea", "later", "x", 1) > numbers
+            assert store.verify() == store.integrity_check() == []
+
+
+def begin_of(store: ConversationStore) -> int:
+    running = store.get_conversation("tea").running_turn_id
+    assert running is not None
+    return running
+
+
+def test_every_column_is_copied(tmp_path: Path) -> None:
+    with (
+        ConversationStore.open(tmp_path, "test") as store,
+        writer_of(store).reading() as conn,
+    ):
+        found = conn.execute(
+            "SELECT m.name, c.name FROM sqlite_schema m, pragma_table_info(m.name) c"
+            " WHERE m.type = 'table' AND m.name NOT LIKE '%sqlite%' AND m.name <> 'space'"
+        ).fetchall()
+    assert sorted(found) == sorted(
+        (name, each) for name in COLUMNS for each in COLUMNS[name].split()
+    )
+
+
+def test_a_place_that_has_a_history_is_left_as_it_is(tmp_path: Path, url: str) -> None:
+    here, there = (tmp_path / "here", ""), (tmp_path, url)
+    with ConversationStore.open(here[0], "test") as store:
+        world(store)
+    with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
+        create(store, "mine")
+    with pytest.raises(StoreError, match="there is a history already"):
+        copy(here, there)
+    with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
+        assert [each.conversation_id for each in store.list_conversations().conversations] == [
+            "mine"
+        ]
+
+
+def test_what_is_damaged_is_not_copied_in_part(tmp_path: Path, url: str) -> None:
+    here, there = (tmp_path / "here", ""), (tmp_path, url)
+    with ConversationStore.open(here[0], "test") as store:
+        world(store)
+        with writer_of(store).writing() as conn:
+            conn.execute("UPDATE bodies SET crc = crc + 1 WHERE body = 5")
+    with pytest.raises(StoreCorrupt, match="body 5: a record fails its checksum"):
+        copy(here, there)
+    with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
+        assert store.num_conversations() == 0
+
+
+def test_a_history_that_a_daemon_has_is_not_copied(tmp_path: Path, url: str) -> None:
+    with (
+        ConversationStore.open(tmp_path / "data", "pensieve serve", url=url),
+        pytest.raises(StoreLocked, match="in use by pensieve serve"),
+        opened(tmp_path, url, "test") as backend,
+        backend.writer.reading(),
+    ):
+        raise AssertionError("it was opened")
+
+
+def test_the_command_says_what_it_has_done(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = ("--data", str(tmp_path / "data"), "--store", url)
+    assert main(["copy", *data]) == 3
+    assert "has no history" in capsys.readouterr().err
+    with ConversationStore.open(tmp_path / "data", "test") as store:
+        world(store)
+    assert main(["copy", *data]) == 0
+    assert "3 conversations with 8 messages are in PostgreSQL, too" in capsys.readouterr().out
+    back = ("--data", str(tmp_path / "back"), "--store", url)
+    assert main(["copy", "--back", "--json", *back]) == 0
+    assert json.loads(capsys.readouterr().out) == {"conversations": 3, "messages": 8}
