@@ -80,6 +80,7 @@ class Serving:
     iteration_timeout: float
     drain_timeout: float
     replica: str | None
+    announce: str | None
     history_secret: Path | None
     history_ca: Path | None
     backup: Path | None

@@ -6,7 +6,10 @@ the claim's job has its result: a turn of it that runs here, which the history d
 the history's thread remembers; and its KV in the engine.  The engine hears of it on the loop, which got it
 from the store's thread before it gets the result of the job, so a Submit comes behind.
 
-All of it is of the loop but `_stale`, which the store's thread calls.
+A daemon that has lost its session computes turns that nobody will have: they end as soon as it knows, with an
+error after which a client says the same again.  Where one is about to be committed, the history refuses it.
+
+All of it is of the loop but `_stale`, which the store's thread calls, and `_lost`, the connection's.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from pensieve.engine.messages import DeleteConversation, Message
 from pensieve.errors import QueueFull, Unavailable
 from pensieve.service.conversations import Conversations
 from pensieve.service.history import History
-from pensieve.service.live_turn import cache_key
+from pensieve.service.live_turn import LiveTurn, cache_key
 from pensieve.service.threads import Threads
 from pensieve.store.remote.remote_store import RemoteStore, Store
 
@@ -38,6 +41,7 @@ class Owning:
         self._threads, self._put = threads, put
         if isinstance(store, RemoteStore):
             store.on_stale = self._stale
+            store.on_lost = self._lost
 
     def _stale(self, tenant: str, conversation_id: str) -> None:
         """In the store's thread."""
@@ -46,18 +50,26 @@ class Owning:
 
     def _drop(self, tenant: str, conversation_id: str) -> None:
         turns = self._conversations.turns
-        taken = [
-            (live, turns.interrupt(live))
-            for live in turns.all_live()
-            if live.is_stored and (live.tenant, live.conversation_id) == (tenant, conversation_id)
-        ]
-        for _, cancel in taken:
-            if cancel is not None:
-                self._tell(cancel)
+        for live in turns.all_live():
+            if (live.tenant, live.conversation_id) == (tenant, conversation_id):
+                self._give_up(live)
         self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
-        for live, cancel in taken:
-            if cancel is not None:
-                self._threads.spawn(self._conversations.end_interrupted(live, Unavailable(TAKEN)))
+
+    def _lost(self) -> None:
+        """In the connection's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._threads.loop.call_soon_threadsafe(self._drop_all)
+
+    def _drop_all(self) -> None:
+        for live in self._conversations.turns.all_live():
+            self._give_up(live)
+
+    def _give_up(self, live: LiveTurn) -> None:
+        """Of a turn that the history does not know any more."""
+        cancel = self._conversations.turns.interrupt(live) if live.is_stored else None
+        if cancel is not None:
+            self._tell(cancel)
+            self._threads.spawn(self._conversations.end_interrupted(live, Unavailable(TAKEN)))
 
     def _tell(self, message: Message) -> None:
         """A DeleteConversation is never refused (engine_client.py); without an engine there is no KV."""

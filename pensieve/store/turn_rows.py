@@ -164,6 +164,11 @@ def restart_turn(conn: Connection, turn_id: int, tenant: str) -> None:
     )
 
 
+def attempts_of(conn: Connection, turn_id: int) -> int | None:
+    row = conn.execute("SELECT attempts FROM turns WHERE turn_id = ?", (turn_id,)).fetchone()
+    return None if row is None else int(row[0])
+
+
 def turn_links(conn: Connection, turn_id: int, revision: int) -> list[Link]:
     found = conn.execute(
         "SELECT message, num_tokens FROM messages WHERE turn_id = ? ORDER BY message", (turn_id,)

@@ -32,8 +32,13 @@ OPTIONS = (
     ("grpc.max_receive_message_length", BYTES_MAX),
     ("grpc.max_send_message_length", BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # how long an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),
+    ("grpc.keepalive_time_ms", 2000),  # a daemon that stands still is not waited for
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 CHANNELS_MAX = 256
 Act = Callable[[Any, Any], Awaitable[Any]]
