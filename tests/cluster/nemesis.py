@@ -28,7 +28,7 @@ from pensieve.errors import PensieveError
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import Tokenizer
 from tests.cluster.checker import Stored, wrong_owners, wrong_tokens, wrong_turns
-from tests.cluster.faults import Fault, befall, schedule
+from tests.cluster.faults import HISTORY, Fault, befall, schedule
 from tests.cluster.talkers import Spoken, Talker
 from tests.cluster.world import Kind, World
 
@@ -55,13 +55,13 @@ class Outcome:
     seed: int
     faults: dict[str, int] = field(default_factory=dict)
     num_turns: int = 0
-    num_tries: int = 0  # beyond the first, of all turns
-    num_restarts: int = 0
+    num_retries: int = 0  # of all turns
     num_visible: int = 0  # errors that a user of the SDK sees
     visible: dict[str, int] = field(default_factory=dict)  # by what they say
     num_claims: int = 0  # that took a conversation from another session
     recovery_seconds: float = 0.0  # after the last fault, of the slowest talker
     longest_turn_seconds: float = 0.0
+    longest_turn: list[str] = field(default_factory=list)  # its request, and what it met
     problems: list[str] = field(default_factory=list)
 
 
@@ -112,13 +112,21 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
 
 async def _befall_all(world: World, faults: Sequence[Fault], outcome: Outcome, say: Any) -> None:
     began = time.monotonic()
-    under_way = set()
-    for fault in faults:
-        await asyncio.sleep(max(began + fault.at - time.monotonic(), 0.0))
-        say(str(fault))
-        under_way.add(asyncio.create_task(befall(world, fault)))
-        outcome.faults[fault.kind] = outcome.faults.get(fault.kind, 0) + 1
-    await asyncio.gather(*under_way)
+    targets: dict[int, asyncio.Lock] = {}
+
+    async def strike(fault: Fault) -> None:
+        async with targets.setdefault(
+            fault.target, asyncio.Lock()
+        ):  # a slow start may be under way
+            say(f"{fault} (at {time.monotonic() - began:.1f})")
+            await befall(world, fault)
+        name = fault.kind if fault.target != HISTORY else f"{fault.kind} history"
+        outcome.faults[name] = outcome.faults.get(name, 0) + 1
+
+    async with asyncio.TaskGroup() as under_way:
+        for fault in faults:
+            await asyncio.sleep(max(began + fault.at - time.monotonic(), 0.0))
+            under_way.create_task(strike(fault))
 
 
 async def _until_all_talk(
@@ -173,12 +181,13 @@ def _stored_soundly(data: Path) -> list[str]:
 def _count(talkers: Sequence[Talker], healed_at: float, outcome: Outcome) -> None:
     spoken: list[Spoken] = [each for talker in talkers for each in talker.spoken]
     outcome.num_turns = sum(each.reply is not None for each in spoken)
-    outcome.num_tries = sum(each.num_tries - 1 for each in spoken)
-    outcome.num_restarts = sum(each.num_restarts for each in spoken)
+    outcome.num_retries = sum(len(each.failures) for each in spoken)
     seen = Counter(error[:120] for each in spoken for error in each.visible)
     outcome.num_visible, outcome.visible = sum(seen.values()), dict(seen.most_common(20))
     ended = [each for each in spoken if each.ended_at]
-    outcome.longest_turn_seconds = max(each.ended_at - each.begun_at for each in ended)
+    longest = max(ended, key=lambda each: each.ended_at - each.begun_at)
+    outcome.longest_turn_seconds = longest.ended_at - longest.begun_at
+    outcome.longest_turn = [longest.request_id, *longest.failures]
     firsts = [
         min((each.ended_at for each in talker.spoken if each.ended_at > healed_at), default=None)
         for talker in talkers

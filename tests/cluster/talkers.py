@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pensieve.client import AsyncClient, Restarted, Retry
+from pensieve.client import AsyncClient, Delta, Retry
 from pensieve.client.retry import Deadline, Tries
 from pensieve.errors import Loading, PensieveError
 
@@ -32,8 +32,7 @@ class Spoken:
     text: str
     begun_at: float  # monotonic
     ended_at: float = 0.0
-    num_tries: int = 0
-    num_restarts: int = 0
+    failures: list[str] = field(default_factory=list)  # that the SDK deals with; seconds and names
     visible: list[str] = field(default_factory=list)  # names of errors
     reply: str | None = None  # None: it was not acknowledged
     revision: int = 0
@@ -81,13 +80,16 @@ class Talker:
         """As a client with several addresses does."""
         tries = Tries(Retry(drawn=self._random.random), Deadline(None))
         while True:
-            spoken.num_tries += 1
             try:
                 return await self._try(spoken, length, cancels)
             except Loading as error:  # another address may be ready
                 failure: PensieveError = error
             except PensieveError as error:
                 failure = error
+            after = time.monotonic() - spoken.begun_at
+            spoken.failures.append(
+                f"{after:.1f} s, {self._at}: {type(failure).__name__}: {failure}"
+            )
             pause = tries.pause(failure)
             self._at = (self._at + 1) % len(self._clients)
             await asyncio.sleep(pause)
@@ -98,9 +100,7 @@ class Talker:
             spoken.text, request_id=spoken.request_id, max_tokens=length, ignore_eos=True
         )
         async for event in turn:
-            if isinstance(event, Restarted):
-                spoken.num_restarts += 1
-            elif cancels:
+            if cancels and isinstance(event, Delta):
                 cancels = False
                 await turn.cancel()
         reply = await turn.reply()

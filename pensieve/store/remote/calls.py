@@ -148,8 +148,8 @@ class Calls:
                     outcomes[-1] = self._one(call, outcomes[-1])
         except Exception as error:
             self._open = open_before
+            owners.restore(live_before)
             if len(calls) > 1:
-                owners.restore(live_before)
                 again = [replace(call, again=True) for call in calls]
                 return [outcome for call in again for outcome in self._grouped([call])]
             (outcome,) = outcomes or [Outcome(calls[0].number)]
@@ -217,9 +217,7 @@ class Calls:
         elif method.kind is Kind.CREATE:
             self._claim(call, result.conversation_id, result.tenant, outcome)
             if call.method == "fork_conversation":
-                owner = self._store.owners.owner(arguments["source_id"], tenant=tenant)
-                if owner is not None and owner.session == call.session:
-                    outcome.source_epoch = owner.epoch
+                outcome.source_epoch = self._epoch(call, arguments["source_id"], tenant)
         elif call.method == "prefixes.num_shared_tokens" and result:
             outcome.source_epoch = self._declared_at(arguments["conversation"])
         return result
@@ -274,6 +272,11 @@ class Calls:
             outcome.turn_epoch = found.epoch
         return True
 
+    def _epoch(self, call: Call, conversation_id: str, tenant: str) -> int:
+        """In which the caller has the conversation; 0 if it does not."""
+        owner = self._store.owners.owner(conversation_id, tenant=tenant)
+        return owner.epoch if owner is not None and owner.session == call.session else 0
+
     def _declared_at(self, conversation: Conversation) -> int:
         found = self._store.prefixes.find(conversation.prefix_id, tenant=conversation.tenant)
         return 0 if found is None else prefix_epoch(found.conversation)
@@ -288,12 +291,10 @@ class Calls:
         if call.number > self._store.owners.session(call.session).last_call:
             return None
         recall = RECALLED.get(call.method)
-        outcome = Outcome(call.number)
+        outcome, tenant = Outcome(call.number), arguments.get("tenant", "")
         if method.kind is Kind.WRITE:
-            tenant, name = arguments.get("tenant", ""), arguments["conversation_id"]
-            if (owner := self._store.owners.owner(name, tenant=tenant)) is not None:
-                outcome.epoch = owner.epoch if owner.session == call.session else 0
-                outcome.name = tenant, name
+            outcome.name = tenant, arguments["conversation_id"]
+            outcome.epoch = self._epoch(call, arguments["conversation_id"], tenant)
         elif method.kind is Kind.TURN:
             turn_id = arguments["turn_id"]
             arguments.pop("attempt", 0)
@@ -307,6 +308,11 @@ class Calls:
             return outcome
         if isinstance(result, Begun):
             _note_begun(result, outcome)
+        elif method.kind is Kind.CREATE and result is not None:
+            outcome.name = result.tenant, result.conversation_id
+            outcome.epoch = self._epoch(call, result.conversation_id, result.tenant)
+        if call.method == "fork_conversation":
+            outcome.source_epoch = self._epoch(call, arguments["source_id"], tenant)
         outcome.result, outcome.parts = method.write_result(result)
         return outcome
 
