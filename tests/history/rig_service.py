@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,8 +15,11 @@ from typing import Any
 import grpc
 
 from pensieve.history.connection import Connection, Replica
+from pensieve.history.guard import Guard
 from pensieve.history.service import HistoryConfig, HistoryService
-from pensieve.launch import history
+from pensieve.launch.history import OPTIONS, EventLog
+from pensieve.service.threads import Threads
+from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.remote.methods import METHODS
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
@@ -24,34 +28,35 @@ from tests.service.rig_daemon import wait_for
 
 
 class ServiceRig:
-    """`launch.history.run`, as the process does it; `link` is the way to it."""
+    """The service behind a port of its own; `link` is the daemons' way to it."""
 
     def __init__(self, folder: Path, *, lease_seconds: float = 60.0) -> None:
-        self.event_log = folder / "events.jsonl"
-        self._setup = history.HistorySetup(
-            folder / "history",
-            "",
-            "127.0.0.1:0",
-            HistoryConfig(lease_seconds),
-            event_log=self.event_log,
-        )
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._folder = folder
+        self._lease_seconds = lease_seconds
+        self._event_log = folder / "events.jsonl"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._connections: list[Connection] = []
-        self.service: HistoryService | None = None
 
     def __enter__(self) -> ServiceRig:
         self._thread.start()
-        ready: asyncio.Future[str] = asyncio.Future(loop=self.loop)
-        self._stopping = self.run(_event())
-        self._running = asyncio.run_coroutine_threadsafe(
-            history.run(self._setup, lambda line: None, ready.set_result, self._stopping), self.loop
-        )
-        address = self.run(_result(ready))
-        self.link = Link(address)
-        self.run(self.link.open())
-        self.direct = grpc.insecure_channel(address)
+        self.run(self._start())
         return self
+
+    async def _start(self) -> None:
+        self._store = ConversationStore.open(self._folder / "data", "a test", keep_running=True)
+        self.threads = Threads(self._loop, 1)
+        self._events = EventLog(self._event_log)
+        config = HistoryConfig(self._lease_seconds)
+        self.service = HistoryService(self._store, self.threads, config, record=self._events)
+        self._server = grpc.aio.server(interceptors=[Guard("")], options=OPTIONS)
+        history_pb2_grpc.add_HistoryServiceServicer_to_server(self.service, self._server)
+        address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        self.threads.spawn(self.service.watch())
+        self.link = Link(address)
+        await self.link.open()
+        self.direct = grpc.insecure_channel(address)
 
     def __exit__(
         self,
@@ -59,20 +64,27 @@ class ServiceRig:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.direct.close()
         self.do(self.link.heal)
         for connection in self._connections:
             connection.close()
-        self.loop.call_soon_threadsafe(self._stopping.set)
-        self._running.result(60)
-        self.run(self.link.close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.direct.close()
+        self.run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self.loop.close()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        await self.link.close()
+        await self._server.stop(0.5)
+        await self.threads.end_tasks()
+        await self.threads.close()
+        self.service.close()
+        self._store.close()
+        self._events.close()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """In the loop of the service."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
         async def call() -> Any:
@@ -80,28 +92,45 @@ class ServiceRig:
 
         return self.run(call())
 
-    def stop_loop(self, seconds: float) -> None:
+    def stand_still(self, seconds: float) -> None:
         """The service does nothing for so long, as a process that is paused."""
         self.do(time.sleep, seconds)
 
-    def connect(self, name: str = "one", *, answer_seconds: float = 30.0) -> Connection:
-        connection = Connection(
-            self.link.address, Replica(name, f"{name}:1"), answer_seconds=answer_seconds
-        )
+    def connect(self, name: str = "one") -> Connection:
+        connection = Connection(self.link.address, Replica(name, f"{name}:1"), answer_seconds=60.0)
         self._connections.append(connection)
         return connection
+
+    def reconnected(self, name: str, after: int) -> bool:
+        """There was another connection than the first so many, and the daemon has its stream."""
+        is_there = {each.name: each.connected for each in self.replicas()}
+        return self.link.num_connections > after and is_there[name]
+
+    def num_calls(self) -> int:
+        """Those that wait in line, or are being carried out."""
+        return sum(len(each.under_way) for each in self.service.presence.all())
 
     def replicas(self) -> list[Any]:
         stub = history_pb2_grpc.HistoryServiceStub(self.direct)
         return list(stub.ListReplicas(pb.ListReplicasRequest(), timeout=60).replicas)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        lines = self.event_log.read_text().splitlines()
+        lines = self._event_log.read_text().splitlines()
         return [each for each in map(json.loads, lines) if each["event"] == kind]
 
 
 def call(connection: Connection, name: str, *given: Any, **named: Any) -> Any:
     return connection.call(METHODS[name], given, named).value
+
+
+@contextmanager
+def impatient(connection: Connection) -> Iterator[None]:
+    """Its calls are given up almost at once."""
+    before, connection._answer_seconds = connection._answer_seconds, 0.2
+    try:
+        yield
+    finally:
+        connection._answer_seconds = before
 
 
 def in_thread(function: Callable[[], Any]) -> threading.Thread:
@@ -110,12 +139,4 @@ def in_thread(function: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-async def _event() -> asyncio.Event:
-    return asyncio.Event()
-
-
-async def _result(future: asyncio.Future[str]) -> str:
-    return await future
-
-
-__all__ = ["ServiceRig", "call", "in_thread", "wait_for"]
+__all__ = ["ServiceRig", "call", "impatient", "in_thread", "wait_for"]
