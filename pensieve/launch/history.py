@@ -126,7 +126,10 @@ class EventLog:
             raise ConfigError(f"--event-log {path}: {error.strerror}") from error
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        os.write(self._file, json.dumps(event).encode() + b"\n")
+        try:
+            os.write(self._file, json.dumps(event).encode() + b"\n")
+        except OSError as error:  # what is served is worth more
+            log.error("a line of the event log could not be written: %s", error.strerror)
 
     def close(self) -> None:
         os.close(self._file)

@@ -153,7 +153,7 @@ class Calls:
                 again = [replace(call, again=True) for call in calls]
                 return [outcome for call in again for outcome in self._grouped([call])]
             (outcome,) = outcomes or [Outcome(calls[0].number)]
-            owners.abandon([outcome.turn_id])  # begun or ended, it is nobody's
+            owners.abandon([outcome.turn_id])  # begun or ended, nobody computes it
             lost = outcome.turn_id, -1, outcome.turn_epoch
             failed = _failed(calls[0], error)
             failed.turn_id, failed.num_running, failed.turn_epoch = lost
