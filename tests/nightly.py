@@ -177,6 +177,29 @@ def real_model(night: Night, log: Path, outcome: Outcome) -> None:
         outcome.failures.append(f"it ended with {status}: see the log")
 
 
+def nemesis(night: Night, log: Path, outcome: Outcome) -> None:
+    """Storms of three minutes over clusters, half of them with a short lease."""
+    number, folder = night.amount(8), log.with_suffix("")
+    for lease in ("2", "10"):
+        first = 10_000 * (night.number + 1)
+        seeds = f"{first}..{first + (number + 1) // 2 - 1}"
+        seconds = str(180 if night.share >= 0.1 else 20)
+        command = [sys.executable, "-m", "tests.cluster.nemesis", str(folder / lease)]
+        more = ["--seeds", seeds, "--lease", lease, "--seconds", seconds]
+        status = run([*command, *more], log.with_suffix(f".{lease}.log"))
+        results = folder / lease / "results.jsonl"
+        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+        found = [json.loads(line) for line in lines]
+        outcome.counts["storms"] = outcome.counts.get("storms", 0) + len(found)
+        outcome.counts["turns"] = outcome.counts.get("turns", 0) + sum(
+            e["num_turns"] for e in found
+        )
+        for each in found:
+            outcome.failures += [f"seed {each['seed']}: {text}" for text in each["problems"]]
+        if status and not outcome.failures:
+            outcome.failures.append(f"it ended with {status}: see the log")
+
+
 PARTS: Mapping[str, Part] = {
     "faults": faults,
     "bytes": scaled("service/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000),
@@ -198,6 +221,7 @@ PARTS: Mapping[str, Part] = {
     "ctrl-c": scaled("cli/test_ctrl_c.py", whole=1000, unit="double presses", per_scale=10),
     "commands": scaled("doc_commands", whole=1),
     "browser": scaled("service/http/test_page_browser.py", whole=1),
+    "nemesis": nemesis,
     "options": scaled("service/test_option_pairs.py", whole=10),
     "timing": scaled("service/test_timing_probe.py", whole=2),
     "newcomer": newcomer,

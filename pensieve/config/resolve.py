@@ -84,6 +84,7 @@ class Serving:
     heartbeat: float
     iteration_timeout: float
     drain_timeout: float
+    announce: str | None
     history_secret: Path | None
     history_ca: Path | None
     backup: Path | None

@@ -10,6 +10,15 @@ LEASE_SECONDS = 10.0
 
 SHARING: Table = (
     Setting(
+        "announce",
+        str,
+        "",
+        "where the other daemons and routers reach this one, if that is not --address (it may be 0.0.0.0): "
+        "gRPC there, HTTP and metrics at the same host and their own ports",
+        "HOST:PORT",
+        "history",
+    ),
+    Setting(
         "history_secret",
         file,
         "",

@@ -7,12 +7,14 @@ One thread keeps the stream and takes what comes; one more says now and then tha
 waits in its own thread until its answer is there, wherever the stream is in between:
 
 * What was not answered when a stream broke is sent again on the next one, in order and marked so; the
-  service knows what it has carried out (store/remote/calls.py).
+  service knows what it has carried out (store/remote/calls.py).  For that, one call that writes is under way
+  at a time: the next one is sent when it is answered, and is numbered then.
 * When the service has ended the session (this daemon was away for too long, or the service says so), the
   calls that wait fail.  Whether they were carried out is unknown, and the turns that run here are not in the
   history any more: they fail when they end.
-* A call that waits for longer than `answer_seconds` fails, too.  If it writes, it is sent all the same, since
-  it may be carried out already; and a turn that it begins then, for nobody, is interrupted at once.
+* A call that waits for longer than `answer_seconds` fails, too.  One that was not sent is taken out of the
+  line, and nothing comes of it.  One that writes and was sent is sent again until it is answered, since it
+  may be carried out already; and a turn that it begins then, for nobody, is interrupted before the next call.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import queue
 import random
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +35,7 @@ import grpc
 from pensieve.errors import InvalidArgument, PensieveError, StoreUnavailable, Unauthenticated
 from pensieve.store.records import Begun
 from pensieve.store.remote import wire
-from pensieve.store.remote.methods import METHODS, Method
+from pensieve.store.remote.methods import METHODS, Kind, Method
 from pensieve.store.remote.remote_store import Answer
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
@@ -50,9 +52,13 @@ OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # how long an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),
+    ("grpc.keepalive_time_ms", 5000),  # a connection that went silent is not waited for (TCP would)
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 
@@ -71,7 +77,7 @@ class _Waiting:
     """A call without an answer."""
 
     method: Method
-    request: pb.Call
+    request: pb.Call  # numbered when it is sent
     done: threading.Event = field(default_factory=threading.Event)
     answer: pb.Answer | None = None
     failure: PensieveError | None = None
@@ -89,7 +95,11 @@ class Connection:
         answer_seconds: float = ANSWER_SECONDS,
         open_seconds: float = OPEN_SECONDS,
     ) -> None:
-        """`target` is HOST:PORT; StoreUnavailable if it does not answer within `open_seconds`."""
+        """`target` is HOST:PORT; StoreUnavailable if it does not answer within `open_seconds`.
+
+        `on_lost` may be set: it is called, in a thread of this object, when another session has begun, before
+        anything is sent in that one.
+        """
         self.target = target
         self.session = 0
         self._replica = replica
@@ -102,8 +112,10 @@ class Connection:
         )
         self._stub = history_pb2_grpc.HistoryServiceStub(self._channel)
         self._lock = threading.Lock()
+        self.on_lost: Callable[[], None] = lambda: None
         self._number = 0
-        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
+        self._line: deque[_Waiting] = deque()  # not sent yet
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # sent, by number
         self._outgoing: queue.SimpleQueue[pb.ServeRequest | None] | None = None
         self._stream: Any = None
         self._heard_at = time.monotonic()
@@ -172,38 +184,64 @@ class Connection:
 
     # -- calls --
 
-    def _send(self, method: Method, arguments: str, parts: list[bytes]) -> _Waiting:
+    def _send(
+        self, method: Method, arguments: str, parts: list[bytes], *, is_next: bool = False
+    ) -> _Waiting:
         with self._lock:
             if self._closed.is_set() or self._is_refused:
                 raise StoreUnavailable(
                     f"the connection to the history service {self.target} is closed"
                 )
-            self._number += 1
-            request = pb.Call(
-                number=self._number, method=method.name, arguments=arguments, parts=parts
-            )
-            waiting = self._waiting[self._number] = _Waiting(method, request)
-            if self._outgoing is not None:
-                self._outgoing.put(pb.ServeRequest(call=request))
+            request = pb.Call(method=method.name, arguments=arguments, parts=parts)
+            waiting = _Waiting(method, request)
+            if is_next:
+                self._line.appendleft(waiting)
+            else:
+                self._line.append(waiting)
+            self._advance()
         return waiting
+
+    def _advance(self) -> None:
+        """Send what may be sent, under the lock: reads, and the rest in order, one that writes at a time."""
+        if self._outgoing is None:
+            return
+        is_writing = any(each.method.writes for each in self._waiting.values())
+        held: deque[_Waiting] = deque()
+        for waiting in self._line:
+            if waiting.method.kind is not Kind.READ:
+                if held or (is_writing and waiting.method.writes):
+                    held.append(waiting)
+                    continue
+                is_writing = is_writing or waiting.method.writes
+            self._number += 1
+            waiting.request.number = self._number
+            self._waiting[self._number] = waiting
+            self._outgoing.put(pb.ServeRequest(call=waiting.request))
+        self._line = held
 
     def _give_up(self, waiting: _Waiting) -> None:
         with self._lock:
             if waiting.done.is_set():
                 return
             waiting.is_wanted = False
-            if not waiting.method.writes:
+            if waiting in self._line:
+                self._line.remove(waiting)
+                self._advance()
+            elif not waiting.method.writes:
                 self._waiting.pop(waiting.request.number, None)
         raise StoreUnavailable(f"the history service {self.target} does not answer")
 
     def _answered(self, answer: pb.Answer) -> None:
         with self._lock:
             waiting = self._waiting.pop(answer.number, None)
-            if waiting is not None:
-                waiting.answer = answer
-                waiting.done.set()
-        if waiting is not None and not waiting.is_wanted and not answer.failed:
+            if waiting is None:
+                return
+            waiting.answer = answer
+            waiting.done.set()
+        if not waiting.is_wanted and not answer.failed:
             self._undo(waiting.method, answer)
+        with self._lock:
+            self._advance()
 
     def _undo(self, method: Method, answer: pb.Answer) -> None:
         """Of a turn that was begun for nobody."""
@@ -212,7 +250,11 @@ class Connection:
         begun = method.read_result(answer.result, answer.parts)
         if isinstance(begun, Begun) and begun.must_run:
             interrupt = METHODS["interrupt_turn"]
-            self._send(interrupt, *interrupt.write_arguments((begun.turn.turn_id,), {}))
+            given = begun.turn.turn_id, begun.turn.attempts
+            with contextlib.suppress(
+                StoreUnavailable
+            ):  # closed; the session ends, and the turn with it
+                self._send(interrupt, *interrupt.write_arguments(given, {}), is_next=True)
 
     # -- the stream --
 
@@ -233,8 +275,11 @@ class Connection:
                         pause = PAUSE_SECONDS_MIN
             except grpc.RpcError as error:
                 self._broke(error)
-            except ValueError:  # the channel was closed
-                pass
+            except (
+                Exception
+            ):  # a channel that was closed; else a fault of ours, and the calls go on
+                if not self._closed.is_set():
+                    log.exception("the connection to the history failed")
             finally:
                 with self._lock:
                     self._outgoing = None
@@ -266,6 +311,7 @@ class Connection:
             self._fail_all(
                 StoreUnavailable("the history service has ended the session; say it again")
             )
+            self.on_lost()
         with self._lock:
             self.session, self._lease_seconds = opened.session, opened.lease_seconds
             for waiting in self._waiting.values():
@@ -274,6 +320,7 @@ class Connection:
                 again.again = True
                 outgoing.put(pb.ServeRequest(call=again))
             self._outgoing = outgoing
+            self._advance()
         self._opened.set()
 
     def _broke(self, error: grpc.RpcError) -> None:
@@ -290,7 +337,8 @@ class Connection:
 
     def _fail_all(self, failure: PensieveError) -> None:
         with self._lock:
-            waiting, self._waiting = list(self._waiting.values()), OrderedDict()
+            waiting = [*self._waiting.values(), *self._line]
+            self._waiting, self._line = OrderedDict(), deque()
         for each in waiting:
             each.failure = failure
             each.done.set()

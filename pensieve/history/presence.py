@@ -5,15 +5,16 @@
                 └──silent for as long as its lease, or it leaves──────┴──> ended
 
 A replica is heard of with every message; away, it has the rest of its lease to come back, for its turns are
-computed all the same.  When the service itself begins, the sessions that had not ended are away.  All of it
-belongs to the loop, but `is_connected`, which any thread may ask.
+computed all the same.  When the service itself begins, the sessions that had not ended are away.  Where it
+was stopped for a while (a paused process, a machine that slept), what was sent meanwhile is read afterwards,
+so that time counts for nobody.  All of it belongs to the loop, but `is_connected`, which any thread may ask.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pensieve.store.owners import Session
@@ -33,8 +34,9 @@ class Present:
     heard_at: float
     outgoing: asyncio.Queue[pb.ServeResponse] | None = None
     task: asyncio.Task[None] | None = None  # that reads its stream
-    num_running: int = 0
     is_draining: bool = False
+    running: set[int] = field(default_factory=set)  # turns
+    under_way: set[int] = field(default_factory=set)  # numbers of calls that have no answer yet
     recent: OrderedDict[tuple[str, str], float] = field(default_factory=OrderedDict)
 
     def used(self, tenant: str, conversation_id: str, now: float) -> None:
@@ -60,10 +62,11 @@ class Presence:
         self._present: dict[int, Present] = {}
         self._connected: set[int] = set()
 
-    def begin(self, sessions: Iterable[Session]) -> None:
-        """Those that had not ended when the service began: away, with a whole lease."""
+    def begin(self, sessions: Iterable[Session], running: Mapping[int, Iterable[int]]) -> None:
+        """Those that had not ended when the service began, and their turns: away, with a whole lease."""
         for session in sessions:
-            self._present[session.number] = Present(session, self._now())
+            present = self._present[session.number] = Present(session, self._now())
+            present.running.update(running.get(session.number, ()))
 
     def all(self) -> list[Present]:
         return list(self._present.values())
@@ -99,8 +102,10 @@ class Presence:
         """It has ended."""
         present = self._present.pop(number, None)
         self._connected.discard(number)
-        if present is not None and present.task is not None:
-            present.task.cancel()
+        if present is not None:
+            task, present.outgoing, present.task = present.task, None, None
+            if task is not None:
+                task.cancel()
         return present
 
     def over_share(self) -> list[tuple[Present, list[tuple[str, str]]]]:
@@ -120,6 +125,11 @@ class Presence:
             for each, count in zip(here, counts, strict=True)
             if count > most
         ]
+
+    def excuse(self, seconds: float) -> None:
+        """The service itself was away for so long, and has heard of nobody."""
+        for each in self._present.values():
+            each.heard_at += seconds
 
     def overdue(self) -> list[Present]:
         """Not heard of for as long as the lease."""

@@ -6,7 +6,7 @@
 The loop puts calls into one line in the order in which they come, so a session's calls keep theirs.  A group
 is what waits when the store's thread has time: one commit for many replicas when there are many, and no
 delay when there is one.  An answer leaves when its group is on the disk, and a replica that is away by then
-asks again when it is back.
+asks again when it is back; what it asks again while it still waits in line is not put there twice.
 
 A session ends in the store's thread, between two groups; what its replica still has in the line is refused
 there.  So from the end of a session on nothing of it is written, whatever is under way.
@@ -41,6 +41,7 @@ from pensieve.v1 import history_pb2_grpc
 log = logging.getLogger("pensieve")
 LEASE_SECONDS = 10.0
 GROUP_MAX = 256  # calls of a commit
+LOOKS_PER_LEASE = 8
 Record = Callable[[Mapping[str, Any]], None]
 
 
@@ -62,7 +63,8 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         """`refusal` of whatever would write, where the history is damaged; `record` gets events as JSON."""
         config = config or HistoryConfig()
         self.presence = Presence(config.lease_seconds, threads.loop.time)
-        self.presence.begin(store.owners.open_sessions())
+        sessions = store.owners.open_sessions()
+        self.presence.begin(sessions, store.owners.running_turns())
         self.num_calls = 0
         self.num_groups = 0
         self._store, self._threads = store, threads
@@ -72,11 +74,16 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         self._is_at_work = False
         self._refusal = refusal
         self._record = record
+        self._note(event="started", sessions={each.number: each.replica for each in sessions})
 
     async def watch(self) -> None:
         """End the sessions of those that are silent, and balance; for as long as the service serves."""
+        pause, now = self.presence.lease_seconds / LOOKS_PER_LEASE, self._threads.loop.time
         while True:
-            await asyncio.sleep(self.presence.lease_seconds / 8)
+            began = now()
+            await asyncio.sleep(pause)
+            if (away := now() - began - pause) > pause:
+                self.presence.excuse(away)
             for present in self.presence.overdue():
                 await self._end(present, "its lease ran out")
             for present, names in self.presence.over_share():
@@ -125,7 +132,7 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
                     await self._end(present, "it has left")
         except asyncio.CancelledError:
             if present.outgoing is outgoing:
-                raise
+                raise  # its replica is gone, or the service stops
             raise Unavailable("the session has ended, or goes on with another stream") from None
         finally:
             writing.cancel()
@@ -158,7 +165,7 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
                     http_address=each.session.http_address,
                     metrics_address=each.session.metrics_address,
                     connected=self.presence.is_connected(each.session.number),
-                    num_running=max(0, each.num_running),
+                    num_running=len(each.running),
                     num_conversations=each.num_recent(now),
                     session=each.session.number,
                 )
@@ -220,6 +227,9 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         if method is not None and method.kind is Kind.READ:
             self._threads.spawn(self._read(present, call))
             return
+        if call.number in present.under_way:
+            return  # it came on a stream that broke; its answer goes to the one that there is
+        present.under_way.add(call.number)
         self._line.append(
             Call(
                 *(present.session.number, call.number, call.method, call.arguments),
@@ -260,15 +270,35 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         present = self.presence.find(call.session)
         if (claimed := outcome.claimed) is not None:
             self._note(event="claimed", **claimed._asdict())
-        if outcome.turn_id and not outcome.failed:
-            kind = "begun" if outcome.num_running > 0 else "ended"
-            self._note(event=kind, session=call.session, turn_id=outcome.turn_id, how=call.method)
         if present is None:
             return
-        present.num_running += 0 if outcome.failed else outcome.num_running
+        present.under_way.discard(call.number)
+        if outcome.turn_id:
+            self._turn_changed(present, call.method, outcome)
         if outcome.name is not None:
             present.used(*outcome.name, self._threads.loop.time())
         self._send(present, outcome)
+
+    def _turn_changed(self, present: Present, method: str, outcome: Outcome) -> None:
+        """A turn has begun or ended; a call that came again may say so twice."""
+        turn_id, running = outcome.turn_id, present.running
+        has_begun = outcome.num_running > 0
+        if (turn_id in running) is has_begun:
+            return
+        more: dict[str, Any] = {"how": method}
+        if has_begun:
+            running.add(turn_id)
+            if outcome.name is not None:
+                more["tenant"], more["conversation_id"] = outcome.name
+        else:
+            running.discard(turn_id)
+        self._note(
+            event="begun" if has_begun else "ended",
+            session=present.session.number,
+            turn_id=turn_id,
+            epoch=outcome.turn_epoch,
+            **more,
+        )
 
     def _send(self, present: Present, outcome: Outcome) -> None:
         if present.outgoing is not None:

@@ -237,7 +237,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
     drain_seconds = 0.0
     try:
         address = await server.listen()
-        announce(server)
+        announce(server, setup.sharing.announced)
         starting = loop.create_task(daemon.start())
         stopping = loop.create_task(server.stopping.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -49,6 +49,7 @@ OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
 )
@@ -127,7 +128,10 @@ class EventLog:
             raise ConfigError(f"--event-log {path}: {error.strerror}") from error
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        os.write(self._file, json.dumps(event).encode() + b"\n")
+        try:
+            os.write(self._file, json.dumps(event).encode() + b"\n")
+        except OSError as error:  # what is served is worth more
+            log.error("a line of the event log could not be written: %s", error.strerror)
 
     def close(self) -> None:
         os.close(self._file)

@@ -33,6 +33,7 @@ class Sharing:
     replica: str = ""  # its name; empty: one made of host and folder
     secret: str = ""
     certificates: bytes | None = None  # of the authority; None: the system's
+    announced: str = ""  # HOST:PORT where the others reach it; empty: where it listens
 
     def tokens(self) -> tuple[Token, ...]:
         """By which daemons that share the secret know each other, where clients need tokens."""
@@ -48,13 +49,17 @@ class Sharing:
 def sharing_of(serving: Serving) -> Sharing:
     """From the settings of `pensieve serve`."""
     replica, ca = serving.replica or "", serving.history_ca
+    announced = serving.announce or ""
+    host, _, port = announced.rpartition(":")
+    if announced and not (host and port.isdigit()):
+        raise InvalidArgument("announce", f"{announced!r} is not HOST:PORT")
     if replica and not ID_PATTERN.fullmatch(replica):
         raise InvalidArgument("replica", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
     try:
         certificates = None if ca is None else ca.read_bytes()
     except OSError as error:
         raise ConfigError(f"--history-ca {ca}: {error.strerror}") from error
-    return Sharing(replica, read_secret(serving.history_secret), certificates)
+    return Sharing(replica, read_secret(serving.history_secret), certificates, announced)
 
 
 def is_shared(url: str | None) -> bool:
@@ -85,12 +90,19 @@ def open_store(
     return RemoteStore(connection, folder, replica)
 
 
-def announce(server: Server) -> None:
+def announce(server: Server, announced: str = "") -> None:
     """Tell the other daemons where this one is, once it listens."""
     store = server.daemon.store
     if isinstance(store, RemoteStore):
         http = next((each.url.partition("://")[2] for each in server.beside), "")
-        store.announce(server.address, http, server.metrics_address)
+        addresses = (announced or server.address, http, server.metrics_address)
+        host = announced.rpartition(":")[0]
+        store.announce(*(_at(host, each) for each in addresses))
+
+
+def _at(host: str, address: str) -> str:
+    """The address with that host, if there is one."""
+    return f"{host}:{address.rpartition(':')[2]}" if host and address else address
 
 
 def fetch_kv(server: Server, sharing: Sharing) -> None:

@@ -363,7 +363,8 @@ class History:
         )
         state = reply.state if reply.chain is None else reply.chain.state(text, reply.stream)
         revision = self._store.finish_turn(
-            reply.turn_id, message, reply.finish.value, reply.figures, state, reply.response
+            *(reply.turn_id, message, reply.finish.value, reply.figures, state, reply.response),
+            reply.attempt,
         )
         if beginning is not None:
             conversation = beginning.conversation
@@ -376,15 +377,15 @@ class History:
         lent = self.declared.ended(reply.turn_id)
         return Committed(revision, text[len(reply.text) :], lent)
 
-    def fail(self, turn_id: int, reason: str) -> None:
+    def fail(self, turn_id: int, reason: str, attempt: int = 0) -> None:
         """The engine could not finish it."""
         self._forget(turn_id)
-        self._store.fail_turn(turn_id, reason)
+        self._store.fail_turn(turn_id, reason, attempt)
 
-    def interrupt(self, turn_id: int) -> None:
+    def interrupt(self, turn_id: int, attempt: int = 0) -> None:
         """Nobody waits for it any more, or the engine is gone."""
         self._forget(turn_id)
-        self._store.interrupt_turn(turn_id)
+        self._store.interrupt_turn(turn_id, attempt)
 
     # -- inside --
 

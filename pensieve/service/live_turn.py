@@ -100,6 +100,7 @@ class Reply:
     chain: ChainEnd | None = None  # of its client's history before it
     state: records.ChainState | None = None  # or what follows from that and the reply
     response: StoredResponse | None = None  # that it is to a client of that API
+    attempt: int = 0  # of the turn
 
 
 class Committed(NamedTuple):

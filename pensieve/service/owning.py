@@ -10,7 +10,10 @@ A call over gRPC that needs a conversation of another daemon's is passed on to i
 over HTTP takes the conversation over instead, unless a turn of it runs there: its body is gone by the time
 that it is known whose the conversation is, and routers know beforehand.  `takes_over` says which it is.
 
-All of it is of the loop but `_stale`, which the store's thread calls.
+A daemon that has lost its session computes turns that nobody will have: they end as soon as it knows, with an
+error after which a client says the same again.  Where one is about to be committed, the history refuses it.
+
+All of it is of the loop but `_stale`, which the store's thread calls, and `_lost`, the connection's.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ class Owning:
         self.pull: Pull | None = None  # where daemons fetch KV of each other
         if isinstance(store, RemoteStore):
             store.on_stale = self._stale
+            store.on_lost = self._lost
             threads.is_taken = self._is_taken
             conversations.bring_kv = self._bring_kv
 
@@ -56,18 +60,26 @@ class Owning:
 
     def _drop(self, tenant: str, conversation_id: str) -> None:
         turns = self._conversations.turns
-        taken = [
-            (live, turns.interrupt(live))
-            for live in turns.all_live()
-            if live.is_stored and (live.tenant, live.conversation_id) == (tenant, conversation_id)
-        ]
-        for _, cancel in taken:
-            if cancel is not None:
-                self._tell(cancel)
+        for live in turns.all_live():
+            if (live.tenant, live.conversation_id) == (tenant, conversation_id):
+                self._give_up(live)
         self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
-        for live, cancel in taken:
-            if cancel is not None:
-                self._threads.spawn(self._conversations.end_interrupted(live, Unavailable(TAKEN)))
+
+    def _lost(self) -> None:
+        """In the connection's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._threads.loop.call_soon_threadsafe(self._drop_all)
+
+    def _drop_all(self) -> None:
+        for live in self._conversations.turns.all_live():
+            self._give_up(live)
+
+    def _give_up(self, live: LiveTurn) -> None:
+        """Of a turn that the history does not know any more."""
+        cancel = self._conversations.turns.interrupt(live) if live.is_stored else None
+        if cancel is not None:
+            self._tell(cancel)
+            self._threads.spawn(self._conversations.end_interrupted(live, Unavailable(TAKEN)))
 
     async def _is_taken(self, elsewhere: OwnedElsewhere, tenant: str) -> bool:
         """After a job that was refused: whether it may be done again, here."""

@@ -57,13 +57,17 @@ class TurnEnds:
 
     async def fail(self, live: LiveTurn, reason: str) -> None:
         if live.is_stored:
-            await self._threads.in_store(live.tenant, self._history.fail, live.turn_id, reason)
+            await self._threads.in_store(
+                live.tenant, self._history.fail, live.turn_id, reason, live.attempt
+            )
 
     async def interrupt(self, live: LiveTurn) -> None:
         if not live.is_stored:
             return
         try:
-            await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)
+            await self._threads.in_store(
+                live.tenant, self._history.interrupt, live.turn_id, live.attempt
+            )
         except NotFound:
             pass  # it was deleted meanwhile
         except PensieveError as error:  # the store takes it for interrupted all the same

@@ -290,6 +290,7 @@ class Turns:
             dict(live.figures),
             is_cut=live.cancelled and (ended.finish is not FinishReason.STOP or not has_all),
             chain=None if live.ask is None else live.ask.chain,
+            attempt=live.attempt,
         )
         return Ending(live, reply)
 

@@ -341,27 +341,29 @@ class ConversationStore:
         usage: Mapping[str, Any],
         chain_state: ChainState | None = None,
         response: StoredResponse | None = None,
+        attempt: int = 0,
     ) -> int:
         """Append the turn's messages and its reply to the log; returns the revision it made.
 
         A response that the turn is gets that revision.  It may be called again after an error: a turn that
-        was committed is not committed twice.
+        was committed is not committed twice.  With an `attempt` it is NotFound if the turn was begun again
+        since: a late end of one attempt is no end of the next.
         """
-        with self._running.ending(turn_id) as conn:
+        with self._running.ending(turn_id, attempt) as conn:
             check_text([reply])
             more = chain_state, response, self.now()
             return append_reply(conn, turn_id, reply, finish_reason, usage, *more)
 
-    def fail_turn(self, turn_id: int, failure: str) -> StoredTurn:
+    def fail_turn(self, turn_id: int, failure: str, attempt: int = 0) -> StoredTurn:
         """End a turn that the engine could not finish; its messages stay out of the history."""
-        with self._running.ending(turn_id) as conn:
+        with self._running.ending(turn_id, attempt) as conn:
             if turn_rows.require_turn(conn, turn_id).turn.state is TurnState.RUNNING:
                 turn_rows.fail_turn(conn, turn_id, failure, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
-    def interrupt_turn(self, turn_id: int) -> StoredTurn:
+    def interrupt_turn(self, turn_id: int, attempt: int = 0) -> StoredTurn:
         """End a turn that no client waits for any more; its messages stay out of the history."""
-        with self._running.ending(turn_id) as conn:
+        with self._running.ending(turn_id, attempt) as conn:
             if turn_rows.require_turn(conn, turn_id).turn.state is TurnState.RUNNING:
                 turn_rows.interrupt_turn(conn, turn_id, self.now())
             return turn_rows.require_turn(conn, turn_id).turn

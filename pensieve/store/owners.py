@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pensieve.errors import NotFound, OwnedElsewhere
 from pensieve.store import conversation_rows
 from pensieve.store.backend import Transactions
+from pensieve.store.records import TurnState
 from pensieve.store.running_rows import RunningRows
 
 if TYPE_CHECKING:
@@ -60,6 +61,15 @@ class Claim(NamedTuple):
 class Owner(NamedTuple):
     session: int
     epoch: int
+
+
+class OwnedTurn(NamedTuple):
+    """A turn, and who owns its conversation."""
+
+    session: int  # NOBODY without an owner
+    epoch: int
+    state: TurnState
+    attempt: int
 
 
 class Owners:
@@ -141,6 +151,26 @@ class Owners:
         """Nobody computes these turns; the next transaction interrupts those that run."""
         self._running.abandon(turn_ids)
 
+    @property
+    def live_turns(self) -> frozenset[int]:
+        """Those that somebody computes, as far as is known."""
+        return self._running.live
+
+    def restore(self, turn_ids: Iterable[int]) -> None:
+        """Somebody computes these turns, after a transaction that failed."""
+        self._running.restore(turn_ids)
+
+    def running_turns(self) -> dict[int, list[int]]:
+        """By the session that owns their conversations."""
+        found: dict[int, list[int]] = {}
+        with self._writer.reading() as conn:
+            for turn_id, session in conn.execute(
+                "SELECT t.turn_id, o.session FROM turns t JOIN owners o USING (conversation)"
+                " WHERE t.state = 'running'"
+            ).fetchall():
+                found.setdefault(session, []).append(turn_id)
+        return found
+
     def note_call(self, session: int, number: int) -> None:
         """This writing call of the session is part of the transaction."""
         with self._writer.writing() as conn:
@@ -219,15 +249,20 @@ class Owners:
         with self._writer.reading() as conn:
             return owner_of(conn, conversation_id, tenant)
 
-    def owner_of_turn(self, turn_id: int) -> Owner | None:
-        """The one of its conversation."""
+    def turn(self, turn_id: int) -> OwnedTurn | None:
+        """None if there is no such turn, or none any more."""
         with self._writer.reading() as conn:
             row = conn.execute(
-                "SELECT o.session, o.epoch FROM turns t JOIN owners o USING (conversation)"
-                " WHERE t.turn_id = ?",
+                "SELECT o.session, o.epoch, t.state, t.attempts"
+                " FROM turns t LEFT JOIN owners o USING (conversation) WHERE t.turn_id = ?",
                 (turn_id,),
             ).fetchone()
-        return None if row is None else Owner(*row)
+        if row is None:
+            return None
+        session, epoch, state, attempt = row
+        is_dead = state == TurnState.RUNNING and self._running.is_dead(turn_id)
+        found = TurnState.INTERRUPTED if is_dead else TurnState(state)
+        return OwnedTurn(session or NOBODY, epoch or 0, found, attempt)
 
 
 SESSION = (

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pensieve.errors import NotFound
 from pensieve.store import turn_rows
 from pensieve.store.backend import Transactions
 from pensieve.store.records import Conversation, StoredTurn, TurnState
@@ -50,8 +51,16 @@ class RunningRows:
             raise
 
     @contextlib.contextmanager
-    def ending(self, turn_id: int) -> Iterator[Connection]:
-        """The transaction that ends a turn, which is not live afterwards, even if the write failed."""
+    def ending(self, turn_id: int, attempt: int = 0) -> Iterator[Connection]:
+        """The transaction that ends a turn, which is not live afterwards, even if the write failed.
+
+        NotFound, and nothing else happens, if that is not the attempt that the turn is at.
+        """
+        if attempt:
+            with self._writer.reading() as conn:
+                found = turn_rows.attempts_of(conn, turn_id)
+            if found not in (None, attempt):
+                raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
         self._live.add(turn_id)  # also when an earlier attempt to end it has failed
         try:
             with self.writing() as conn:
@@ -70,6 +79,16 @@ class RunningRows:
         """Every turn that is `running` now is live."""
         with self._writer.reading() as conn:
             self._live.update(turn_rows.running_turns(conn))
+
+    @property
+    def live(self) -> frozenset[int]:
+        """The turns that are live now."""
+        return frozenset(self._live)
+
+    def restore(self, turn_ids: Iterable[int]) -> None:
+        """These are live again: what has ended them since was rolled back, or perhaps so."""
+        self._live.update(turn_ids)
+        self._unsure = True
 
     def abandon(self, turn_ids: Iterable[int]) -> None:
         """These are not live any more, if they were; also where the commit that began them failed."""

@@ -188,6 +188,11 @@ def restart_turn(conn: Connection, turn_id: int, tenant: str) -> None:
     )
 
 
+def attempts_of(conn: Connection, turn_id: int) -> int | None:
+    row = conn.execute("SELECT attempts FROM turns WHERE turn_id = ?", (turn_id,)).fetchone()
+    return None if row is None else int(row[0])
+
+
 def read_turn_messages(conn: Connection, turn_id: int) -> TurnMessages:
     prompt: list[NewMessage] = []
     reply = None

@@ -403,4 +403,6 @@ NOT_RUN = {
     "scripts/nightly FOLDER --share 0.01": "runs this",
     "scripts/nightly FOLDER --resume": "runs this",
     "python -m tests.faults --seeds 1000..20000": "hours: the part `faults` of the night",
+    "python -m tests.cluster.nemesis FOLDER --seed 7": "minutes: the part `nemesis` of the night",
+    "python -m tests.cluster.nemesis FOLDER --seeds 1..5 --lease 2": "the same, five times",
 }

@@ -32,15 +32,22 @@ OPTIONS = (
     ("grpc.max_receive_message_length", BYTES_MAX),
     ("grpc.max_send_message_length", BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # how long an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),
+    ("grpc.keepalive_time_ms", 2000),  # a daemon that stands still is not waited for
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 CHANNELS_MAX = 256
+REPEATABLE = ("SendMessage", "CancelTurn", "WarmConversation")  # done twice, they are done once
+NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words before it has sent anything
 Act = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Unreachable(Exception):
-    """The owner does not answer, and has seen nothing of the call."""
+    """The owner does not answer, and the call may be carried out here."""
 
 
 class Forwarder:
@@ -101,7 +108,10 @@ class Forwarder:
         except grpc.aio.AioRpcError as error:
             trailing = tuple(error.trailing_metadata() or ())
             is_ours = any(key == DETAILS_KEY for key, _ in trailing)
-            if error.code() is grpc.StatusCode.UNAVAILABLE and not is_ours and not has_begun:
+            was_not_sent = (error.details() or "").startswith(NO_CONNECTION)
+            may_repeat = method in REPEATABLE or was_not_sent
+            is_away = error.code() is grpc.StatusCode.UNAVAILABLE and not is_ours
+            if is_away and not has_begun and may_repeat:
                 raise Unreachable from error
             context.set_trailing_metadata(
                 tuple((key, value) for key, value in trailing if key == DETAILS_KEY)

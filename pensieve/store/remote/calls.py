@@ -4,17 +4,20 @@ All of it is done in one thread, one call after the other, and the calls of a se
 their numbers.
 
 **Whose.**  A call that writes to a conversation claims it first, in the same commit; one that makes a
-conversation claims it behind.  A turn is ended by the owner of its conversation alone.  So of two replicas
-that write to one conversation one is refused, whatever they believe.
+conversation claims it behind.  A turn is ended by the owner of its conversation alone, and in the attempt
+that it is at.  So of two replicas that write to one conversation one is refused, whatever they believe, and
+so is a replica that lost its session and got the conversation back.
 
-**Once.**  A replica whose stream breaks sends what was not answered again.  The number of a session's last
-writing call is committed with that call, so a call that comes `again` and is not above it was carried out:
-its answer is at hand, or is read from what it did (`RECALLED`).  A call that failed has changed nothing, and
-may be carried out again.
+**Once.**  A replica whose stream breaks sends what was not answered again.  It has one writing call under
+way at a time, and the number of a session's last one is committed with it, so a call that comes `again` and
+is not above it was carried out: its answer is at hand, or is read from what it did (`RECALLED`).  A call that
+failed has changed nothing, and may be carried out again.
 
 **Many in one commit.**  The calls that wait are one group (store/grouping.py), and no answer leaves before
 its commit.  If that fails, each is carried out again by itself, as a call that comes again is: one of them
-may be to blame, and the commit may have come about.  Those that erase from the files are alone.
+may be to blame, and the commit may have come about.  Until then the turns of the group count as running, both
+those that it began and those that it ended, since either may be so on the disk.  Those that erase from the
+files are alone.
 
 **No more.**  The calls of a session that has ended are refused, also those that were waiting.
 """
@@ -33,6 +36,7 @@ from pensieve.errors import (
     ServerFault,
     StoreError,
     StoreUnavailable,
+    Unavailable,
 )
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.declared_prefixes import MARK
@@ -41,6 +45,8 @@ from pensieve.store.records import Begun, Conversation, Rewound, TurnState
 from pensieve.store.remote import wire
 from pensieve.store.remote.methods import METHODS, Kind, Method
 from pensieve.store.remote.wire import Unreadable
+
+ENDED_WITHOUT_REPLY = (TurnState.INTERRUPTED, TurnState.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,7 @@ class Outcome:
     claimed: Claimed | None = None
     turn_id: int = 0  # that it has begun or ended
     num_running: int = 0  # what that makes of the number of its session's turns: 1 or -1
+    turn_epoch: int = 0  # of that turn's conversation
     fault: BaseException | None = field(default=None, repr=False)  # of ours
 
 
@@ -143,24 +150,32 @@ class Calls:
         if not any(METHODS[each.method].writes for each in calls):
             return [self._alone(each) for each in calls]
         outcomes: list[Outcome] = []
+        owners, open_before = self._store.owners, set(self._open)
+        live_before = owners.live_turns
         try:
             with self._store.group():
                 for call in calls:
-                    outcomes.append(self._one(call))
+                    outcomes.append(Outcome(call.number))
+                    outcomes[-1] = self._one(call, outcomes[-1])
         except Exception as error:
-            self._store.owners.abandon(())  # who is running is for the disk to say
+            self._open = open_before
+            owners.restore(live_before)
             if len(calls) > 1:
                 again = [replace(call, again=True) for call in calls]
                 return [outcome for call in again for outcome in self._grouped([call])]
-            self._store.owners.abandon([each.turn_id for each in outcomes if each.num_running > 0])
-            return [_failed(calls[0], error)]
+            (outcome,) = outcomes or [Outcome(calls[0].number)]
+            owners.abandon([outcome.turn_id])  # begun or ended, nobody computes it
+            lost = outcome.turn_id, -1, outcome.turn_epoch
+            failed = _failed(calls[0], error)
+            failed.turn_id, failed.num_running, failed.turn_epoch = lost
+            return [failed]
         for call, outcome in zip(calls, outcomes, strict=True):
             self._remember(call, outcome)
         return outcomes
 
     def _alone(self, call: Call) -> Outcome:
         try:
-            outcome = self._one(call)
+            outcome = self._one(call, Outcome(call.number))
         except Exception as error:
             return _failed(call, error)
         self._remember(call, outcome)
@@ -170,7 +185,7 @@ class Calls:
         if METHODS[call.method].writes:
             self._answered[call.session] = outcome
 
-    def _one(self, call: Call) -> Outcome:
+    def _one(self, call: Call, outcome: Outcome) -> Outcome:
         """Errors of ours are its outcome; those of the database go on, since they end a group."""
         method = METHODS[call.method]
         if method.kind is Kind.READ:
@@ -183,7 +198,6 @@ class Calls:
             return _failed(call, InvalidArgument("arguments", str(error)))
         if call.again and method.writes and (known := self._known(call, method, arguments)):
             return known
-        outcome = Outcome(call.number)
         try:
             result = self._carried_out(call, method, arguments, outcome)
         except PensieveError as error:
@@ -203,21 +217,19 @@ class Calls:
         if method.kind is Kind.WRITE:
             self._claim(call, arguments["conversation_id"], tenant, outcome)
         elif method.kind is Kind.TURN:
-            self._check_turn(call.session, arguments["turn_id"])
-            outcome.turn_id, outcome.num_running = arguments["turn_id"], -1
+            if not self._may_end(call, arguments, outcome):
+                return self._store.get_turn(arguments["turn_id"])
         elif call.method == "give_up":
             name = arguments["conversation_id"]
             self._store.owners.give_up(name, call.session, tenant=tenant)
             return None
         result = method.run(_target(self._store, call.method), arguments)
-        if isinstance(result, Begun) and result.must_run:
-            outcome.turn_id, outcome.num_running = result.turn.turn_id, 1
+        if isinstance(result, Begun):
+            _note_begun(result, outcome)
         elif method.kind is Kind.CREATE:
             self._claim(call, result.conversation_id, result.tenant, outcome)
             if call.method == "fork_conversation":
-                owner = self._store.owners.owner(arguments["source_id"], tenant=tenant)
-                if owner is not None and owner.session == call.session:
-                    outcome.source_epoch = owner.epoch
+                outcome.source_epoch = self._epoch(call, arguments["source_id"], tenant)
         elif call.method == "prefixes.num_shared_tokens" and result:
             outcome.source_epoch = self._declared_at(arguments["conversation"])
         return result
@@ -258,10 +270,29 @@ class Calls:
         self.end_session(owner.session)
         return owner.session
 
-    def _check_turn(self, session: int, turn_id: int) -> None:
-        owner = self._store.owners.owner_of_turn(turn_id)
-        if owner is not None and owner.session != session:
-            raise NotFound(f"turn {turn_id} no longer runs: its conversation is another replica's")
+    def _may_end(self, call: Call, arguments: dict[str, Any], outcome: Outcome) -> bool:
+        """Refuse to end what is not the caller's: it says the same again and finds what became of it.
+
+        False: what is to be interrupted is so already.
+        """
+        turn_id, attempt = arguments["turn_id"], arguments.pop("attempt", 0)
+        found = self._store.owners.turn(turn_id)
+        if found is None:
+            return True  # the method says so
+        is_late = found.session != call.session or attempt not in (0, found.attempt)
+        if is_late and call.method == "interrupt_turn":
+            return False
+        if is_late or (call.method == "finish_turn" and found.state in ENDED_WITHOUT_REPLY):
+            raise Unavailable(f"turn {turn_id} was given up meanwhile; say it again")
+        if found.state is TurnState.RUNNING:
+            outcome.turn_id, outcome.num_running = turn_id, -1
+            outcome.turn_epoch = found.epoch
+        return True
+
+    def _epoch(self, call: Call, conversation_id: str, tenant: str) -> int:
+        """In which the caller has the conversation; 0 if it does not."""
+        owner = self._store.owners.owner(conversation_id, tenant=tenant)
+        return owner.epoch if owner is not None and owner.session == call.session else 0
 
     def _declared_at(self, conversation: Conversation) -> int:
         found = self._store.prefixes.find(conversation.prefix_id, tenant=conversation.tenant)
@@ -273,24 +304,40 @@ class Calls:
         """What was answered to it, or would have been; None if it was not carried out."""
         answered = self._answered.get(call.session)
         if answered is not None and answered.number == call.number:
-            return answered
+            return replace(answered, claimed=None, ended_session=NOBODY)  # which was told
         if call.number > self._store.owners.session(call.session).last_call:
             return None
         recall = RECALLED.get(call.method)
-        outcome = Outcome(call.number)
+        outcome, tenant = Outcome(call.number), arguments.get("tenant", "")
         if method.kind is Kind.WRITE:
-            tenant, name = arguments.get("tenant", ""), arguments["conversation_id"]
-            if (owner := self._store.owners.owner(name, tenant=tenant)) is not None:
-                outcome.epoch = owner.epoch if owner.session == call.session else 0
+            outcome.name = tenant, arguments["conversation_id"]
+            outcome.epoch = self._epoch(call, arguments["conversation_id"], tenant)
+        elif method.kind is Kind.TURN:
+            turn_id = arguments["turn_id"]
+            arguments.pop("attempt", 0)
+            if (found := self._store.owners.turn(turn_id)) is not None:
+                outcome.turn_id, outcome.num_running = turn_id, -1
+                outcome.turn_epoch = found.epoch
         try:
             result = recall(self._store, arguments) if recall is not None else None
         except PensieveError as error:
             outcome.result, outcome.failed = wire.error_written(error), True
             return outcome
-        if isinstance(result, Begun) and result.must_run:
-            outcome.turn_id, outcome.num_running = result.turn.turn_id, 1
+        if isinstance(result, Begun):
+            _note_begun(result, outcome)
+        elif method.kind is Kind.CREATE and result is not None:
+            outcome.name = result.tenant, result.conversation_id
+            outcome.epoch = self._epoch(call, result.conversation_id, result.tenant)
+        if call.method == "fork_conversation":
+            outcome.source_epoch = self._epoch(call, arguments["source_id"], tenant)
         outcome.result, outcome.parts = method.write_result(result)
         return outcome
+
+
+def _note_begun(begun: Begun, outcome: Outcome) -> None:
+    if begun.must_run:
+        outcome.turn_id, outcome.num_running = begun.turn.turn_id, 1
+        outcome.turn_epoch = outcome.epoch
 
 
 def _begun(store: ConversationStore, given: Mapping[str, Any]) -> Begun:

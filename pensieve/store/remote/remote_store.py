@@ -8,8 +8,9 @@ while nobody else has written to them.  So this store remembers the epoch in whi
 A call that finds the conversation in another epoch was preceded by other writers: then `on_stale` is called
 before the call returns, in the store's thread, and whoever listens has the engine forget the conversation
 before it hears of a turn.  A conversation that was never here needs no such thing.  A session that was lost
-is no exception: the next one has other epochs.  The same is done for declared prefixes, whose epoch is the
-time of their declaration.
+is no exception: the next one has other epochs; that its turns run no more is said at once, by `on_lost`, in
+a thread of the connection's.  The same is done for declared prefixes, whose epoch is the time of their
+declaration.
 
 **Whence.**  Where another daemon had the conversation and goes on, its address is in `came_from` until the
 next claim: it may still have KV of it.
@@ -56,6 +57,8 @@ class Answer(NamedTuple):
 
 class Caller(Protocol):
     """A session with who has the history."""
+
+    on_lost: Callable[[], None]
 
     def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Answer: ...
     def announce(self, address: str, http_address: str = "", metrics_address: str = "") -> None: ...
@@ -253,6 +256,7 @@ class RemoteStore:
         self.figures = WriteFigures()
         self.interrupted_at_open: tuple[Any, ...] = ()
         self.on_stale: Callable[[str, str], None] = lambda tenant, conversation_id: None
+        self.on_lost: Callable[[], None] = lambda: None
         self.came_from: dict[tuple[str, str], str] = {}
         self.chains, self.responses = RemoteChains(self), RemoteResponses(self)
         self.prefixes, self.changes = RemotePrefixes(self), RemoteChanges(self)
@@ -260,6 +264,7 @@ class RemoteStore:
         self.backup_source = BackupsElsewhere()
         self._epochs: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._caller = caller
+        caller.on_lost = lambda: self.on_lost()
 
     def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         began = time.perf_counter()

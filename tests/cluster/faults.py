@@ -1,0 +1,154 @@
+"""What can befall a cluster, and a schedule of it that is drawn from a seed.
+
+A fault has a target (a replica, or the history service) and lasts for some seconds.  Two never befall one
+target at once, and of those that outlast the lease there is one at a time: two replicas of three that are
+gone for good are no case to be served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tests.cluster.links import Link, Way
+from tests.cluster.world import Part, Replica, World
+
+HISTORY = -1  # as a target
+SHORT_SECONDS = (0.3, 4.0)
+LONG_LEASES = (1.2, 1.5)
+SLOW_SECONDS = 0.08
+
+
+@dataclass(frozen=True)
+class Fault:
+    at: float  # seconds since the beginning
+    kind: str
+    target: int
+    seconds: float
+
+    def __str__(self) -> str:
+        where = "history" if self.target == HISTORY else f"replica-{self.target}"
+        return f"{self.at:6.1f} {self.kind} {where} for {self.seconds:.1f} s"
+
+
+async def kill(part: Part, seconds: float) -> None:
+    await part.kill()
+    await asyncio.sleep(seconds)
+    await part.start()
+
+
+async def pause(part: Part, seconds: float) -> None:
+    part.pause()
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        part.go_on()
+
+
+async def drain(part: Part, seconds: float) -> None:
+    status = await part.terminate()
+    assert status == 0, f"{part.name} ended with {status}: {part.log.read_text()[-2000:]}"
+    await part.start()
+
+
+@contextmanager
+def mended(*links: Link) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for link in links:
+            link.heal()
+
+
+def cut(*names: str, ways: tuple[Way, ...] = ()) -> Callable[[Part, float], Awaitable[None]]:
+    """A partition: nothing passes, and nobody is told."""
+
+    async def act(part: Part, seconds: float) -> None:
+        links = [getattr(part, f"{name}_link") for name in names]
+        with mended(*links):
+            for link in links:
+                link.hold(*ways)
+            await asyncio.sleep(seconds)
+
+    return act
+
+
+def refused(*names: str) -> Callable[[Part, float], Awaitable[None]]:
+    async def act(part: Part, seconds: float) -> None:
+        links = [getattr(part, f"{name}_link") for name in names]
+        with mended(*links):
+            for link in links:
+                link.refuse()
+            await asyncio.sleep(seconds)
+
+    return act
+
+
+async def reset(part: Part, seconds: float) -> None:
+    """Now and then all connections of a replica end at once."""
+    assert isinstance(part, Replica)
+    for _ in range(3):
+        for link in (part.history_link, part.peer_link, part.client_link):
+            link.reset()
+        await asyncio.sleep(seconds / 3)
+
+
+async def slow(part: Part, seconds: float) -> None:
+    assert isinstance(part, Replica)
+    with mended(part.history_link, part.peer_link):
+        part.history_link.slow(SLOW_SECONDS)
+        part.peer_link.slow(SLOW_SECONDS)
+        await asyncio.sleep(seconds)
+
+
+OF_REPLICAS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
+    "kill": kill,
+    "pause": pause,
+    "drain": drain,
+    "cut from history": cut("history"),
+    "cut to history": cut("history", ways=(Way.THERE,)),
+    "cut back from history": cut("history", ways=(Way.BACK,)),
+    "cut from peers": cut("peer"),
+    "cut from clients": cut("client"),
+    "cut from all": cut("history", "peer", "client"),
+    "refused by history": refused("history"),
+    "refused to peers": refused("peer"),
+    "reset": reset,
+    "slow": slow,
+}
+OF_HISTORY = {"kill": kill, "pause": pause}
+MAY_BE_LONG = ("pause", "cut from history", "cut from all", "kill")
+
+
+def schedule(
+    seed: int, seconds: float, every: float, num_replicas: int, lease: float
+) -> list[Fault]:
+    """A fault every so many seconds, with the targets that are free by then."""
+    choose = random.Random(seed)
+    free_at = dict.fromkeys((HISTORY, *range(num_replicas)), 0.0)
+    no_long_before = 0.0
+    faults = []
+    at = 1.0
+    while at < seconds:
+        free = [target for target, until in free_at.items() if until <= at]
+        if free:
+            target = choose.choice(free)
+            kind = choose.choice(list(OF_HISTORY if target == HISTORY else OF_REPLICAS))
+            lasts = choose.uniform(*SHORT_SECONDS)
+            if kind in MAY_BE_LONG and at >= no_long_before and choose.random() < 0.5:
+                lasts = lease * choose.uniform(*LONG_LEASES)
+                no_long_before = at + lasts + every
+            faults.append(Fault(at, kind, target, lasts))
+            free_at[target] = at + lasts + 3.0  # a process takes some seconds to start
+        at += every
+    return faults
+
+
+async def befall(world: World, fault: Fault) -> None:
+    if fault.target == HISTORY:
+        await OF_HISTORY[fault.kind](world.history, fault.seconds)
+    else:
+        await OF_REPLICAS[fault.kind](world.replicas[fault.target], fault.seconds)

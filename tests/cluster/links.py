@@ -1,0 +1,129 @@
+"""TCP connections that can be held, slowed, reset and refused: the network between the parts of a cluster.
+
+A `Link` listens at an address of its own and passes bytes on to its target.  What can be done to it:
+
+    hold      nothing arrives any more, in one direction or in both, and nobody is told: a partition.  What
+              was sent meanwhile arrives afterwards, as TCP would send it again
+    slow      everything arrives so much later
+    reset     the connections that there are end with RST
+    refuse    the same, and whoever connects gets RST
+
+All of it belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from enum import Enum
+
+PIECE_BYTES = 65_536
+
+
+class Way(Enum):
+    """Seen from who has connected."""
+
+    THERE = "there"
+    BACK = "back"
+
+
+class Link:
+    def __init__(self, target: str, port: int = 0) -> None:
+        host, _, number = target.rpartition(":")
+        self.target = host, int(number)
+        self.num_connections = 0
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._flows = {way: asyncio.Event() for way in Way}
+        self._seconds = 0.0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._is_refusing = False
+        for flows in self._flows.values():
+            flows.set()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.reset()
+        self.heal()
+
+    # -- what is done to it --
+
+    def hold(self, *ways: Way) -> None:
+        for way in ways or tuple(Way):
+            self._flows[way].clear()
+
+    def slow(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def reset(self) -> None:
+        writers, self._writers = self._writers, set()
+        for writer in writers:
+            _abort(writer)
+
+    def refuse(self) -> None:
+        self._is_refusing = True
+        self.reset()
+
+    def heal(self) -> None:
+        """As at the beginning."""
+        self._is_refusing, self._seconds = False, 0.0
+        for flows in self._flows.values():
+            flows.set()
+
+    # -- inside --
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_refusing:
+            _abort(writer)
+            return
+        self.num_connections += 1
+        self._writers.add(writer)
+        far: asyncio.StreamWriter | None = None
+        try:
+            await self._flows[Way.THERE].wait()
+            far_reader, far = await asyncio.open_connection(*self.target)
+            self._writers.add(far)
+            ways = (
+                asyncio.create_task(self._pass(reader, far, Way.THERE)),
+                asyncio.create_task(self._pass(far_reader, writer, Way.BACK)),
+            )
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+        except OSError:
+            pass
+        finally:
+            for each in (writer, far):
+                if each is not None:
+                    self._writers.discard(each)
+                    _abort(each)
+
+    async def _pass(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: Way
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while piece := await source.read(PIECE_BYTES):
+                if self._seconds:
+                    await asyncio.sleep(self._seconds)
+                await self._flows[way].wait()
+                sink.write(piece)
+                await sink.drain()
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    sock = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

@@ -1,0 +1,233 @@
+"""A cluster is talked to while its parts are killed, paused and cut off, and then everything is looked at.
+
+    python -m tests.cluster.nemesis FOLDER --seed 7                   # 3 minutes, 50 conversations
+    python -m tests.cluster.nemesis FOLDER --seeds 1..5 --lease 2
+    python -m tests.cluster.nemesis FOLDER --seed 7 --engine model    # the built-in model
+
+The faults and what the talkers say are drawn from the seed; which call meets which fault is not.  FOLDER
+keeps, by seed, the history, the logs and the event log, and results.jsonl has a line for each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pensieve.builtin import MODEL_PATH
+from pensieve.client import AsyncClient, Retry
+from pensieve.client.admin import Admin
+from pensieve.errors import PensieveError
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.text import Tokenizer
+from tests.cluster.checker import Stored, wrong_owners, wrong_tokens, wrong_turns
+from tests.cluster.faults import HISTORY, Fault, befall, schedule
+from tests.cluster.talkers import Spoken, Talker
+from tests.cluster.world import Kind, World
+
+RECOVERY_SECONDS = 30.0  # after the last fault everybody can talk
+HANG_SECONDS = 150.0  # after which nothing will come any more
+
+
+@dataclass(frozen=True)
+class Storm:
+    """How much of it."""
+
+    seed: int
+    seconds: float = 180.0
+    every: float = 5.0
+    num_talkers: int = 50
+    pause_seconds: float = 0.4  # of a talker between its turns, on average
+    kind: Kind = field(default_factory=Kind)
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    seed: int
+    faults: dict[str, int] = field(default_factory=dict)
+    num_turns: int = 0
+    num_retries: int = 0  # of all turns
+    num_visible: int = 0  # errors that a user of the SDK sees
+    visible: dict[str, int] = field(default_factory=dict)  # by what they say
+    num_claims: int = 0  # that took a conversation from another session
+    recovery_seconds: float = 0.0  # after the last fault, of the slowest talker
+    longest_turn_seconds: float = 0.0
+    longest_turn: list[str] = field(default_factory=list)  # its request, and what it met
+    problems: list[str] = field(default_factory=list)
+
+
+async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
+    """One storm, in a folder of its own."""
+    folder.mkdir(parents=True)
+    outcome = Outcome(storm.seed)
+    async with World(folder, storm.kind) as world:
+        clients = [AsyncClient(address, retry=Retry(retries=0)) for address in world.addresses]
+        talkers = [
+            Talker(number, clients, storm.seed, storm.pause_seconds)
+            for number in range(storm.num_talkers)
+        ]
+        enough = asyncio.Event()
+        talking = [asyncio.create_task(talker.talk(enough)) for talker in talkers]
+        faults = schedule(
+            *(storm.seed, storm.seconds, storm.every, storm.kind.num_replicas),
+            storm.kind.lease_seconds,
+        )
+        await _befall_all(world, faults, outcome, say)
+        healed_at = time.monotonic()
+        await _until_all_talk(talkers, talking, healed_at, outcome)
+        enough.set()
+        _, hung = await asyncio.wait(talking, timeout=HANG_SECONDS)
+        for task in talking:
+            task.cancel()
+        for talker, error in zip(
+            talkers, await asyncio.gather(*talking, return_exceptions=True), strict=True
+        ):
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                outcome.problems.append(f"{talker.conversation_id} failed: {error!r}")
+        outcome.problems += [f"{len(hung)} talkers never ended"] if hung else []
+        await _read_back(talkers, clients, storm, outcome)
+        for client in clients:
+            await client.close()
+        outcome.problems += await asyncio.to_thread(_verified, world)
+        statuses = await world.stop()
+        if any(statuses):
+            outcome.problems.append(f"the processes ended with {statuses}")
+        events = [json.loads(line) for line in world.event_log.read_text().splitlines()]
+    outcome.problems += wrong_owners(events)
+    if not storm.kind.store:
+        outcome.problems += _stored_soundly(world.data)
+    outcome.num_claims = sum(each["event"] == "claimed" and each["previous"] > 0 for each in events)
+    _count(talkers, healed_at, outcome)
+    return outcome
+
+
+async def _befall_all(world: World, faults: Sequence[Fault], outcome: Outcome, say: Any) -> None:
+    began = time.monotonic()
+    targets: dict[int, asyncio.Lock] = {}
+
+    async def strike(fault: Fault) -> None:
+        async with targets.setdefault(
+            fault.target, asyncio.Lock()
+        ):  # a slow start may be under way
+            say(f"{fault} (at {time.monotonic() - began:.1f})")
+            await befall(world, fault)
+        name = fault.kind if fault.target != HISTORY else f"{fault.kind} history"
+        outcome.faults[name] = outcome.faults.get(name, 0) + 1
+
+    async with asyncio.TaskGroup() as under_way:
+        for fault in faults:
+            await asyncio.sleep(max(began + fault.at - time.monotonic(), 0.0))
+            under_way.create_task(strike(fault))
+
+
+async def _until_all_talk(
+    talkers: Sequence[Talker],
+    talking: Sequence[asyncio.Task[None]],
+    healed_at: float,
+    outcome: Outcome,
+) -> None:
+    """Until each has had another answer."""
+    while waiting := [t for t in talkers if not any(s.ended_at > healed_at for s in t.spoken)]:
+        if time.monotonic() - healed_at > HANG_SECONDS or any(task.done() for task in talking):
+            outcome.problems.append(
+                f"after the last fault these got no answer: {[t.conversation_id for t in waiting]}"
+            )
+            return
+        await asyncio.sleep(0.05)
+
+
+async def _read_back(
+    talkers: Sequence[Talker], clients: Sequence[AsyncClient], storm: Storm, outcome: Outcome
+) -> None:
+    size = Tokenizer.load(MODEL_PATH).vocab_size
+    for number, talker in enumerate(talkers):
+        client = clients[number % len(clients)]
+        name = talker.conversation_id
+        try:
+            messages = [
+                each async for each in client.conversation(name).messages(include_token_ids=True)
+            ]
+        except PensieveError as error:
+            outcome.problems.append(f"{name} cannot be read: {error}")
+            continue
+        stored = [Stored(each.role, each.text, each.revision) for each in messages]
+        outcome.problems += wrong_turns(name, talker.spoken, stored)
+        if storm.kind.engine == "echo":
+            replies = [(bool(each.finish_reason), each.token_ids) for each in messages]
+            outcome.problems += wrong_tokens(name, replies, size)
+
+
+def _verified(world: World) -> list[str]:
+    """What the cluster says of itself."""
+    with Admin(f"unix:{world.replicas[0].data / 'admin.sock'}") as admin:
+        return [f"admin check: {problem}" for problem in admin.check()]
+
+
+def _stored_soundly(data: Path) -> list[str]:
+    with ConversationStore.open(data, "the nemesis") as store:
+        running = [f"turn {each.turn_id} still ran" for each in store.interrupted_at_open]
+        return [*running, *store.verify(), *store.integrity_check()]
+
+
+def _count(talkers: Sequence[Talker], healed_at: float, outcome: Outcome) -> None:
+    spoken: list[Spoken] = [each for talker in talkers for each in talker.spoken]
+    outcome.num_turns = sum(each.reply is not None for each in spoken)
+    outcome.num_retries = sum(len(each.failures) for each in spoken)
+    seen = Counter(error[:120] for each in spoken for error in each.visible)
+    outcome.num_visible, outcome.visible = sum(seen.values()), dict(seen.most_common(20))
+    ended = [each for each in spoken if each.ended_at]
+    longest = max(ended, key=lambda each: each.ended_at - each.begun_at)
+    outcome.longest_turn_seconds = longest.ended_at - longest.begun_at
+    outcome.longest_turn = [longest.request_id, *longest.failures]
+    firsts = [
+        min((each.ended_at for each in talker.spoken if each.ended_at > healed_at), default=None)
+        for talker in talkers
+    ]
+    outcome.recovery_seconds = max((at - healed_at for at in firsts if at is not None), default=0.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seeds", default="", help="FIRST..LAST")
+    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--every", type=float, default=5.0)
+    parser.add_argument("--talkers", type=int, default=50)
+    parser.add_argument("--pause", type=float, default=0.4)
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--lease", type=float, default=10.0)
+    parser.add_argument("--engine", choices=("echo", "model"), default="echo")
+    parser.add_argument("--store", default="", help="postgresql://… of the history")
+    given = parser.parse_args(arguments)
+    first, _, last = given.seeds.partition("..")
+    seeds = [given.seed or int(time.time())]
+    if first:
+        seeds = list(range(int(first), int(last or first) + 1))
+    has_failed = False
+    for seed in seeds:
+        kind = Kind(given.replicas, given.lease, given.engine, store=given.store)
+        storm = Storm(seed, given.seconds, given.every, given.talkers, given.pause, kind)
+        print(f"seed {seed}: {storm}", flush=True)
+        outcome = asyncio.run(run(given.folder / f"seed-{seed}-{int(time.time())}", storm))
+        if outcome.recovery_seconds > RECOVERY_SECONDS:
+            outcome.problems.append(f"it took {outcome.recovery_seconds:.1f} s to recover")
+        line = {**asdict(outcome), "lease": given.lease, "replicas": given.replicas}
+        with (given.folder / "results.jsonl").open("a") as results:
+            results.write(json.dumps(line) + "\n")
+        print(json.dumps(line, indent=1), flush=True)
+        has_failed = has_failed or bool(outcome.problems)
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Two daemons and their history: what the nemesis does at random, one thing at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.client import Client, Delta, Reply, Retry
+from pensieve.errors import OwnedElsewhere
+from pensieve.v1 import conversation_pb2 as pb
+from tests.cluster.checker import wrong_owners
+from tests.cluster.world import Kind, World
+from tests.service.rig_daemon import wait_for
+
+LONG = 400  # tokens of a turn that lasts for some seconds
+PATIENT = Retry(retries=1000, first_seconds=0.05, most_seconds=0.5)
+
+
+class Cluster:
+    """A world whose loop runs in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.world = World(folder, Kind(num_replicas=2, lease_seconds=3.0, echo_seconds=0.01))
+        self.run(self.world.__aenter__())
+        self.clients = [Client(each, retry=PATIENT) for each in self.world.addresses]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        assert self.run(self.world.stop()) == [0, 0, 0]
+        self.run(self.world.__aexit__())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(300)
+
+    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """In the loop."""
+
+        async def call() -> Any:
+            return function(*arguments)
+
+        return self.run(call())
+
+    def events(self, kind: str, **wanted: Any) -> list[dict[str, Any]]:
+        found = map(json.loads, self.world.event_log.read_text().splitlines())
+        given = {"event": kind, **wanted}
+        return [each for each in found if given.items() <= each.items()]
+
+    def texts(self, name: str) -> list[str]:
+        return [each.text for each in self.clients[0].conversation(name).messages()]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="pensieve-test-") as folder:
+        found = Cluster(Path(folder))
+        yield found
+        found.close()
+        events = (Path(folder) / "events.jsonl").read_text().splitlines()
+        assert wrong_owners(map(json.loads, events)) == []
+
+
+class Saying(threading.Thread):
+    """Somebody says something; `begun` is set with the first piece of the reply."""
+
+    def __init__(self, client: Client, name: str, request_id: str, length: int) -> None:
+        super().__init__(daemon=True)
+        self._turn = client.conversation(name).send(
+            "tell me more", request_id=request_id, max_tokens=length, ignore_eos=True
+        )
+        self.begun = threading.Event()
+        self.reply: Reply | None = None
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for event in self._turn:
+                if isinstance(event, Delta):
+                    self.begun.set()
+            self.reply = self._turn.reply
+        except BaseException as error:
+            self.failure = error
+
+    def wait(self) -> Reply:
+        self.join(120)
+        assert self.failure is None, self.failure
+        assert self.reply is not None
+        return self.reply
+
+
+@pytest.mark.timeout(600)
+def test_a_daemon_that_stood_still_comes_back_and_writes_nothing_of_what_it_had(
+    cluster: Cluster,
+) -> None:
+    """It believes that the conversation is its own; its client gets the one turn that there is."""
+    first, second = cluster.clients
+    paused = cluster.world.replicas[0]
+    away = Saying(first, "still", "r", LONG)
+    assert away.begun.wait(120)
+    (session,) = {each["session"] for each in cluster.events("begun", conversation_id="still")}
+    cluster.do(paused.pause)
+    try:
+        wait_for(lambda: cluster.events("ended", session=session, why="its lease ran out"))
+        there = Saying(second, "still", "r", LONG).wait()
+    finally:
+        cluster.do(paused.go_on)
+    here = away.wait()
+    assert (here.text, here.revision) == (there.text, there.revision) == (there.text, 1)
+    assert cluster.texts("still") == ["tell me more", there.text]
+    begun = cluster.events("begun", conversation_id="still")
+    assert [each["session"] == session for each in begun] == [True, False]
+    turn_id = begun[0]["turn_id"]
+    ends = cluster.events("ended", turn_id=turn_id)
+    assert [each["session"] for each in ends] == [begun[1]["session"]]
+
+
+@pytest.mark.timeout(600)
+def test_a_daemon_that_was_cut_off_drops_its_turns_when_it_hears_that_its_session_is_over(
+    cluster: Cluster,
+) -> None:
+    """And begins them again, for a client that repeats its request, as another attempt."""
+    replica = cluster.world.replicas[0]
+    saying = Saying(cluster.clients[0], "cut", "r", LONG)
+    assert saying.begun.wait(120)
+    (lost,) = {each["session"] for each in cluster.events("begun", conversation_id="cut")}
+    cluster.do(replica.history_link.hold)
+    try:
+        wait_for(lambda: cluster.events("ended", session=lost, why="its lease ran out"))
+    finally:
+        cluster.do(replica.history_link.reset)
+        cluster.do(replica.history_link.heal)
+    reply = saying.wait()
+    assert reply.revision == 1
+    assert cluster.texts("cut") == ["tell me more", reply.text]
+    begun = cluster.events("begun", conversation_id="cut")
+    assert len(begun) == 2
+    assert len({each["turn_id"] for each in begun}) == 1
+    ends = cluster.events("ended", turn_id=begun[0]["turn_id"])
+    assert [(each["session"], each["how"]) for each in ends] == [
+        (begun[1]["session"], "finish_turn")
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_one_request_at_two_daemons_at_once_is_one_turn(cluster: Cluster) -> None:
+    saying = [
+        Saying(client, f"both-{number}", "r", 20)
+        for number in range(8)
+        for client in cluster.clients
+    ]
+    replies = [each.wait() for each in saying]
+    for number in range(8):
+        one, two = replies[2 * number : 2 * number + 2]
+        assert (one.text, one.turn_id, one.revision) == (two.text, two.turn_id, 1)
+        assert cluster.texts(f"both-{number}") == ["tell me more", one.text]
+        assert len(cluster.events("begun", conversation_id=f"both-{number}")) == 1
+
+
+@pytest.mark.timeout(600)
+def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster) -> None:
+    saying = Saying(cluster.clients[0], "wrong", "r", 5000)
+    assert saying.begun.wait(120)
+    request = pb.CancelTurnRequest(conversation_id="wrong", request_id="r")
+    answer = cluster.clients[1].call(
+        cluster.clients[1]._connection.stub.CancelTurn, request, repeat=True
+    )
+    reply = saying.wait()
+    assert answer.finish_reason == pb.FINISH_REASON_CANCELLED
+    assert reply.finish_reason == "cancelled"
+    assert cluster.texts("wrong") == ["tell me more", reply.text]
+
+
+@pytest.mark.timeout(600)
+def test_a_conversation_of_a_daemon_that_nobody_reaches_is_an_error_that_names_its_owner(
+    cluster: Cluster,
+) -> None:
+    """As long as the owner is there and runs a turn; the SDK says the same again until it is not."""
+    cluster.do(cluster.world.replicas[0].peer_link.refuse)
+    saying = Saying(cluster.clients[0], "apart", "r", LONG)
+    assert saying.begun.wait(120)
+    try:
+        with Client(cluster.world.addresses[1], retry=Retry(retries=0)) as client:
+            with pytest.raises(OwnedElsewhere) as refused:
+                client.conversation("apart").ask("tell me more", request_id="r", max_tokens=LONG)
+            assert refused.value.replica == "replica-0"
+            assert refused.value.address == cluster.world.replicas[0].peer_link.address
+    finally:
+        cluster.do(cluster.world.replicas[0].peer_link.heal)
+    assert saying.wait().revision == 1

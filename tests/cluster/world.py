@@ -1,0 +1,174 @@
+"""A cluster of plain processes: one `pensieve history`, several `pensieve serve`, and what connects them.
+
+    talker ──client link──> replica ──history link──> history service
+                               └──peer link──> another replica
+
+Every link can be cut by itself; every process can be killed, started again with the same folder and
+addresses, stopped (SIGSTOP) and continued.  Where the processes come from and how they end is all that a
+cluster of another kind (Ray's) would have to do otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cluster.links import Link
+from tests.newcomer import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 180.0
+STOP_SECONDS = 120.0
+LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a world is made of."""
+
+    num_replicas: int = 3
+    lease_seconds: float = 2.0
+    engine: str = "echo"
+    echo_seconds: float = 0.003
+    store: str = ""  # of the history: the address of a database
+
+
+class Part:
+    """A process of the cluster."""
+
+    def __init__(self, name: str, folder: Path, command: list[str]) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self.num_starts = 0
+        self._ready = folder / f"{name}.ready"
+        self._command = [*command, "--ready-file", str(self._ready)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def start(self, *, waits: bool = True) -> None:
+        self._ready.unlink(missing_ok=True)
+        self.num_starts += 1
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pensieve", *self._command],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        if waits:
+            await self.ready()
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(START_SECONDS):
+            while not self._ready.exists():
+                if not self.is_running:
+                    raise AssertionError(f"{self.name} ended: {self.log.read_text()[-2000:]}")
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
+
+    async def terminate(self) -> int:
+        """As its operator ends it; it drains."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return await asyncio.to_thread(self._process.wait, STOP_SECONDS)
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+class Replica(Part):
+    def __init__(self, number: int, folder: Path, kind: Kind, history: str) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        self.data = folder / f"replica-{number}"
+        self.history_link = Link(history)
+        self.peer_link = Link(address, free_port())
+        self.client_link = Link(address)
+        echo = ("--echo-seconds", str(kind.echo_seconds)) if kind.engine == "echo" else ()
+        self._arguments = [
+            *("serve", "--data", str(self.data), "--replica", f"replica-{number}"),
+            *("--address", address, "--announce", self.peer_link.address),
+            *("--engine", kind.engine, *echo, "--heartbeat", "60"),
+        ]
+        super().__init__(f"replica-{number}", folder, self._arguments)
+
+    async def open(self) -> None:
+        for link in (self.history_link, self.peer_link, self.client_link):
+            await link.open()
+        self._command += ["--store", f"history://{self.history_link.address}"]
+
+    async def close(self) -> None:
+        for link in (self.history_link, self.peer_link, self.client_link):
+            await link.close()
+
+
+class World:
+    def __init__(self, folder: Path, kind: Kind) -> None:
+        self.kind = kind
+        self.event_log = folder / "events.jsonl"
+        self.data = folder / "history"
+        address = f"127.0.0.1:{free_port()}"
+        store = ["--store", kind.store] if kind.store else []
+        self.history = Part(
+            "history",
+            folder,
+            [
+                *("history", "--data", str(self.data), "--address", address, *store),
+                *("--lease", str(kind.lease_seconds), "--event-log", str(self.event_log)),
+            ],
+        )
+        self.replicas = [
+            Replica(number, folder, kind, address) for number in range(kind.num_replicas)
+        ]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where clients go."""
+        return [replica.client_link.address for replica in self.replicas]
+
+    async def __aenter__(self) -> World:
+        try:
+            for replica in self.replicas:
+                await replica.open()
+            await self.history.start()
+            for replica in self.replicas:
+                await replica.start(waits=False)
+            for replica in self.replicas:
+                await replica.ready()
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._end()
+
+    async def stop(self) -> list[int]:
+        """All of it, as operators do; the exit statuses."""
+        found = await asyncio.gather(*(replica.terminate() for replica in self.replicas))
+        return [*found, await self.history.terminate()]
+
+    async def _end(self) -> None:
+        for part in (*self.replicas, self.history):
+            if part.is_running:
+                await part.kill()
+        for replica in self.replicas:
+            await replica.close()
