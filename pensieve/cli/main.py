@@ -15,6 +15,7 @@ from pensieve.cli import (
     batch,
     bench,
     chat,
+    cluster,
     conversations,
     doctor,
     profile,
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     token.add_parser(commands)
     backup.add_parser(commands)
     doctor.add_parser(commands)
+    cluster.add_parser(commands)
     profile.add_parser(commands)
     bench.add_parser(commands)
     simulate.add_parser(commands)

@@ -3,12 +3,12 @@
     starting ──the line that says where it listens──> ready ──exits──> ended
         └───────────exits, or takes too long──────────────────────────────┘
 
-One thread belongs to each child: it starts the process, reads its log until the end of file, and waits for its
-exit, in this order.  It alone writes the state; the actor's loop reads `exit_code` (None until the end) and awaits
-`ready`.  The thread outlives the child because tied.py needs the thread that started it.
+One thread belongs to each child: it starts the process, reads its log until the end of file, and waits for
+its exit, in this order.  It alone writes the state; the actor's loop reads `exit_code` (None until the end)
+and awaits `ready`.  The thread outlives the child because tied.py needs the thread that started it.
 
-What the child logs goes to the actor's own standard error, where Ray keeps its logs; the last lines are kept for
-the error of a start that failed.
+What the child logs goes to the actor's own standard error, where Ray keeps its logs; the last lines are
+kept for the error of a start that failed.
 """
 
 from __future__ import annotations

@@ -16,10 +16,13 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from pensieve.cluster.replica import Replica, add_methods, forward_http
+from pensieve.cluster.serve_config import REPLICA
 from pensieve.cluster.settings import ClusterSettings, settings_of
 
 ROUTER = "pensieve.cluster.router:HomeRouter"
-ONGOING_MAX = 100_000  # requests per replica: the daemon has its own limits, and says so in its errors
+ONGOING_MAX = (
+    100_000  # requests per replica: the daemon has its own limits, and says so in its errors
+)
 DRAIN_SECONDS = 60.0
 HEALTH_PERIOD = 2.0
 STATS_SECONDS = 2.0
@@ -56,7 +59,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     ingress = serve.ingress(lambda: http_application)(ReplicaOnRay)
     replica = serve.deployment(
         ingress,
-        name="Replica",
+        name=REPLICA,
         num_replicas=settings.replicas,
         max_ongoing_requests=ONGOING_MAX,
         graceful_shutdown_timeout_s=DRAIN_SECONDS + 10.0,
@@ -64,6 +67,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         health_check_period_s=HEALTH_PERIOD,
         health_check_timeout_s=30.0,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        # One after the other, and without room for one more: a replica has its GPU for itself.
+        rolling_update_percentage=0.01,
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER, request_routing_stats_period_s=STATS_SECONDS
         ),

@@ -1,16 +1,16 @@
 """Pensieve's gRPC services inside Ray Serve's gRPC proxy: what comes in and what goes out, as raw bytes.
 
-`grpc_options.grpc_servicer_functions` names `add_services`.  Ray replaces the behaviour of each method by its own,
-which routes the call to a replica; around that we put what Ray does not do:
+`grpc_options.grpc_servicer_functions` names `add_services`.  Ray replaces the behaviour of each method by
+its own, which routes the call to a replica; around that we put what Ray does not do:
 
 * **No message is parsed** on its way: requests and responses stay bytes.  The exception is the key: a call
   whose metadata has no `session_id` gets its conversation's id from the request.
 * **The deadline** travels as metadata, so that the daemon knows it (Ray passes on a cancellation only).
-* **An error keeps its details.**  Ray carries a status and trailing metadata with a message, and drops both with an
-  exception.  So a replica ends a failed call with an empty message whose context has the error (grpc_forward.py); here
-  that message is taken out again.
-* **A replica that died** is UNAVAILABLE, which clients send again, and not Ray's INTERNAL.  An error that has the
-  name of a replica in its trailing metadata came from a daemon and stays as it is.
+* **An error keeps its details.**  Ray carries a status and trailing metadata with a message, and drops both
+  with an exception.  So a replica ends a failed call with an empty message whose context has the error
+  (grpc_forward.py); here that message is taken out again.
+* **A replica that died** is UNAVAILABLE, which clients send again, and not Ray's INTERNAL.  An error that
+  has the name of a replica in its trailing metadata came from a daemon and stays as it is.
 
 Nothing is kept between calls.
 """
@@ -39,6 +39,9 @@ SERVICES = (
 )
 
 
+Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers alone
+
+
 class Method(NamedTuple):
     path: str
     takes_stream: bool
@@ -64,13 +67,13 @@ def add_services(_: Any, server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers((Services(),))
 
 
-class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
+class Services(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         # Ray reads this table, and puts one with its own behaviours in its place.
         self._method_handlers = {each.path: _handler(each) for each in methods()}
         self._methods = {each.path: each for each in methods()}
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         path = handler_call_details.method
         handler = self._method_handlers.get(path)
         return None if handler is None else _around(self._methods[path], handler)
@@ -118,18 +121,17 @@ def _methods_of(service: ServiceDescriptor) -> Iterator[Method]:
         )
 
 
-def _handler(method: Method) -> grpc.RpcMethodHandler:
-    make = {
+def _handler(method: Method) -> Handler:
+    make: Any = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[method.takes_stream, method.gives_stream]
-    handler: grpc.RpcMethodHandler = make(None)  # without serializers: bytes
-    return handler
+    return make(None)  # without serializers: bytes
 
 
-def _around(method: Method, handler: Any) -> grpc.RpcMethodHandler:
+def _around(method: Method, handler: Any) -> Handler:
     """Ray's handler with ours around it."""
     if method.takes_stream:
         if method.gives_stream:
@@ -175,4 +177,6 @@ def _correct(context: Any) -> None:
     if any(name == REPLICA for name, _ in context.trailing_metadata() or ()):
         return  # a daemon's own
     context.set_code(grpc.StatusCode.UNAVAILABLE)
-    context.set_details("the replica that had this call is gone; another one takes the conversation")
+    context.set_details(
+        "the replica that had this call is gone; another one takes the conversation"
+    )

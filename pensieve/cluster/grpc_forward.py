@@ -1,8 +1,9 @@
 """A replica's calls to its daemon: bytes in, bytes out, with everything that belongs to a call.
 
-What Ray brings: the request, and a context that has metadata and the client's address.  What goes back: messages,
-and in the context the status, its details and trailing metadata.  Ray forgets the context when a method raises, so
-an error is a last, empty message with the error in its context (grpc_edge.py takes it out).
+What Ray brings: the request, and a context that has metadata and the client's address.  What goes back:
+messages, and in the context the status, its details and trailing metadata.  Ray forgets the context when a
+method raises, so an error is a last, empty message with the error in its context (grpc_edge.py takes it
+out).
 
 **Cancellation**: Ray cancels the task of a method whose client left; the daemon's call is cancelled with it.
 
@@ -25,7 +26,9 @@ OPTIONS = (
     ("grpc.max_concurrent_streams", 1 << 20),
 )
 # Metadata between the client and Ray, or of this connection.
-NOT_FORWARDED = frozenset({"user-agent", "application", "request_id", "multiplexed_model_id", TIMEOUT})
+NOT_FORWARDED = frozenset(
+    {"user-agent", "application", "request_id", "multiplexed_model_id", TIMEOUT}
+)
 
 
 class Response(NamedTuple):
@@ -33,7 +36,7 @@ class Response(NamedTuple):
 
     data: bytes
 
-    def SerializeToString(self) -> bytes:  # noqa: N802 - Ray calls it
+    def SerializeToString(self) -> bytes:
         return self.data
 
 
@@ -78,7 +81,7 @@ class Forward:
     def _begin(self, method: Method, request: Any, context: Any) -> Any:
         metadata = tuple(context.invocation_metadata())
         timeout = next((float(value) for name, value in metadata if name == TIMEOUT), None)
-        make = {
+        make: Any = {
             (False, False): self._channel.unary_unary,
             (False, True): self._channel.unary_stream,
             (True, False): self._channel.stream_unary,
@@ -93,4 +96,6 @@ class Forward:
         self._end(context, error.trailing_metadata() or ())
 
     def _end(self, context: Any, trailing: Any) -> None:
-        context.set_trailing_metadata([*((name, value) for name, value in trailing), *self._trailing])
+        context.set_trailing_metadata(
+            [*((name, value) for name, value in trailing), *self._trailing]
+        )

@@ -5,8 +5,8 @@ LOCATED_SECONDS: a stale one sends a request to a replica that passes it on, whi
 without an owner goes to its home by placement.py, and is remembered, so that its next request goes there even
 if loads have changed and the history service does not answer.
 
-At most KEYS_MAX keys are remembered; the least recently used are forgotten and placed anew, which costs nothing
-when their owner can be located.  All of this belongs to one event loop.
+At most KEYS_MAX keys are remembered; the least recently used are forgotten and placed anew, which costs
+nothing when their owner can be located.  All of this belongs to one event loop.
 """
 
 from __future__ import annotations

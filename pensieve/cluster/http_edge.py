@@ -1,17 +1,18 @@
 """The key of an HTTP request, found in Ray Serve's HTTP proxy.
 
-Ray's proxy routes by the header `x-session-id` and looks at nothing else.  This middleware (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
-names `middlewares`) adds that header to a request without it, and `ADDED` beside it, so that the replica takes both away
-again.  Without the middleware everything works; requests without `x-session-id` then go to any replica.
+Ray's proxy routes by the header `x-session-id` and looks at nothing else.  This middleware
+(RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names `middlewares`) adds that header to a request without it,
+and `ADDED` beside it, so that the replica takes both away again.  Without the middleware everything works;
+requests without `x-session-id` then go to any replica.
 
-The key is, in this order: the header of another program for the same thing; in the path, the conversation; in
-the body, `conversation`, `previous_response_id` or `prompt_cache_key`; else a digest of how the messages begin, up to and
-with the first one of the user: it is the same in all requests of one chat, and chats that begin alike (a
-system prompt, forks) share it, which is where their KV is.
+The key is, in this order: the header of another program for the same thing; in the path, the conversation;
+in the body, `conversation`, `previous_response_id` or `prompt_cache_key`; else a digest of how the messages
+begin, up to and with the first one of the user: it is the same in all requests of one chat, and chats that
+begin alike (a system prompt, forks) share it, which is where their KV is.
 
-Of the body at most HEAD_BYTES are looked at.  They are passed on as they came; a body that is whole by then also goes
-with the request's scope, which saves the replica the way back to the proxy to fetch it (several ms before the
-first token).
+Of the body at most HEAD_BYTES are looked at.  They are passed on as they came; a body that is whole by then
+also goes with the request's scope, which saves the replica the way back to the proxy to fetch it (several
+ms before the first token).
 """
 
 from __future__ import annotations

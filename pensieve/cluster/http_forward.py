@@ -1,7 +1,7 @@
 """A replica's HTTP requests to its daemon: bodies pass through as they come, in both directions.
 
-An ASGI application with aiohttp behind it.  Headers that belong to a connection stay with it; so does the key that
-http_edge.py added.  A client that leaves ends the task, and with it the daemon's request.
+An ASGI application with aiohttp behind it.  Headers that belong to a connection stay with it; so does the
+key that http_edge.py added.  A client that leaves ends the task, and with it the daemon's request.
 """
 
 from __future__ import annotations
@@ -10,15 +10,27 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from pensieve.cluster.http_edge import ADDED, BODY, SESSION
 
 HOP_BY_HOP = frozenset(
-    "connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
+    [
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    ]
 )
 OF_THE_SERVER = frozenset({"date", "server"})  # which Ray's proxy is
 REPLICA = b"pensieve-replica"
-GONE = b'{"error": {"message": "the replica is gone", "type": "server_error", "code": "unavailable"}}'
+GONE = (
+    b'{"error": {"message": "the replica is gone", "type": "server_error", "code": "unavailable"}}'
+)
 
 
 class HttpForward:
@@ -41,9 +53,7 @@ class HttpForward:
             query = scope.get("query_string", b"").decode("latin-1")
             async with self._session().request(
                 scope["method"],
-                aiohttp.client.URL(
-                    self._base + path + (f"?{query}" if query else ""), encoded=True
-                ),
+                URL(self._base + path + (f"?{query}" if query else ""), encoded=True),
                 headers=_request_headers(scope["headers"]),
                 data=_body(scope, receive),
                 allow_redirects=False,

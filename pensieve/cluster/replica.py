@@ -4,12 +4,12 @@ Ray starts, places, counts, checks and ends replicas; what a replica does is
 
     start      run the daemon under Ray's name for this replica, and wait until it serves
     calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py)
-    health     the daemon's own: it runs, answers, and serves; one that restarts its engine has RESTART_SECONDS for
-               that, everything else makes Ray replace the replica
+    health     the daemon's own: it runs, answers, and serves; to restart its engine it has RESTART_SECONDS;
+               everything else makes Ray replace the replica
     end        Ray has stopped sending and waited for what runs; the daemon drains what is left, and exits
 
-A replica that is killed takes its daemon with it (tied.py).  A daemon that dies makes the health check fail, and the
-calls in flight end as UNAVAILABLE.
+A replica that is killed takes its daemon with it (tied.py).  A daemon that dies makes the health check
+fail, and the calls in flight end as UNAVAILABLE.
 
 This class knows Ray's conventions and imports nothing of it; deployments.py makes it a deployment.
 """
@@ -37,9 +37,7 @@ log = logging.getLogger("ray.serve")
 START_SECONDS = 1800.0  # a large model from a slow disk
 HEALTH_SECONDS = 5.0
 RESTART_SECONDS = 600.0
-STRANGER = (
-    "this cluster has no tokens, so only its own machine may call it: set serve.token_file, or insecure"
-)
+STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
 
 
 class Replica:
@@ -90,7 +88,7 @@ class Replica:
             await self._health.close()
 
     def may_call(self, peer: str) -> bool:
-        """Whether a client at this address may call: with tokens the daemon decides, else this machine may."""
+        """Whether a client at this address may call: with tokens the daemon decides."""
         return self.settings.needs_tokens or self.settings.insecure or _is_here(peer)
 
 

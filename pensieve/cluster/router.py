@@ -1,12 +1,13 @@
 """Ray Serve's request router for Pensieve: a conversation's requests go to its home.
 
-It runs wherever Ray routes from: in each proxy.  The name of a replica is the unique id that Ray gave it, so
-nothing has to be told which is which.  What a request's key is, the edges have found (grpc_edge.py, http_edge.py) and
-Ray carries as the session id.
+It runs wherever Ray routes from: in each proxy.  The name of a replica is the unique id that Ray gave it,
+so nothing has to be told which is which.  What a request's key is, the edges have found (grpc_edge.py,
+http_edge.py) and Ray carries as the session id.
 
-A request without a key goes to the replica with the fewest requests.  One with a key waits for its home while
-that is slow to answer, up to HOME_ATTEMPTS probes, then goes to any: that replica passes it on or takes the
-conversation over, as the ownership table says.  A replica that died is taken out by Ray and its keys are placed anew.
+A request without a key goes to the replica with the fewest requests.  One with a key waits for its home
+while that is slow to answer, up to HOME_ATTEMPTS probes, then goes to any: that replica passes it on or
+takes the conversation over, as the ownership table says.  A replica that died is taken out by Ray and its
+keys are placed anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pensieve.cluster.locate import locate_from
 HOME_ATTEMPTS = 3
 
 
-class HomeRouter(RequestRouter):
+class HomeRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, **_: Any) -> None:
         self._homes = Homes(time.monotonic)
 

@@ -1,7 +1,8 @@
 """The arguments of the Ray Serve application: what a cluster consists of, and the command lines that follow.
 
-They are the `args` of the application in the YAML file, so `serve deploy`, KubeRay and `pensieve cluster up` read the same
-thing.  Whatever Ray decides (where, how many, with which resources) may also stand under `deployments`, in Ray's own words.
+They are the `args` of the application in the YAML file, so `serve deploy`, KubeRay and `pensieve cluster
+up` read the same thing.  Whatever Ray decides (where, how many, with which resources) may also stand under
+`deployments`, in Ray's own words.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
     if settings.replicas < 1:
         raise ConfigError("args: replicas has to be at least 1")
     if settings.history and "://" not in settings.history and not settings.history.startswith("/"):
-        raise ConfigError(f"args: history is {settings.history!r}, and has to be a whole path or a URL")
+        raise ConfigError(
+            f"args: history is {settings.history!r}, and has to be a whole path or a URL"
+        )
     _check_serve(settings.serve)
     return settings
 

@@ -3,8 +3,9 @@
     python -m pensieve.cluster.tied PARENT_PID PROGRAM [ARGUMENT ...]
 
 A replica of Ray may be killed with SIGKILL, or with its node.  Its daemon would live on then, hold the GPU
-and write to a history that others go on with.  So the kernel is told to kill the program with its parent.  What the
-kernel watches is the *thread* that started this process: child_process.py keeps that thread until the child ends.
+and write to a history that others go on with.  So the kernel is told to kill the program with its parent.
+What the kernel watches is the *thread* that started this process: child_process.py keeps that thread until
+the child ends.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def bound_socket(address: str) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
-        # Connections inherit it.  asyncio sets it only where the socket's `proto` is TCP, and here it is 0: without
-        # it the first token of a kept connection waits 40 ms for the client's delayed acknowledgement.
+        # Connections inherit it.  asyncio sets it only where the socket's `proto` is TCP, and here that is 0.
+        # Without it the first token on a kept connection waits 40 ms for a delayed acknowledgement.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return bound
     except OSError as error:
