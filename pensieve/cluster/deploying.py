@@ -19,7 +19,8 @@ from ray.serve._private import api as serve_api
 from ray.serve.config import gRPCOptions
 from ray.serve.schema import ServeDeploySchema
 
-from pensieve.cluster.serve_config import APPLICATION, REPLICA, with_next_generation
+from pensieve.cluster.serve_config import APPLICATION, with_next_generation
+from pensieve.cluster.settings import REPLICA
 from pensieve.errors import Unavailable
 
 POLL_SECONDS = 0.5

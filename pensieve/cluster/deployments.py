@@ -16,8 +16,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from pensieve.cluster.replica import Replica, add_methods, forward_http
-from pensieve.cluster.serve_config import REPLICA
-from pensieve.cluster.settings import ClusterSettings, settings_of
+from pensieve.cluster.settings import REPLICA, ClusterSettings, settings_of
 
 ROUTER = "pensieve.cluster.router:HomeRouter"
 ONGOING_MAX = (
@@ -41,7 +40,7 @@ class ReplicaOnRay(Replica):
     async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
         host = "127.0.0.1" if settings.local else ray.util.get_node_ip_address()
-        await self.start_daemon(settings, context.replica_id.unique_id, host, "")
+        await self.start_daemon(settings, context.replica_id.unique_id, host)
 
     async def check_health(self) -> None:
         await self.check_daemon()

@@ -77,7 +77,7 @@ class LocalRay:
         for index in range(num_nodes):
             where = [
                 *("--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false"),
-                "--ray-client-server-port=0",
+                f"--ray-client-server-port={_free_port()}",  # unused; the usual one may be taken
             ]
             if index:
                 where = [f"--address={address}"]

@@ -20,6 +20,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -48,13 +49,11 @@ class Replica:
     grpc: Forward
     http: HttpForward
 
-    async def start_daemon(
-        self, settings: ClusterSettings, name: str, host: str, history: str
-    ) -> None:
+    async def start_daemon(self, settings: ClusterSettings, name: str, host: str) -> None:
         self.settings = settings
         self.name = name
-        self.history = history
-        command = replica_command(settings, name, host, history)
+        folder = str(Path(settings.history) / "replicas" / name)
+        command = replica_command(settings, name, host, folder)
         self.daemon = ChildProcess(command, {"PENSIEVE_LOG_FORMAT": "text"})
         found = await self.daemon.start(START_SECONDS)
         log.info("replica %s serves %s", name, found)

@@ -14,11 +14,10 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from pensieve.cluster.settings import settings_of
+from pensieve.cluster.settings import REPLICA, settings_of
 from pensieve.errors import ConfigError
 
 APPLICATION = "pensieve"
-REPLICA = "Replica"
 GENERATION = "PENSIEVE_GENERATION"
 BUILD = "pensieve.cluster.deployments:build"
 SERVICES = "pensieve.cluster.grpc_edge:add_services"

@@ -16,6 +16,7 @@ from typing import Any
 from pensieve.config import SERVING, SETTINGS
 from pensieve.errors import ConfigError
 
+REPLICA = "Replica"  # the deployment of replicas
 OURS = frozenset({"model", "address", "http", "ready_file", "data", "store", "replica", "insecure"})
 
 
@@ -59,25 +60,18 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
     return settings
 
 
-def replica_command(settings: ClusterSettings, name: str, host: str, history: str) -> list[str]:
+def replica_command(settings: ClusterSettings, name: str, host: str, data: str) -> list[str]:
     """`pensieve serve` of one replica.  The only place that knows its flags."""
-    command = [*_program("serve"), "--address", f"{host}:0", "--http", f"{host}:0"]
-    if settings.model:
-        command += ["--model", settings.model]
-    if history:
-        command += ["--store", f"history://{history}", "--replica", name]
-    else:
-        command += ["--data", str(Path(settings.history) / "replicas" / name)]
-    if settings.insecure:
-        command += ["--insecure"]
+    command = [*_program("serve"), "--address", f"{host}:0", "--http", f"{host}:0", "--data", data]
     flags = {each.name: each for each in (*SERVING, *SETTINGS)}
     for key, value in settings.serve.items():
-        setting = flags[key]
-        if setting.metavar == "":  # a switch
-            command += [setting.flag] if value else []
-        else:
-            command += [setting.flag, str(value)]
-    return command
+        if flags[key].metavar:
+            command += [flags[key].flag, str(value)]
+        elif value:
+            command.append(flags[key].flag)
+    if settings.insecure:
+        command.append("--insecure")
+    return [*command, settings.model] if settings.model else command
 
 
 def history_command(settings: ClusterSettings, host: str, folder: str) -> list[str]:

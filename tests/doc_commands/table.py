@@ -279,6 +279,17 @@ NOT_RUN = {
         ),
         "needs jobs that run; tests/cli/test_batch.py has some",
     ),
+    **dict.fromkeys(
+        (
+            "pensieve cluster up --local 2",
+            "pensieve cluster up serve.yaml --ray head.example:6379",
+            "pensieve cluster status",
+            "pensieve cluster roll",
+            "pensieve cluster down",
+        ),
+        "needs Ray, which only some machines have; tests/cluster/test_ray_cluster.py runs them",
+    ),
+    "pip install '.[cluster,http]'": "needs a package index",
     "rm -r /var/drill /srv/copy": "not ours",
     "pip install torch && pip install .": "needs a package index",
     "pip install '.[cuda13]'": "needs a package index and a GPU",
