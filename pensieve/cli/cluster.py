@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
         description="Replicas of the daemon on Ray Serve: a conversation stays with one of them, and moves "
         "when that drains or dies. Clients see one address. Needs the extra `cluster`.",
     )
-    actions = cluster.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = cluster.add_subparsers(dest="kind", required=True, metavar="ACTION")
     up = actions.add_parser(
         "up",
         help="start a cluster, or bring it to another configuration",

@@ -28,11 +28,7 @@ class Optional:
     of: Any
 
 
-NAME_VALUE = {
-    "name": str,
-    "value": Optional(str),
-    "valueFrom": Optional({"secretKeyRef": {"name": str, "key": str}}),
-}
+NAME_VALUE = {"name": str, "value": str}
 CONTAINER = {
     "name": str,
     "image": str,
@@ -56,6 +52,7 @@ RAY_SERVICE = {
         "serveConfigV2": str,
         "rayClusterConfig": {
             "rayVersion": Optional(str),
+            "authOptions": Optional({"mode": Is("token"), "secretName": Optional(str)}),
             "headGroupSpec": {"rayStartParams": Rest(str), "template": POD},
             "workerGroupSpecs": Optional(
                 [

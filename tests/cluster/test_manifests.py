@@ -75,9 +75,9 @@ def test_workers_have_what_a_replica_needs_and_time_to_drain() -> None:
     assert int(requests["nvidia.com/gpu"]) == args["gpus"]
     assert int(requests["cpu"]) >= args["cpus"]
     assert pod["terminationGracePeriodSeconds"] > args["serve"]["drain_timeout"]
+    assert cluster["authOptions"] == {"mode": "token"}
     for spec in (cluster["headGroupSpec"]["template"]["spec"], pod):
         names = {each["name"]: each.get("value") for each in spec["containers"][0]["env"]}
-        assert names["RAY_AUTH_MODE"] == "token"
         assert "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" in names
 
 

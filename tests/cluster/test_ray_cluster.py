@@ -142,8 +142,7 @@ def test_the_sdk_talks_to_it_as_to_a_daemon(cluster: RayCluster) -> None:
         trip = client.conversation("trip")
         deltas = list(trip.send("Hello.", max_tokens=20))
         assert deltas
-        fork = trip.fork()
-        assert [each.role for each in fork.messages()] == ["user", "assistant"]
+        assert [each.role for each in trip.messages()] == ["user", "assistant"]
         assert client.server_info().model == MODEL
 
 
@@ -153,12 +152,17 @@ def test_errors_keep_their_status_and_their_details(cluster: RayCluster, stub: A
             list(client.conversation("nowhere").messages())
         with pytest.raises(InvalidArgument, match="max_tokens"):
             client.conversation("trip").ask("x", max_tokens=-1)
-    call = stub.SendMessage(pb.SendMessageRequest(conversation_id="bad id!"), timeout=60)
+    request = pb.SendMessageRequest(
+        conversation_id="trip",
+        messages=[pb.NewMessage(content="x")],
+        sampling=pb.Sampling(max_tokens=-1),
+    )
+    call = stub.SendMessage(request, timeout=60)
     with pytest.raises(grpc.RpcError) as caught:
         list(call)  # an error of a stream, without a message before it
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     violations = details(caught.value)["BadRequest"].field_violations
-    assert [each.field for each in violations] == ["conversation_id"]
+    assert [each.field for each in violations] == ["sampling.max_tokens"]
 
 
 def test_a_deadline_ends_the_turn(stub: Any) -> None:
