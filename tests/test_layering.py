@@ -54,6 +54,11 @@ ROOMS = {
         "grpc torch huggingface_hub",
         never="sqlite3",
     ),
+    "cluster": room(
+        "config extras v1",
+        "ray grpc google aiohttp yarl starlette yaml pydantic",
+        never="sqlite3",
+    ),
     "bench": room(
         "core engine text store kernels model service client config gc_pause builtin sim launch v1 extras",
         "torch transformers tokenizers safetensors grpc matplotlib rich cupy",

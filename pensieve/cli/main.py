@@ -15,6 +15,7 @@ from pensieve.cli import (
     batch,
     bench,
     chat,
+    cluster,
     conversations,
     copy,
     doctor,
@@ -77,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     backup.add_parser(commands)
     copy.add_parser(commands)
     doctor.add_parser(commands)
+    cluster.add_parser(commands)
     profile.add_parser(commands)
     rank.add_parser(commands)
     bench.add_parser(commands)

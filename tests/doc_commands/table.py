@@ -347,6 +347,17 @@ NOT_RUN = {
         ),
         "needs jobs that run; tests/cli/test_batch.py has some",
     ),
+    **dict.fromkeys(
+        (
+            "pensieve cluster up --local 2",
+            "pensieve cluster up serve.yaml --ray head.example:6379",
+            "pensieve cluster status",
+            "pensieve cluster roll",
+            "pensieve cluster down",
+        ),
+        "needs Ray, which only some machines have; tests/cluster/test_ray_cluster.py runs them",
+    ),
+    "pip install '.[cluster,http]'": "needs a package index",
     "rm -r /var/drill /srv/copy": "not ours",
     **dict.fromkeys(
         (

@@ -46,7 +46,7 @@ def test_one_that_is_silent_for_its_lease_is_overdue() -> None:
 def test_sessions_of_before_have_a_whole_lease_to_come_back() -> None:
     there, clock = presence()
     clock.now = 100.0
-    there.begin([Session(7, "r7")])
+    there.begin([Session(7, "r7")], {7: [3]})
     assert not there.is_connected(7)
     clock.now = 109.0
     assert there.overdue() == []

@@ -14,6 +14,7 @@ from pensieve.errors import (
     OwnedElsewhere,
     StoreUnavailable,
     TurnRunning,
+    Unavailable,
 )
 from pensieve.store import ConversationStore, NewMessage
 from pensieve.store.records import NewConversation, TurnRequest, TurnState
@@ -159,7 +160,7 @@ def test_a_turn_is_ended_by_the_owner_of_its_conversation_alone(shared: SharedHi
         lambda: b.interrupt_turn(running),
         lambda: b.fail_turn(running, "NAN_LOGITS"),
     ):
-        with pytest.raises(NotFound):
+        with pytest.raises(Unavailable):
             end()
     assert a.finish_turn(running, reply("hello", 2), "stop", {}) == 1
 

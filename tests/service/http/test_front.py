@@ -14,6 +14,7 @@ import pytest
 from pensieve.service.grpc import auth
 from pensieve.service.http import connections as connections_module
 from pensieve.service.http import exchange as exchange_module
+from pensieve.service.http.listener import bound_socket
 from pensieve.service.limits import Limits
 from tests.service.http.rig_http import MODEL, HttpRig, http_rig
 from tests.service.rig_daemon import wait_for
@@ -308,3 +309,12 @@ def test_what_clients_have_not_read_is_limited(tmp_path: Path) -> None:
 @pytest.mark.parametrize("origin", ["http://[", "http://", "x", "//", "\x80"])
 def test_an_origin_that_is_none_is_refused(door: HttpRig, origin: str) -> None:
     assert door.ask("GET", "/v1/models", headers={"origin": origin}).status == 403
+
+
+def test_no_packet_of_a_reply_waits_for_the_acknowledgement_of_the_one_before_it() -> None:
+    """asyncio leaves TCP_NODELAY out for sockets of `socket.create_server`."""
+    with bound_socket("127.0.0.1:0") as listening:
+        with socket.create_connection(listening.getsockname()):
+            accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

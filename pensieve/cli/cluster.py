@@ -1,0 +1,186 @@
+"""`pensieve cluster` runs replicas of the daemon on Ray Serve, with one history behind them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pensieve.config import default_data_folder
+from pensieve.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    from pensieve.cluster.local_ray import LocalRay
+
+WAIT_SECONDS = 1800.0
+
+
+def add_parser(commands: Any) -> None:
+    cluster = commands.add_parser(
+        "cluster",
+        help="run replicas on several hosts, with Ray Serve",
+        description="Replicas of the daemon on Ray Serve: a conversation stays with one of them, and moves "
+        "when that drains or dies. Clients see one address. Needs the extra `cluster`.",
+    )
+    actions = cluster.add_subparsers(dest="kind", required=True, metavar="ACTION")
+    up = actions.add_parser(
+        "up",
+        help="start a cluster, or bring it to another configuration",
+        description="Deploy CONFIG, a Ray Serve file (docs/cluster.md), to the Ray at --ray, else to one "
+        "that is started on this machine. With --local N no file is needed.",
+    )
+    up.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a Ray Serve YAML file")
+    up.add_argument("--local", type=int, metavar="N", help="N replicas on this machine")
+    up.add_argument("--model", default="", help="with --local: as in `pensieve serve`")
+    up.add_argument("--grpc", type=int, default=50051, metavar="PORT", help="with --local (50051)")
+    up.add_argument("--http", type=int, default=8000, metavar="PORT", help="with --local (8000)")
+    up.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="nodes of the Ray started here"
+    )
+    up.add_argument(
+        "--cpus",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processors that each of these nodes gives away (all)",
+    )
+    up.add_argument(
+        "--timeout", type=float, default=WAIT_SECONDS, metavar="SECONDS", help="most time to wait"
+    )
+    up.set_defaults(run=_up)
+    status = actions.add_parser("status", help="show what runs where")
+    status.set_defaults(run=_status)
+    roll = actions.add_parser(
+        "roll",
+        help="replace the replicas one after the other, and lose no turn",
+        description="Each replica drains, hands its conversations over and is started anew: with what is "
+        "installed now. A client sees a retry of its turn at most.",
+    )
+    roll.add_argument(
+        "--timeout", type=float, default=WAIT_SECONDS, metavar="SECONDS", help="most time to wait"
+    )
+    roll.set_defaults(run=_roll)
+    down = actions.add_parser(
+        "down",
+        help="end the cluster",
+        description="Drain and end the replicas, and the Ray that `up` has started. The history stays.",
+    )
+    down.set_defaults(run=_down)
+    for each in (up, status, roll, down):
+        each.add_argument(
+            "--ray", metavar="HOST:PORT", help="a Ray that runs (its token: RAY_AUTH_TOKEN_PATH)"
+        )
+        each.add_argument(
+            "--data",
+            type=Path,
+            metavar="DIR",
+            help="the cluster's folder on this machine (default: cluster in the user's data folder)",
+        )
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    began = time.monotonic()
+    folder = _folder(arguments)
+    local = _local_ray(arguments)
+    from pensieve.cluster import deploying, serve_config
+
+    if (arguments.config is None) == (arguments.local is None):
+        raise ConfigError("give either a CONFIG or --local N")
+    if arguments.local is not None:
+        if arguments.local < 1:
+            raise ConfigError("--local: at least one replica")
+        config = serve_config.checked(
+            serve_config.local(
+                arguments.local, folder, arguments.grpc, arguments.http, {"model": arguments.model}
+            ),
+            "--local",
+        )
+    else:
+        config = serve_config.read(arguments.config)
+    address = arguments.ray or local.address
+    if address is None:
+        print("starting Ray on this machine", flush=True)
+        address = local.start(arguments.nodes, arguments.cpus)
+    with deploying.connected(address):
+        deploying.deploy(config)
+        deploying.wait_until_running(arguments.timeout, lambda line: print(line, flush=True))
+    host = config.http_options.host
+    print(
+        f"ready grpc://{'127.0.0.1' if not arguments.ray else _host(address)}:{config.grpc_options.port}, "
+        f"http://{host}:{config.http_options.port} ({time.monotonic() - began:.0f} s)"
+    )
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    local = _local_ray(arguments)
+    from pensieve.cluster import deploying
+
+    address = arguments.ray or local.address
+    if address is None:
+        print("no cluster runs here")
+        return 1
+    with deploying.connected(address):
+        state = deploying.look()
+    print(f"{state.status.lower() or 'nothing deployed'}: {state.running} of {state.wanted} run")
+    for each in state.replicas:
+        print(
+            f"  {each.deployment:<8} {each.name:<10} {each.state.lower():<10} {each.node} pid {each.pid}"
+        )
+    for node, status in state.proxies:
+        print(f"  {'Proxy':<8} {'':<10} {status.lower():<10} {node}")
+    return 0 if state.status == "RUNNING" else 1
+
+
+def _roll(arguments: argparse.Namespace) -> int:
+    local = _local_ray(arguments)
+    from pensieve.cluster import deploying
+
+    address = arguments.ray or local.address
+    if address is None:
+        raise Unavailable("no cluster runs here")
+    with deploying.connected(address):
+        deploying.roll(arguments.timeout, lambda line: print(line, flush=True))
+    print("all replicas are new")
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    local = _local_ray(arguments)
+    from pensieve.cluster import deploying
+
+    address = arguments.ray or local.address
+    if address is None:
+        print("no cluster runs here")
+        return 0
+    with deploying.connected(address):
+        deploying.take_down()
+    if not arguments.ray:
+        local.stop()
+    print("ended")
+    return 0
+
+
+def _local_ray(arguments: argparse.Namespace) -> LocalRay:
+    """The Ray of this machine.  What Ray reads from the environment, it reads when it is imported first."""
+    from pensieve.cluster.local_ray import LocalRay
+    from pensieve.extras import need
+
+    local = LocalRay(_folder(arguments))
+    if arguments.ray:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    else:
+        os.environ.update(local.environment())
+    need("cluster", "ray.serve", "`pensieve cluster`")
+    return local
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    folder: Path = arguments.data or default_data_folder(os.environ) / "cluster"
+    return folder.absolute()
+
+
+def _host(address: str) -> str:
+    return address.removeprefix("ray://").rpartition(":")[0]

@@ -1,0 +1,1 @@
+"""Several hosts: replicas of the daemon on Ray Serve (extra `cluster`)."""

@@ -1,0 +1,109 @@
+"""A program of Pensieve as the child of a Ray actor: started, awaited, watched and ended with it.
+
+    starting ──the line that says where it listens──> ready ──exits──> ended
+        └───────────exits, or takes too long──────────────────────────────┘
+
+One thread belongs to each child: it starts the process, reads its log until the end of file, and waits for
+its exit, in this order.  It alone writes the state; the actor's loop reads `exit_code` (None until the end)
+and awaits `ready`.  The thread outlives the child because tied.py needs the thread that started it.
+
+What the child logs goes to the actor's own standard error, where Ray keeps its logs; the last lines are
+kept for the error of a start that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from pensieve.errors import Unavailable
+
+LINES_KEPT = 20
+URL = re.compile(r"(?P<scheme>grpc|https?|history)://(?P<place>[^\s,\"]+)")
+
+
+class ChildProcess:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
+        self._command = list(command)
+        self._environment = {**os.environ, **(environment or {})}
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[dict[str, str]] = self._loop.create_future()
+        self._ended = asyncio.Event()
+        self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+        self._process: subprocess.Popen[str] | None = None
+        self.exit_code: int | None = None
+
+    async def start(self, seconds: float) -> dict[str, str]:
+        """Where it listens, by scheme: {"grpc": "127.0.0.1:41234", "http": …}."""
+        threading.Thread(target=self._run, name="pensieve child", daemon=True).start()
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._ready), seconds)
+        except TimeoutError:
+            await self.stop(0.0)
+            raise Unavailable(f"it was not ready after {seconds:g} s: {self._tail()}") from None
+
+    async def stop(self, seconds: float) -> None:
+        """Drain it; what has not ended after `seconds` is killed."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), seconds)
+        self._signal(signal.SIGKILL)
+        await self._ended.wait()
+
+    def check(self) -> None:
+        """Raises Unavailable when the child has ended."""
+        if self.exit_code is not None:
+            raise Unavailable(f"it ended with exit code {self.exit_code}: {self._tail()}")
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    # The child's thread.
+
+    def _run(self) -> None:
+        tied = (sys.executable, "-m", "pensieve.cluster.tied", str(os.getpid()))
+        self._process = subprocess.Popen(
+            [*tied, *self._command],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self._lines.append(line.strip())
+                sys.stderr.write(line)
+                if "ready grpc://" in line or "ready history://" in line:
+                    found = {each["scheme"]: each["place"] for each in URL.finditer(line)}
+                    self._loop.call_soon_threadsafe(self._set_ready, found)
+        self.exit_code = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._set_ended)
+
+    def _set_ready(self, found: dict[str, str]) -> None:
+        if not self._ready.done():
+            self._ready.set_result(found)
+
+    def _set_ended(self) -> None:
+        self._ended.set()
+        if not self._ready.done():
+            self._ready.set_exception(Unavailable(f"it did not start: {self._tail()}"))
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None and self.exit_code is None:
+            self._process.send_signal(number)
+
+    def _tail(self) -> str:
+        return " / ".join(list(self._lines)[-3:]) or "it logged nothing"

@@ -1,0 +1,184 @@
+"""Brings a configuration to a Ray cluster, and reads from it how it is.
+
+Ray's controller does the work, and goes on with it when this process ends.  What it reports is turned into
+lines for a person.  How to talk to a Ray (its token) is in the environment, and has to be there before Ray
+is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import ray
+from ray import serve
+from ray.serve._private import api as serve_api
+from ray.serve.config import gRPCOptions
+from ray.serve.schema import ServeDeploySchema
+
+from pensieve.cluster.serve_config import APPLICATION, with_next_generation
+from pensieve.cluster.settings import REPLICA
+from pensieve.errors import Unavailable
+
+POLL_SECONDS = 0.5
+Report = Callable[[str], None]
+
+
+class ReplicaState(NamedTuple):
+    deployment: str
+    name: str
+    state: str
+    node: str
+    pid: int
+
+
+class ClusterState(NamedTuple):
+    status: str  # Ray's word: DEPLOYING, RUNNING, UNHEALTHY, DEPLOY_FAILED, …; "" when nothing is deployed
+    message: str
+    wanted: int  # replicas of all deployments
+    replicas: tuple[ReplicaState, ...]
+    proxies: tuple[tuple[str, str], ...]  # (node, status)
+
+    @property
+    def running(self) -> int:
+        return sum(each.state == "RUNNING" for each in self.replicas)
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """This process as a client of the Ray at `address`."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        ray.init(
+            address=address,
+            namespace="serve",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=True,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise Unavailable(f"cannot reach Ray at {address}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def deploy(config: ServeDeploySchema) -> None:
+    """Hands it to Ray's controller.  What runs already and is the same stays as it is."""
+    client = serve_api.serve_start(
+        http_options=config.http_options.model_dump(),
+        grpc_options=gRPCOptions(**config.grpc_options.model_dump()),
+        proxy_location=config.proxy_location,
+        controller_options=config.controller_options,
+    )
+    client.deploy_apps(config)
+
+
+def wait_until_running(seconds: float, report: Report) -> ClusterState:
+    """Reports each step; raises Unavailable when Ray gives up or it takes too long."""
+    return _wait(seconds, report, lambda state: _progress(state, set()))
+
+
+def roll(seconds: float, report: Report) -> ClusterState:
+    """Every replica anew, as Ray's rolling update does it: each ends when it has drained.
+
+    What changes is a variable in the environment of the deployment `Replica`, so Ray restarts this one and
+    leaves the history service alone.
+    """
+    before = look()
+    if before.status != "RUNNING":
+        raise Unavailable(
+            f"the cluster is {before.status.lower() or 'not there'}: nothing is rolled"
+        )
+    client = serve_api._get_global_client()
+    application = client.get_serve_details()["applications"][APPLICATION]
+    config = with_next_generation(application["deployed_app_config"])
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [config]}))
+    old = {each.name for each in before.replicas if each.deployment == REPLICA}
+    return _wait(seconds, report, lambda state: _progress(state, old))
+
+
+def look() -> ClusterState:
+    client = serve_api._get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return ClusterState("", "", 0, (), ())
+    details: Mapping[str, Any] = client.get_serve_details()
+    proxies = tuple(
+        (str(each.get("node_ip") or ""), _word(each["status"]))
+        for each in details["proxies"].values()
+    )
+    application = details["applications"].get(APPLICATION)
+    if application is None:
+        return ClusterState("", "", 0, (), proxies)
+    deployments = application["deployments"].values()
+    replicas = tuple(
+        ReplicaState(
+            str(deployment["name"]),
+            str(each["replica_id"]),
+            _word(each["state"]),
+            str(each.get("node_ip") or ""),
+            int(each.get("pid") or 0),
+        )
+        for deployment in deployments
+        for each in deployment["replicas"]
+    )
+    messages = [each["message"] for each in (*deployments, application) if each["message"]]
+    return ClusterState(
+        _word(application["status"]),
+        messages[0] if messages else "",
+        sum(each["target_num_replicas"] for each in deployments),
+        replicas,
+        proxies,
+    )
+
+
+def take_down() -> None:
+    serve.shutdown()
+
+
+def _wait(
+    seconds: float, report: Report, progress: Callable[[ClusterState], tuple[bool, str]]
+) -> ClusterState:
+    deadline = time.monotonic() + seconds
+    before = ""
+    while True:
+        state = look()
+        done, line = progress(state)
+        if line != before:
+            before = line
+            report(line)
+        if done:
+            return state
+        if state.status == "DEPLOY_FAILED":
+            raise Unavailable(f"the cluster could not start: {_cause(state.message)}")
+        if time.monotonic() > deadline:
+            raise Unavailable(
+                f"the cluster was not ready after {seconds:g} s: {_cause(state.message)}"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _progress(state: ClusterState, old: set[str]) -> tuple[bool, str]:
+    """Whether everything runs that should, and nothing of `old`; and that in words."""
+    status = state.status.lower() or "waiting"
+    line = f"{status}: {state.running} of {state.wanted} processes run"
+    left = sum(each.name in old for each in state.replicas)
+    if old:
+        line += f", {left} of {len(old)} to be replaced"
+    return status == "running" and state.running == state.wanted and left == 0, line
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _cause(message: str) -> str:
+    """The last line of a traceback says what happened."""
+    lines = [each.strip() for each in message.splitlines() if each.strip()]
+    ours = [each for each in lines if each.startswith("pensieve.errors.")]
+    return (ours or lines or ["Ray gives no reason"])[-1].removeprefix("pensieve.errors.")

@@ -1,0 +1,122 @@
+"""The Ray Serve application: `pensieve.cluster.deployments:build` is the import path in the YAML file.
+
+    Replica   the ingress: Ray's proxies send every call straight to one, chosen by router.py
+    History   one: the process that owns the history and the table of owners
+
+How many, where and with which resources is Ray's: `args` gives the usual ones, and `deployments` in the YAML
+file outranks them, autoscaling included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from pensieve.cluster.child_process import ChildProcess
+from pensieve.cluster.replica import START_SECONDS, Replica, add_methods, forward_http
+from pensieve.cluster.settings import (
+    HISTORY,
+    REPLICA,
+    ClusterSettings,
+    data_folder,
+    history_command,
+    settings_of,
+)
+
+ROUTER = "pensieve.cluster.router:HomeRouter"
+ONGOING_MAX = (
+    100_000  # requests per replica: the daemon has its own limits, and says so in its errors
+)
+DRAIN_SECONDS = 60.0
+HEALTH_PERIOD = 2.0
+STATS_SECONDS = 2.0
+
+
+async def http_application(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "lifespan":
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    await forward_http(serve.get_replica_context().servable_object, scope, receive, send)
+
+
+def _host(settings: ClusterSettings) -> str:
+    return "127.0.0.1" if settings.local else str(ray.util.get_node_ip_address())
+
+
+class HistoryOnRay:
+    """The history service, as the child of the one replica of its deployment."""
+
+    async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]
+        command = history_command(settings, _host(settings), str(data_folder(settings)))
+        self._service = ChildProcess(command, {"PENSIEVE_LOG_FORMAT": "text"})
+        found = await self._service.start(START_SECONDS)
+        self._address = f"history://{found['history']}"
+
+    async def address(self) -> str:
+        """As --store takes it."""
+        return self._address
+
+    async def check_health(self) -> None:
+        self._service.check()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_service"):
+            await self._service.stop(DRAIN_SECONDS)
+
+
+class ReplicaOnRay(Replica):
+    async def __init__(self, settings: ClusterSettings, history: Any) -> None:  # type: ignore[misc]
+        """`history` is the handle of the history service, or the address of one that is not ours."""
+        context = serve.get_replica_context()
+        address = history if isinstance(history, str) else await history.address.remote()
+        await self.start_daemon(settings, context.replica_id.unique_id, _host(settings), address)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        return self.routing_stats()
+
+    async def check_health(self) -> None:
+        await self.check_daemon()
+
+    async def __del__(self) -> None:
+        await self.end_daemon(DRAIN_SECONDS)
+
+
+add_methods(ReplicaOnRay)
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """For `import_path`."""
+    settings = settings_of(args)
+    ingress = serve.ingress(lambda: http_application)(ReplicaOnRay)
+    replica = serve.deployment(
+        ingress,
+        name=REPLICA,
+        num_replicas=settings.replicas,
+        max_ongoing_requests=ONGOING_MAX,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS + 10.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=HEALTH_PERIOD,
+        health_check_timeout_s=30.0,
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        # One after the other, and without room for one more: a replica has its GPU for itself.
+        rolling_update_percentage=0.01,
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER, request_routing_stats_period_s=STATS_SECONDS
+        ),
+    )
+    if settings.history.startswith(("history://", "historys://")):
+        return replica.bind(settings, settings.history)
+    history = serve.deployment(
+        HistoryOnRay,
+        name=HISTORY,
+        num_replicas=1,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        health_check_period_s=HEALTH_PERIOD,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return replica.bind(settings, history.bind(settings))

@@ -1,0 +1,108 @@
+"""What a router knows of homes: who owns a key, and where it has sent keys that nobody owns yet.
+
+The ownership table of the history service is the truth, and `Locate` reads it.  An answer is used for
+LOCATED_SECONDS: a stale one sends a request to a replica that passes it on, which is right and slower.  A key
+without an owner goes to its home by core/placement.py, and is remembered, so that its next request goes there
+even if loads have changed and the history service does not answer.
+
+At most KEYS_MAX keys are remembered; the least recently used are forgotten and placed anew, which costs
+nothing when their owner can be located.  All of this belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection
+
+from pensieve.core.placement import Loads, Placement
+from pensieve.errors import PensieveError
+
+Locate = Callable[[str], Awaitable[str | None]]  # a key to its owner's name
+
+KEYS_MAX = 100_000
+LOCATED_SECONDS = 5.0
+LOCATE_TIMEOUT = 0.25
+
+
+class Homes:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._remembered: OrderedDict[str, str] = OrderedDict()
+        self._located: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
+        self._placement = Placement()
+        self._counts = Loads()
+
+    async def of(self, key: str, running: Collection[str], locate: Locate | None) -> str | None:
+        """The replica for this key; None when none runs."""
+        if not running:
+            return None
+        owner = await self._owner(key, locate)
+        if owner in running:
+            assert owner is not None
+            self._remember(key, owner)
+            return owner
+        remembered = self._remembered.get(key)
+        if remembered in running:
+            assert remembered is not None
+            self._remember(key, remembered)
+            return remembered
+        self._see(running)
+        chosen = self._placement.home(key, self._counts)
+        self._remember(key, chosen)
+        return chosen
+
+    def forget(self, name: str) -> None:
+        """A replica went away: its keys are placed anew, nobody else's."""
+        for key in [key for key, at in self._remembered.items() if at == name]:
+            del self._remembered[key]
+        self._counts.forget(name)
+        for key in [key for key, (at, _) in self._located.items() if at == name]:
+            del self._located[key]
+
+    def load(self, name: str) -> int:
+        return self._counts.of(name)
+
+    def check(self) -> None:
+        """Raises AssertionError when the counts are not those of what is remembered."""
+        counts: dict[str, int] = {}
+        for name in self._remembered.values():
+            counts[name] = counts.get(name, 0) + 1
+        for name in {*counts, *self._placement.serving}:
+            assert counts.get(name, 0) == self._counts.of(name), name
+        assert sum(counts.values()) == self._counts.total
+
+    def _see(self, running: Collection[str]) -> None:
+        """These take conversations, and no others."""
+        before = self._placement.serving
+        self._placement.remove(*(name for name in before if name not in running))
+        self._placement.add(*sorted(set(running).difference(before)))
+
+    async def _owner(self, key: str, locate: Locate | None) -> str | None:
+        if locate is None:
+            return None
+        known = self._located.get(key)
+        if known is not None and self._now() - known[1] < LOCATED_SECONDS:
+            return known[0]
+        owner = None
+        with contextlib.suppress(TimeoutError, PensieveError):
+            owner = await asyncio.wait_for(locate(key), LOCATE_TIMEOUT)
+        if owner is not None:  # "nobody" is true until the first turn only
+            self._located[key] = (owner, self._now())
+            self._located.move_to_end(key)
+            if len(self._located) > KEYS_MAX:
+                self._located.popitem(last=False)
+        return owner
+
+    def _remember(self, key: str, name: str) -> None:
+        before = self._remembered.get(key)
+        if before != name:
+            if before is not None:
+                self._counts.add(before, -1)
+            self._counts.add(name)
+        self._remembered[key] = name
+        self._remembered.move_to_end(key)
+        if len(self._remembered) > KEYS_MAX:
+            _, oldest = self._remembered.popitem(last=False)
+            self._counts.add(oldest, -1)

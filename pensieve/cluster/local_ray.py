@@ -1,0 +1,185 @@
+"""A Ray of our own on this machine: started by `pensieve cluster up`, ended by `pensieve cluster down`.
+
+It wants a token (RAY_AUTH_MODE=token; a file that only its owner reads), has no dashboard and reports to
+nobody.  Ray listens on all interfaces of the machine even so.  Its nodes are `ray start --block` processes
+that live on without us; what is needed to find and end exactly these again is in a file of the cluster's
+folder: pid and start time of each, so that a number that the system has given to another process since is
+left alone.
+
+    FOLDER/ray.json     address and processes
+    FOLDER/ray.token    what whoever talks to this Ray has to have
+    FOLDER/ray-N.log    what the N-th node wrote when it started
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pensieve.errors import ConfigError, Unavailable
+
+HOST = "127.0.0.1"
+OBJECT_STORE_BYTES = 80 << 20  # nothing large goes through it
+START_SECONDS = 60.0
+STOP_SECONDS = 120.0  # Ray waits for the drain of its actors
+EDGE = "pensieve.cluster.http_edge:middlewares"
+
+
+class Node(NamedTuple):
+    pid: int
+    started: str  # as /proc has it; "" where there is none
+
+    @property
+    def runs(self) -> bool:
+        return _started(self.pid) == self.started
+
+
+class LocalRay:
+    """The Ray whose state is in `folder`, which may run or not."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._state = folder / "ray.json"
+        self._token = folder / "ray.token"
+
+    @property
+    def address(self) -> str | None:
+        """Where it listens; None when it does not run."""
+        state = self._read()
+        if state is None or not any(node.runs for node in self._nodes(state)):
+            return None
+        return str(state["address"])
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs to talk to it."""
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self._token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+
+    def start(self, num_nodes: int, cpus_per_node: int) -> str:
+        """Its address.  The cpus are those of Ray's bookkeeping."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._make_token()
+        address = f"{HOST}:{_free_port()}"
+        nodes: list[Node] = []
+        for index in range(num_nodes):
+            where = [
+                *("--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false"),
+                f"--ray-client-server-port={_free_port()}",  # unused; the usual one may be taken
+            ]
+            if index:
+                where = [f"--address={address}"]
+            try:
+                nodes.append(self._start_node(index, [*where, f"--num-cpus={cpus_per_node}"]))
+            finally:
+                self._write({"address": address, "nodes": nodes})
+            self._await_node(index, nodes[-1])
+        return address
+
+    def stop(self) -> bool:
+        """Whether there was one to end."""
+        state = self._read()
+        if state is None:
+            return False
+        nodes = [node for node in self._nodes(state) if node.runs]
+        for node in reversed(nodes):
+            os.kill(node.pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        while any(node.runs for node in nodes) and time.monotonic() < deadline:
+            _reap()
+            time.sleep(0.1)
+        for node in nodes:
+            if node.runs:
+                os.kill(node.pid, signal.SIGKILL)
+        self._state.unlink(missing_ok=True)
+        return bool(nodes)
+
+    def _start_node(self, index: int, where: list[str]) -> Node:
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", *where),
+            f"--object-store-memory={OBJECT_STORE_BYTES}",
+            *("--disable-usage-stats", "--block", "--log-color=false"),
+        ]
+        with self._log(index).open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                command,
+                env={
+                    **os.environ,
+                    **self.environment(),
+                    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": EDGE,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C here is not for it
+            )
+        return Node(process.pid, _started(process.pid))
+
+    def _await_node(self, index: int, node: Node) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while "--block" not in self._log(index).read_text("utf-8", "replace"):
+            _reap()
+            if not node.runs or time.monotonic() > deadline:
+                self.stop()
+                raise Unavailable(f"Ray did not start; {self._log(index)} says why")
+            time.sleep(0.1)
+
+    def _log(self, index: int) -> Path:
+        return self._folder / f"ray-{index}.log"
+
+    def _make_token(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(self._token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with os.fdopen(handle, "w", encoding="ascii") as file:
+                file.write(secrets.token_hex(32))
+
+    def _read(self) -> Mapping[str, Any] | None:
+        try:
+            found: Mapping[str, Any] = json.loads(self._state.read_text("utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {self._state}: {error}") from error
+        return found
+
+    def _write(self, state: Mapping[str, Any]) -> None:
+        partial = self._state.with_suffix(".partial")
+        partial.write_text(json.dumps(state), encoding="utf-8")
+        partial.replace(self._state)
+
+    @staticmethod
+    def _nodes(state: Mapping[str, Any]) -> list[Node]:
+        return [Node(*each) for each in state["nodes"]]
+
+
+def _free_port() -> int:
+    with socket.create_server((HOST, 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _started(pid: int) -> str:
+    """When a process started, in the kernel's ticks; "gone" when it does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "gone"
+    return "gone" if fields[0] == "Z" else fields[19]
+
+
+def _reap() -> None:
+    """Our own children that have ended stay in the table until somebody waits for them."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

@@ -1,0 +1,154 @@
+"""A replica: an ordinary daemon as the child of a Ray Serve replica, and the way to it.
+
+Ray starts, places, counts, checks and ends replicas; what a replica does is
+
+    start      run the daemon under Ray's name for this replica, and wait until it serves
+    calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py)
+    health     the daemon's own: it runs, answers, and serves; to restart its engine it has RESTART_SECONDS;
+               everything else makes Ray replace the replica
+    end        Ray has stopped sending and waited for what runs; the daemon drains what is left, and exits
+
+A replica that is killed takes its daemon with it (tied.py).  A daemon that dies makes the health check
+fail, and the calls in flight end as UNAVAILABLE.
+
+This class knows Ray's conventions and imports nothing of it; deployments.py makes it a deployment.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+
+from pensieve.cluster.child_process import ChildProcess
+from pensieve.cluster.grpc_edge import HEALTH, Method, methods
+from pensieve.cluster.grpc_forward import Forward, Response
+from pensieve.cluster.http_forward import HttpForward
+from pensieve.cluster.settings import ClusterSettings, data_folder, replica_command
+from pensieve.errors import Unavailable
+from pensieve.v1 import status_pb2
+
+log = logging.getLogger("ray.serve")
+
+START_SECONDS = 1800.0  # a large model from a slow disk
+HEALTH_SECONDS = 5.0
+RESTART_SECONDS = 600.0
+STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
+
+
+class Replica:
+    """Has a method for each RPC, under the name that Ray looks for; `add_methods` makes them."""
+
+    settings: ClusterSettings
+    daemon: ChildProcess
+    grpc: Forward
+    http: HttpForward
+
+    async def start_daemon(
+        self, settings: ClusterSettings, name: str, host: str, history: str
+    ) -> None:
+        """`history` is the address of the history service, as --store takes it."""
+        self.settings = settings
+        self.name = name
+        self.history = history
+        folder = str(data_folder(settings) / "replicas" / name)
+        command = replica_command(settings, name, host, folder, history)
+        self.daemon = ChildProcess(command, {"PENSIEVE_LOG_FORMAT": "text"})
+        found = await self.daemon.start(START_SECONDS)
+        log.info("replica %s serves %s", name, found)
+        self.address = found["grpc"]
+        self.grpc = Forward(self.address, name)
+        self.http = HttpForward(found["http"], name)
+        self._served = time.monotonic()
+        self._health = grpc.aio.insecure_channel(self.address)
+
+    def routing_stats(self) -> dict[str, str]:
+        """For the routers (locate.py)."""
+        secret = str(self.settings.serve.get("history_secret") or "")
+        return {"history": getattr(self, "history", ""), "secret": secret}
+
+    async def check_daemon(self) -> None:
+        """Raises when the daemon does not serve."""
+        self.daemon.check()
+        check = self._health.unary_unary(
+            f"/{HEALTH}/Check",
+            request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=status_pb2.HealthCheckResponse.FromString,
+        )
+        answer = await check(status_pb2.HealthCheckRequest(), timeout=HEALTH_SECONDS)
+        if answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING:
+            self._served = time.monotonic()
+        elif time.monotonic() - self._served > RESTART_SECONDS:
+            raise Unavailable(f"its engine has not served for {RESTART_SECONDS:g} s")
+
+    async def end_daemon(self, seconds: float) -> None:
+        if not hasattr(self, "daemon"):
+            return
+        await self.daemon.stop(seconds)
+        if hasattr(self, "grpc"):
+            await self.grpc.close()
+            await self.http.close()
+            await self._health.close()
+
+    def may_call(self, peer: str) -> bool:
+        """Whether a client at this address may call: with tokens the daemon decides."""
+        return self.settings.needs_tokens or self.settings.insecure or _is_here(peer)
+
+
+def add_methods(kind: type[Replica]) -> None:
+    """A coroutine for each method with one response, an async generator for each with a stream of them."""
+    for method in methods():
+        make = _streaming if method.gives_stream else _single
+        setattr(kind, method.name, make(method))
+
+
+def _single(method: Method) -> Any:
+    async def call(self: Replica, request: Any, grpc_context: Any) -> Response:
+        if not self.may_call(grpc_context.peer()):
+            return self.grpc.refuse(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
+        return await self.grpc.unary(method, request, grpc_context)
+
+    return call
+
+
+def _streaming(method: Method) -> Any:
+    async def call(self: Replica, request: Any, grpc_context: Any) -> AsyncIterator[Response]:
+        if not self.may_call(grpc_context.peer()):
+            yield self.grpc.refuse(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
+            return
+        async for each in self.grpc.stream(method, request, grpc_context):
+            yield each
+
+    return call
+
+
+async def forward_http(replica: Replica, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+    client = scope.get("client")
+    if not replica.may_call(f"http:{client[0]}" if client else ""):
+        headers = [(b"content-type", b"text/plain")]
+        await send({"type": "http.response.start", "status": 403, "headers": headers})
+        await send({"type": "http.response.body", "body": STRANGER.encode(), "more_body": False})
+        return
+    await replica.http(scope, receive, send)
+
+
+def _is_here(peer: str) -> bool:
+    """`peer` is as gRPC writes it: ipv4:127.0.0.1:41234, ipv6:%5B::1%5D:41234."""
+    kind, _, place = peer.partition(":")
+    if kind == "unix":
+        return True
+    host = place.replace("%5B", "[").replace("%5D", "]")
+    if host.startswith("["):
+        host = host[1:].partition("]")[0]
+    elif kind == "ipv4":
+        host = host.partition(":")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

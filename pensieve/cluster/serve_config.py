@@ -1,0 +1,110 @@
+"""The YAML file of a cluster, in Ray Serve's own form; or one that is made here, for a first try on one
+machine.
+
+The same file works with `serve deploy`, and as `serveConfigV2` of KubeRay's RayService.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from pensieve.cluster.settings import REPLICA, settings_of
+from pensieve.errors import ConfigError
+
+APPLICATION = "pensieve"
+GENERATION = "PENSIEVE_GENERATION"
+BUILD = "pensieve.cluster.deployments:build"
+SERVICES = "pensieve.cluster.grpc_edge:add_services"
+
+
+def read(path: Path) -> ServeDeploySchema:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    return checked(found, str(path))
+
+
+def checked(found: Any, where: str) -> ServeDeploySchema:
+    """The whole configuration, checked as far as it can be without starting anything."""
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} is not a Ray Serve configuration")
+    try:
+        config = ServeDeploySchema.model_validate(found)
+    except (ValidationError, ValueError) as error:
+        raise ConfigError(f"{where}: {_first(error)}") from error
+    ours = [each for each in config.applications if each.import_path == BUILD]
+    if len(ours) != 1 or len(config.applications) != 1:
+        raise ConfigError(f"{where}: needs one application, with import_path {BUILD}")
+    if SERVICES not in config.grpc_options.grpc_servicer_functions:
+        raise ConfigError(f"{where}: grpc_options.grpc_servicer_functions needs {SERVICES}")
+    settings_of(ours[0].args)
+    return config
+
+
+def local(
+    num_replicas: int, folder: Path, grpc_port: int, http_port: int, args: dict[str, Any]
+) -> Any:
+    """A cluster on this machine: replicas share its cores and its memory."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    serve = {
+        "threads": max(1, cores // num_replicas),
+        "device_cache": f"{25 // num_replicas}%",
+        "host_cache": f"{25 // num_replicas}%",
+        **args.pop("serve", {}),
+    }
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": http_port},
+        "grpc_options": {"port": grpc_port, "grpc_servicer_functions": [SERVICES]},
+        "applications": [
+            {
+                "name": APPLICATION,
+                "route_prefix": "/",
+                "import_path": BUILD,
+                "args": {
+                    "replicas": num_replicas,
+                    "history": str(folder / "history"),
+                    "local": True,
+                    "cpus": 0,
+                    **args,
+                    "serve": serve,
+                },
+            }
+        ],
+    }
+
+
+def with_next_generation(application: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of an application, changed where only new processes notice it."""
+    deployments = [dict(each) for each in application.get("deployments") or ()]
+    replica = next((each for each in deployments if each["name"] == REPLICA), None)
+    if replica is None:
+        replica = {"name": REPLICA}
+        deployments.append(replica)
+    options = dict(replica.get("ray_actor_options") or {})
+    environment = dict(options.get("runtime_env") or {})
+    variables = dict(environment.get("env_vars") or {})
+    variables[GENERATION] = str(int(variables.get(GENERATION, "0")) + 1)
+    replica["ray_actor_options"] = {
+        **options,
+        "runtime_env": {**environment, "env_vars": variables},
+    }
+    return {**application, "deployments": deployments}
+
+
+def _first(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(str(each) for each in first['loc'])}: {first['msg']}"
+    return str(error)

@@ -1,0 +1,116 @@
+"""The arguments of the Ray Serve application: what a cluster consists of, and the command lines that follow.
+
+They are the `args` of the application in the YAML file, so `serve deploy`, KubeRay and `pensieve cluster
+up` read the same thing.  Whatever Ray decides (where, how many, with which resources) may also stand under
+`deployments`, in Ray's own words.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pensieve.config import SERVING, SETTINGS, default_data_folder
+from pensieve.errors import ConfigError
+
+REPLICA = "Replica"  # the deployment of replicas
+HISTORY = "History"  # that of the history service
+OURS = frozenset({"model", "address", "http", "ready_file", "data", "store", "replica", "insecure"})
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    model: str = ""  # as in `pensieve serve`; empty for the one that ships
+    replicas: int = 2
+    history: str = ""  # a folder of the history's node, or postgresql://
+    history_port: int = 50060
+    cpus: float = 1.0  # of each replica, in Ray's bookkeeping
+    gpus: float = 0.0
+    insecure: bool = False  # let other machines call without tokens
+    local: bool = False  # all nodes are this machine: daemons listen on 127.0.0.1
+    serve: Mapping[str, Any] = field(default_factory=dict)  # settings of `pensieve serve`
+
+    @property
+    def needs_tokens(self) -> bool:
+        return bool(self.serve.get("token_file"))
+
+
+def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
+    """The arguments, checked; an error names the one that is wrong."""
+    known = {each.name: each for each in fields(ClusterSettings)}
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"args: there is no {name!r}; there are {', '.join(known)}")
+    for name, value in arguments.items():
+        default = ClusterSettings.__dataclass_fields__[name].default
+        kind = dict if name == "serve" else type(default)
+        accepted = (int, float) if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"args: {name} is {value!r}, and has to be of type {kind.__name__}")
+    settings = ClusterSettings(**arguments)
+    if settings.replicas < 1:
+        raise ConfigError("args: replicas has to be at least 1")
+    if settings.history and "://" not in settings.history and not settings.history.startswith("/"):
+        raise ConfigError(
+            f"args: history is {settings.history!r}, and has to be a whole path or a URL"
+        )
+    _check_serve(settings.serve)
+    return settings
+
+
+def replica_command(
+    settings: ClusterSettings, name: str, host: str, data: str, history: str
+) -> list[str]:
+    """`pensieve serve` of one replica.  The only place that knows its flags."""
+    command = [*_program("serve"), "--address", f"{host}:0", "--http", f"{host}:0", "--data", data]
+    command += ["--store", history, "--replica", name]
+    flags = {each.name: each for each in (*SERVING, *SETTINGS)}
+    for key, value in settings.serve.items():
+        if flags[key].metavar:
+            command += [flags[key].flag, str(value)]
+        elif value:
+            command.append(flags[key].flag)
+    if settings.insecure:
+        command.append("--insecure")
+    return [*command, settings.model] if settings.model else command
+
+
+def history_command(settings: ClusterSettings, host: str, folder: str) -> list[str]:
+    """`pensieve history`; without a folder of its own the history is in the user's."""
+    command = [*_program("history"), "--address", f"{host}:{settings.history_port}"]
+    if secret := settings.serve.get("history_secret"):
+        command += ["--history-secret", str(secret)]
+    if host != "127.0.0.1":
+        command.append("--insecure")  # between nodes of a cluster, whose network is private
+    if "://" in settings.history:
+        return [*command, "--data", folder, "--store", settings.history]
+    return [*command, "--data", str(Path(settings.history or folder) / "history")]
+
+
+def data_folder(settings: ClusterSettings) -> Path:
+    """Of what a node keeps."""
+    if settings.history and "://" not in settings.history:
+        return Path(settings.history)
+    return default_data_folder(os.environ) / "cluster"
+
+
+def _program(command: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "pensieve", command)
+
+
+def _check_serve(serve: Mapping[str, Any]) -> None:
+    names = {each.name for each in (*SERVING, *SETTINGS)}
+    for name, value in serve.items():
+        if name in OURS:
+            raise ConfigError(f"args: serve.{name} is the cluster's to decide")
+        if name not in names:
+            raise ConfigError(f"args: `pensieve serve` has no setting {name!r}")
+        if not isinstance(value, str | int | float | bool):
+            raise ConfigError(f"args: serve.{name} is {value!r}, and has to be one value")
+    token_file = serve.get("token_file")
+    if token_file and not Path(str(token_file)).is_absolute():
+        raise ConfigError("args: serve.token_file has to be a whole path")

@@ -1,0 +1,110 @@
+"""The part of KubeRay's RayService (ray.io/v1) and of a pod that docs/cluster uses, as a schema, and a check.
+
+A leaf is a type, a list has its items' schema, `Rest` allows any name.  A name that is not in the schema is a
+problem: KubeRay would prune it in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rest:
+    """A mapping with any names."""
+
+    of: Any
+
+
+@dataclass(frozen=True)
+class Is:
+    value: str
+
+
+@dataclass(frozen=True)
+class Optional:
+    of: Any
+
+
+NAME_VALUE = {"name": str, "value": str}
+CONTAINER = {
+    "name": str,
+    "image": str,
+    "env": Optional([NAME_VALUE]),
+    "ports": Optional([{"name": str, "containerPort": int}]),
+    "resources": Optional({"requests": Rest(str), "limits": Rest(str)}),
+    "volumeMounts": Optional([{"name": str, "mountPath": str, "readOnly": Optional(bool)}]),
+}
+POD = {
+    "spec": {
+        "containers": [CONTAINER],
+        "terminationGracePeriodSeconds": Optional(int),
+        "volumes": Optional([{"name": str, "secret": Optional({"secretName": str})}]),
+    }
+}
+RAY_SERVICE = {
+    "apiVersion": Is("ray.io/v1"),
+    "kind": Is("RayService"),
+    "metadata": {"name": str},
+    "spec": {
+        "serveConfigV2": str,
+        "rayClusterConfig": {
+            "rayVersion": Optional(str),
+            "authOptions": Optional({"mode": Is("token"), "secretName": Optional(str)}),
+            "headGroupSpec": {"rayStartParams": Rest(str), "template": POD},
+            "workerGroupSpecs": Optional(
+                [
+                    {
+                        "groupName": str,
+                        "replicas": Optional(int),
+                        "minReplicas": Optional(int),
+                        "maxReplicas": Optional(int),
+                        "rayStartParams": Rest(str),
+                        "template": POD,
+                    }
+                ]
+            ),
+        },
+    },
+}
+
+
+def problems_of(manifest: Any) -> list[str]:
+    return list(_problems(manifest, RAY_SERVICE, ""))
+
+
+def _problems(found: Any, schema: Any, where: str) -> Iterator[str]:
+    if isinstance(schema, Optional):
+        yield from _problems(found, schema.of, where)
+    elif isinstance(schema, Is):
+        if found != schema.value:
+            yield f"{where}: not {schema.value!r}"
+    elif isinstance(schema, Rest):
+        if not isinstance(found, dict):
+            yield f"{where}: not a mapping"
+            return
+        for name, value in found.items():
+            yield from _problems(value, schema.of, f"{where}.{name}")
+    elif isinstance(schema, list):
+        if not isinstance(found, list):
+            yield f"{where}: not a list"
+            return
+        for index, each in enumerate(found):
+            yield from _problems(each, schema[0], f"{where}[{index}]")
+    elif isinstance(schema, dict):
+        if not isinstance(found, dict):
+            yield f"{where}: not a mapping"
+            return
+        for name in found:
+            if name not in schema:
+                yield f"{where}.{name}: unknown".lstrip(".")
+        for name, inner in schema.items():
+            path = f"{where}.{name}".lstrip(".")
+            if name in found:
+                yield from _problems(found[name], inner, path)
+            elif not isinstance(inner, Optional):
+                yield f"{path}: missing"
+    elif not isinstance(found, schema) or (schema is int and isinstance(found, bool)):
+        yield f"{where}: not a {'string' if schema is str else schema.__name__}"

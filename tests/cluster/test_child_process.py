@@ -1,0 +1,94 @@
+"""Programs that are tied to an actor: ready, ended with it, killed with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pensieve.cluster.child_process import ChildProcess
+from pensieve.errors import Unavailable
+from tests.service.rig_daemon import wait_for
+
+LINE = "ready grpc://127.0.0.1:7, http://127.0.0.1:8"
+READY = f"import sys, time; print({LINE!r}, file=sys.stderr, flush=True); "
+
+
+def program(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_it_tells_where_it_listens_and_ends_when_it_is_stopped() -> None:
+    async def scenario() -> None:
+        child = ChildProcess(program(READY + "time.sleep(600)"))
+        assert await child.start(60.0) == {"grpc": "127.0.0.1:7", "http": "127.0.0.1:8"}
+        child.check()
+        await child.stop(60.0)
+        assert child.exit_code == -15
+        assert not runs(child.pid)
+
+    asyncio.run(scenario())
+
+
+def test_one_that_does_not_start_says_why() -> None:
+    async def scenario() -> None:
+        child = ChildProcess(program("raise SystemExit('the disk is full')"))
+        with pytest.raises(Unavailable, match="it did not start: the disk is full"):
+            await child.start(60.0)
+
+    asyncio.run(scenario())
+
+
+def test_one_that_ends_by_itself_is_noticed() -> None:
+    async def scenario() -> None:
+        child = ChildProcess(program(READY + "sys.exit(7)"))
+        await child.start(60.0)
+        while child.exit_code is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match="it ended with exit code 7"):
+            child.check()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_ignores_the_signal_is_killed() -> None:
+    async def scenario() -> None:
+        code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        child = ChildProcess(program(code + READY + "time.sleep(600)"))
+        await child.start(60.0)
+        await child.stop(0.1)
+        assert child.exit_code == -9
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
+def test_it_is_killed_with_the_process_that_started_it(tmp_path: Path) -> None:
+    code = f"""
+import asyncio
+from pensieve.cluster.child_process import ChildProcess
+async def main():
+    child = ChildProcess({program(READY + "time.sleep(600)")!r})
+    await child.start(60.0)
+    print(child.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    with subprocess.Popen(program(code), stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert runs(pid)
+        os.kill(parent.pid, 9)
+        wait_for(lambda: not runs(pid))

@@ -1,0 +1,93 @@
+"""What a router remembers of homes, beside the table of owners."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pensieve.cluster import homes as homes_module
+from pensieve.cluster.homes import LOCATED_SECONDS, Homes
+from pensieve.errors import Unavailable
+
+NAMES = ("ada", "bob", "cleo")
+
+
+class Table:
+    """The table of owners, and a clock."""
+
+    def __init__(self) -> None:
+        self.owners: dict[str, str] = {}
+        self.num_reads = 0
+        self.now = 0.0
+        self.fails = False
+        self.homes = Homes(lambda: self.now)
+
+    async def locate(self, key: str) -> str | None:
+        self.num_reads += 1
+        if self.fails:
+            raise Unavailable("the history service is away")
+        return self.owners.get(key)
+
+    def of(self, key: str, running: tuple[str, ...] = NAMES) -> str | None:
+        try:
+            return asyncio.run(self.homes.of(key, running, self.locate))
+        finally:
+            self.homes.check()
+
+
+def test_the_owner_goes_before_the_hash() -> None:
+    table = Table()
+    assert table.of("trip-42") == "bob"
+    table.owners["trip-42"] = "ada"
+    assert table.of("trip-42") == "ada"
+
+
+def test_an_owner_is_located_once_in_a_while() -> None:
+    table = Table()
+    table.owners["trip-42"] = "bob"
+    assert [table.of("trip-42") for _ in range(5)] == ["bob"] * 5
+    assert table.num_reads == 1
+    table.now += LOCATED_SECONDS
+    table.owners["trip-42"] = "ada"
+    assert table.of("trip-42") == "ada"
+    assert table.num_reads == 2
+
+
+def test_a_conversation_stays_where_it_was_while_the_history_service_is_away() -> None:
+    table = Table()
+    table.owners["trip-42"] = "bob"
+    assert table.of("trip-42") == "bob"
+    table.fails = True
+    table.now += 60.0
+    assert table.of("trip-42") == "bob"
+
+
+def test_only_the_keys_of_a_replica_that_died_move() -> None:
+    table = Table()
+    before = {key: table.of(key) for key in (f"c-{index}" for index in range(90))}
+    table.homes.forget("cleo")
+    after = {key: table.of(key, ("ada", "bob")) for key in before}
+    moved = {key for key in before if before[key] != after[key]}
+    assert moved == {key for key in before if before[key] == "cleo"}
+    assert len(moved) > 10
+
+
+def test_a_replica_that_comes_takes_no_conversation_away() -> None:
+    table = Table()
+    before = {key: table.of(key, ("ada", "bob")) for key in (f"c-{index}" for index in range(90))}
+    assert {key: table.of(key, NAMES) for key in before} == before
+    new = [table.of(f"new-{index}", NAMES) for index in range(60)]
+    assert new.count("cleo") > 10  # but the new ones
+
+
+def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(homes_module, "KEYS_MAX", 10)
+    table = Table()
+    for index in range(50):
+        table.of(f"c-{index}")
+    assert sum(table.homes.load(name) for name in NAMES) == 10
+
+
+def test_without_replicas_there_is_no_home() -> None:
+    assert Table().of("trip-42", ()) is None

@@ -1,0 +1,125 @@
+"""Which conversation an HTTP request belongs to, from its head and the beginning of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from pensieve.cluster.http_edge import ADDED, BODY, HEAD_BYTES, HttpEdge, key_of_body
+
+CHAT = "/v1/chat/completions"
+
+
+def seen(
+    path: str = CHAT,
+    headers: dict[str, str] | None = None,
+    chunks: tuple[bytes, ...] = (),
+    method: str = "POST",
+) -> tuple[dict[str, str], bytes, dict[str, Any]]:
+    """Headers, body and scope that come out of the middleware."""
+    messages = [
+        {"type": "http.request", "body": chunk, "more_body": index + 1 < len(chunks)}
+        for index, chunk in enumerate(chunks)
+    ]
+    found: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while chunks:
+            message = await receive()
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        found.extend((scope, body))
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
+    }
+    asyncio.run(HttpEdge(app)(scope, receive, None))
+    out, body = found
+    return {k.decode(): v.decode() for k, v in out["headers"]}, body, out
+
+
+def chat(*texts: str, **more: Any) -> bytes:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return json.dumps({"model": "m", "temperature": 0.5, "messages": messages, **more}).encode()
+
+
+def test_a_session_that_the_client_names_stays_as_it_is() -> None:
+    headers, body, _ = seen(headers={"x-session-id": "s-1"}, chunks=(chat("Hello."),))
+    assert headers == {"x-session-id": "s-1"}
+    assert body == chat("Hello.")
+
+
+def test_headers_of_other_programs_name_it_too() -> None:
+    for name in ("x-smg-routing-key", "x-openwebui-chat-id"):
+        headers, _, _ = seen(headers={name: "k-1"}, chunks=(chat("Hello."),))
+        assert headers == {name: "k-1", "x-session-id": "k-1", ADDED.decode(): "1"}
+
+
+def test_a_client_cannot_add_our_mark() -> None:
+    headers, _, _ = seen(headers={ADDED.decode(): "1", "x-session-id": "s"}, chunks=(chat("a"),))
+    assert headers == {"x-session-id": "s"}
+
+
+def test_a_chat_has_one_key_however_long_it_grows() -> None:
+    first = key_of_body(chat("Hello."))
+    assert first
+    assert key_of_body(chat("Hello.", "Hi.", "And then?")) == first
+    assert key_of_body(chat("Good day.", "Hi.", "And then?")) != first
+    assert key_of_body(chat("Hello.", system="Be brief.")) != first
+
+
+def test_a_body_larger_than_what_is_looked_at_has_the_key_of_its_beginning() -> None:
+    long = chat("Hello.", "x" * HEAD_BYTES, "y" * HEAD_BYTES)
+    chunks = tuple(long[at : at + 10_000] for at in range(0, len(long), 10_000))
+    headers, body, scope = seen(chunks=chunks)
+    assert headers["x-session-id"] == key_of_body(chat("Hello."))
+    assert body == long
+    assert BODY not in scope
+
+
+def test_a_whole_body_goes_with_the_scope() -> None:
+    _, body, scope = seen(chunks=(chat("Hello.")[:20], chat("Hello.")[20:]))
+    assert scope[BODY] == body == chat("Hello.")
+
+
+def test_a_name_in_the_body_goes_before_its_text() -> None:
+    assert key_of_body(chat("Hello.", conversation="conv-7")) == "conv-7"
+    assert key_of_body(chat("Hello.", conversation={"id": "conv-7"})) == "conv-7"
+    assert key_of_body(chat("Hello.", previous_response_id="resp-7")) == "resp-7"
+    assert key_of_body(chat("Hello.", prompt_cache_key="cache-7")) == "cache-7"
+
+
+def test_texts_and_items_of_the_other_apis_have_keys() -> None:
+    assert key_of_body(b'{"prompt": "Once upon a time"}')
+    assert key_of_body(b'{"input": "Hello."}')
+    assert key_of_body(b'{"input": [{"role": "user", "content": "Hello."}]}')
+
+
+def test_what_is_no_json_or_has_no_messages_has_no_key() -> None:
+    for body in (
+        b"",
+        b"nonsense",
+        b"{",
+        b'{"messages": []}',
+        b'{"messages": 7}',
+        b"\xff\xfe",
+        b"[]",
+    ):
+        assert key_of_body(body) == "", body
+
+
+def test_a_conversation_in_the_path_is_the_key() -> None:
+    headers, _, _ = seen(path="/v1/conversations/conv-7/items", method="GET")
+    assert headers["x-session-id"] == "conv-7"
+    headers, _, _ = seen(path="/v1/models", method="GET")
+    assert headers == {}

@@ -1,0 +1,121 @@
+"""The configurations in docs/cluster are what Ray Serve and KubeRay take."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+schema = pytest.importorskip("ray.serve.schema")
+
+from pensieve.cluster.serve_config import checked, local, with_next_generation  # noqa: E402
+from pensieve.cluster.settings import settings_of  # noqa: E402
+from pensieve.errors import ConfigError  # noqa: E402
+from tests.cluster.ray_service import problems_of  # noqa: E402
+
+FOLDER = Path(__file__).parent.parent.parent / "docs" / "cluster"
+
+
+def serve_yaml() -> Any:
+    return yaml.safe_load((FOLDER / "serve.yaml").read_text())
+
+
+def manifests() -> list[Any]:
+    return list(yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text()))
+
+
+def test_ray_serve_takes_the_configuration() -> None:
+    config = checked(serve_yaml(), "serve.yaml")
+    assert config.grpc_options.port == 50051
+    assert settings_of(config.applications[0].args).replicas == 2
+    assert config.applications[0].deployments[0].max_replicas_per_node == 1
+
+
+def test_the_manifest_deploys_the_same_configuration() -> None:
+    service, _ = manifests()
+    assert yaml.safe_load(service["spec"]["serveConfigV2"]) == serve_yaml()
+
+
+def test_kuberay_takes_the_manifest() -> None:
+    assert problems_of(manifests()[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        ("spec.rayClusterConfig.rayVersion", 2.6, "spec.rayClusterConfig.rayVersion: not a string"),
+        (
+            "spec.rayClusterConfig.headGroupSpec.rayStartParams.num-cpus",
+            0,
+            "spec.rayClusterConfig.headGroupSpec.rayStartParams.num-cpus: not a string",
+        ),
+        ("spec.serveConfig", {}, "spec.serveConfig: unknown"),
+        ("spec.serveConfigV2", {}, "spec.serveConfigV2: not a string"),
+        ("kind", "RayCluster", "kind: not 'RayService'"),
+    ],
+)
+def test_a_manifest_that_is_wrong_is_noticed(path: str, value: Any, problem: str) -> None:
+    manifest = copy.deepcopy(manifests()[0])
+    *parents, last = path.split(".")
+    at = manifest
+    for name in parents:
+        at = at[name]
+    at[last] = value
+    assert problem in problems_of(manifest)
+
+
+def test_workers_have_what_a_replica_needs_and_time_to_drain() -> None:
+    cluster = manifests()[0]["spec"]["rayClusterConfig"]
+    args = serve_yaml()["applications"][0]["args"]
+    pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
+    requests = pod["containers"][0]["resources"]["requests"]
+    assert int(requests["nvidia.com/gpu"]) == args["gpus"]
+    assert int(requests["cpu"]) >= args["cpus"]
+    assert pod["terminationGracePeriodSeconds"] > args["serve"]["drain_timeout"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    for spec in (cluster["headGroupSpec"]["template"]["spec"], pod):
+        names = {each["name"]: each.get("value") for each in spec["containers"][0]["env"]}
+        assert "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" in names
+
+
+def test_the_configuration_of_a_first_try_is_one_that_ray_takes(tmp_path: Path) -> None:
+    config = checked(local(2, tmp_path, 50051, 8000, {"model": ""}), "--local")
+    settings = settings_of(config.applications[0].args)
+    assert settings.local
+    assert settings.serve["device_cache"] == "12%"
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([], "serve.yaml is not a Ray Serve configuration"),
+        ({"applications": []}, "serve.yaml: needs one application, with import_path"),
+        ({"aplications": []}, "serve.yaml: applications: Field required"),
+    ],
+)
+def test_a_configuration_that_is_wrong_is_refused_in_plain_words(found: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(found, "serve.yaml")
+
+
+def test_without_our_services_in_rays_proxy_it_is_refused() -> None:
+    found = serve_yaml()
+    found["grpc_options"] = {"port": 50051}
+    with pytest.raises(ConfigError, match="grpc_servicer_functions needs pensieve"):
+        checked(found, "serve.yaml")
+
+
+def test_a_roll_changes_the_replicas_and_nothing_else() -> None:
+    application = serve_yaml()["applications"][0]
+    once = with_next_generation(application)
+    twice = with_next_generation(once)
+    variables = [
+        each["deployments"][0]["ray_actor_options"]["runtime_env"]["env_vars"]
+        for each in (once, twice)
+    ]
+    assert variables == [{"PENSIEVE_GENERATION": "1"}, {"PENSIEVE_GENERATION": "2"}]
+    assert {**twice, "deployments": 0} == {**application, "deployments": 0}
+    assert "ray_actor_options" not in application["deployments"][0]

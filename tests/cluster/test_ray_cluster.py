@@ -1,0 +1,286 @@
+"""A cluster on a real Ray of two nodes: what its clients see of two replicas behind one address.
+
+One cluster for all tests of this file, brought up and taken down by the commands that a person uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+
+from pensieve.client import Client
+from pensieve.errors import InvalidArgument, NotFound
+from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from tests.newcomer import free_port
+from tests.service.rig_daemon import details, wait_for
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.timeout(240),
+]
+MODEL = "echo (arithmetic instead of a model)"
+
+
+@dataclass
+class RayCluster:
+    folder: Path
+    address: str
+    http: str
+
+    def command(self, *words: str, codes: tuple[int, ...] = (0,)) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "pensieve", "cluster", *words, "--data", str(self.folder)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode in codes, done.stdout + done.stderr
+        return done.stdout
+
+    def replicas(self) -> dict[str, int]:
+        """The names of replicas that run, and their processes."""
+        found = re.findall(
+            r"Replica +(\w+) +running +\S+ pid (\d+)", self.command("status", codes=(0, 1))
+        )
+        return {name: int(pid) for name, pid in found}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    ports = free_port(), free_port()
+    config = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": ports[1]},
+        "grpc_options": {
+            "port": ports[0],
+            "grpc_servicer_functions": ["pensieve.cluster.grpc_edge:add_services"],
+        },
+        "applications": [
+            {
+                "name": "pensieve",
+                "route_prefix": "/",
+                "import_path": "pensieve.cluster.deployments:build",
+                "args": {
+                    "replicas": 2,
+                    "local": True,
+                    "history": str(folder / "history"),
+                    "history_port": free_port(),
+                    "serve": {"engine": "echo", "echo_seconds": 0.01},
+                },
+            }
+        ],
+    }
+    (folder / "serve.yaml").write_text(yaml.safe_dump(config))
+    found = RayCluster(folder, f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}")
+    try:
+        out = found.command("up", str(folder / "serve.yaml"), "--nodes", "2", "--cpus", "1")
+        assert f"ready grpc://{found.address}, http://{found.http}" in out
+        yield found
+    finally:
+        assert "ended" in found.command("down")
+
+
+def replica_of(call: Any) -> str:
+    """Who answered, as the trailing metadata says."""
+    return str(dict(call.trailing_metadata())["pensieve-replica"])
+
+
+def send(stub: Any, conversation_id: str, text: str, **metadata: str) -> str:
+    """A turn, read to its end; the replica that had it."""
+    new = pb.CreateConversationRequest(conversation_id=conversation_id)
+    with contextlib.suppress(grpc.RpcError):  # which has it already
+        stub.CreateConversation(new, metadata=tuple(metadata.items()), timeout=60)
+    request = pb.SendMessageRequest(
+        conversation_id=conversation_id,
+        request_id=f"{conversation_id}-{text}",
+        messages=[pb.NewMessage(content=text)],
+    )
+    call = stub.SendMessage(request, metadata=tuple(metadata.items()), timeout=60)
+    assert list(call)[-1].WhichOneof("event") == "completed"
+    return replica_of(call)
+
+
+@pytest.fixture
+def stub(cluster: RayCluster) -> Iterator[Any]:
+    with grpc.insecure_channel(cluster.address) as channel:
+        yield conversation_pb2_grpc.ConversationServiceStub(channel)
+
+
+def test_a_conversation_is_never_split(cluster: RayCluster, stub: Any) -> None:
+    at = {
+        f"c-{index}": [send(stub, f"c-{index}", str(turn)) for turn in range(3)]
+        for index in range(12)
+    }
+    assert all(len(set(names)) == 1 for names in at.values())
+    assert {names[0] for names in at.values()} == set(cluster.replicas())
+
+
+def test_the_key_in_the_metadata_decides_where(stub: Any) -> None:
+    names = {send(stub, f"k-{index}", "x", session_id="one key") for index in range(6)}
+    assert len(names) == 1
+
+
+def test_the_sdk_talks_to_it_as_to_a_daemon(cluster: RayCluster) -> None:
+    with Client(cluster.address) as client:
+        trip = client.conversation("trip")
+        deltas = list(trip.send("Hello.", max_tokens=20))
+        assert deltas
+        assert [each.role for each in trip.messages()] == ["user", "assistant"]
+        assert client.server_info().model == MODEL
+
+
+def test_errors_keep_their_status_and_their_details(cluster: RayCluster, stub: Any) -> None:
+    with Client(cluster.address) as client:
+        with pytest.raises(NotFound, match="there is no conversation 'nowhere'"):
+            list(client.conversation("nowhere").messages())
+        with pytest.raises(InvalidArgument, match="max_tokens"):
+            client.conversation("trip").ask("x", max_tokens=-1)
+    request = pb.SendMessageRequest(
+        conversation_id="trip",
+        messages=[pb.NewMessage(content="x")],
+        sampling=pb.Sampling(max_tokens=-1),
+    )
+    call = stub.SendMessage(request, timeout=60)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)  # an error of a stream, without a message before it
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    violations = details(caught.value)["BadRequest"].field_violations
+    assert [each.field for each in violations] == ["sampling.max_tokens"]
+
+
+def test_a_deadline_ends_the_turn(stub: Any) -> None:
+    request = pb.SendMessageRequest(
+        conversation_id="slow",
+        request_id="slow-1",
+        messages=[pb.NewMessage(content="x")],
+        sampling=pb.Sampling(max_tokens=50_000, ignore_eos=True),
+    )
+    send(stub, "slow", "0")
+    call = stub.SendMessage(request, timeout=1.0)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_a_client_that_leaves_ends_its_turn(stub: Any) -> None:
+    """The daemon interrupts a turn whose client cancelled it, and takes the next message."""
+    request = pb.SendMessageRequest(
+        conversation_id="left",
+        request_id="left-1",
+        messages=[pb.NewMessage(content="x")],
+        sampling=pb.Sampling(max_tokens=50_000, ignore_eos=True),
+    )
+    send(stub, "left", "0")
+    call = stub.SendMessage(request, timeout=60)
+    assert next(iter(call)).WhichOneof("event") == "started"
+    stub.CancelTurn(pb.CancelTurnRequest(conversation_id="left"), timeout=60)
+    events = [each.WhichOneof("event") for each in call]
+    assert events[-1] == "completed"
+    assert send(stub, "left", "next")
+
+
+def test_a_file_goes_up_as_a_stream(cluster: RayCluster) -> None:
+    lines = [
+        json.dumps(
+            {
+                "custom_id": f"line-{index}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"model": MODEL, "messages": [{"role": "user", "content": "Hello."}]},
+            }
+        )
+        for index in range(3)
+    ]
+    with grpc.insecure_channel(cluster.address) as channel:
+        stub = jobs_pb2_grpc.JobServiceStub(channel)
+
+        def parts() -> Iterator[jobs_pb2.CreateJobRequest]:
+            yield jobs_pb2.CreateJobRequest(header=jobs_pb2.JobHeader(job_id="job-1"))
+            for line in lines:
+                yield jobs_pb2.CreateJobRequest(chunk=(line + "\n").encode())
+            yield jobs_pb2.CreateJobRequest(complete=True)
+
+        created, call = stub.CreateJob.with_call(
+            parts(), timeout=60, metadata=(("session_id", "j"),)
+        )
+        assert created.job.num_lines == 3
+        assert replica_of(call) in cluster.replicas()
+
+
+def test_http_streams_chunk_by_chunk(cluster: RayCluster) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello."}], "stream": True}
+    host, _, port = cluster.http.partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    names = set()
+    for _ in range(3):
+        connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps({**body, "max_tokens": 30}),
+            {"content-type": "application/json"},
+        )
+        response = connection.getresponse()
+        assert response.status == 200
+        assert response.getheader("content-type", "").startswith("text/event-stream")
+        names.add(response.getheader("pensieve-replica"))
+        chunks = []
+        while chunk := response.read1(65536):
+            chunks.append(chunk)
+        assert len(chunks) > 1
+        assert b"".join(chunks).endswith(b"data: [DONE]\n\n")
+    assert len(names) == 1
+    connection.close()
+
+
+def test_an_error_of_http_comes_as_the_daemon_wrote_it(cluster: RayCluster) -> None:
+    host, _, port = cluster.http.partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request("POST", "/v1/chat/completions", "{", {"content-type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 400
+    assert json.loads(response.read())["error"]["type"] == "invalid_request_error"
+    connection.close()
+
+
+def test_z_when_a_replica_is_killed_only_its_conversations_move(
+    cluster: RayCluster, stub: Any
+) -> None:
+    before = {f"m-{index}": send(stub, f"m-{index}", "0") for index in range(12)}
+    processes = cluster.replicas()
+    killed = before["m-0"]
+    os.kill(processes[killed], 9)
+    after = {}
+    for conversation in before:
+        wait_for(lambda each=conversation: after.update({each: tried(stub, each)}) or after[each])
+    moved = {each for each in before if before[each] != after[each]}
+    assert moved == {each for each in before if before[each] == killed}
+    wait_for(lambda: len(cluster.replicas()) == 2)
+    assert killed not in cluster.replicas()
+
+
+def tried(stub: Any, conversation_id: str) -> str:
+    """The replica that had a turn of this conversation; "" when it had to be sent again."""
+    try:
+        return send(stub, conversation_id, "1")
+    except grpc.RpcError as error:
+        if error.code() != grpc.StatusCode.UNAVAILABLE:
+            raise
+        return ""

@@ -1,0 +1,45 @@
+"""What a cluster's arguments may say, and the command lines that come of them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from pensieve.cluster.settings import replica_command, settings_of
+from pensieve.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"modle": "smollm2"}, "args: there is no 'modle'; there are model, replicas"),
+        ({"replicas": "two"}, "args: replicas is 'two', and has to be of type int"),
+        ({"replicas": True}, "args: replicas is True, and has to be of type int"),
+        ({"replicas": 0}, "args: replicas has to be at least 1"),
+        ({"serve": {"adress": "x"}}, "args: `pensieve serve` has no setting 'adress'"),
+        ({"serve": {"address": "x"}}, "args: serve.address is the cluster's to decide"),
+        ({"serve": {"threads": [1]}}, "args: serve.threads is [1], and has to be one value"),
+        ({"serve": {"token_file": "tokens"}}, "args: serve.token_file has to be a whole path"),
+        ({"history": "data"}, "args: history is 'data', and has to be a whole path or a URL"),
+    ],
+)
+def test_an_error_names_the_argument_that_is_wrong(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        settings_of(arguments)
+
+
+def test_a_replica_is_an_ordinary_daemon() -> None:
+    settings = settings_of(
+        {"model": "smollm2", "serve": {"threads": 2, "check_kv": True, "reflection": False}}
+    )
+    history = "history://127.0.0.1:50060"
+    command = replica_command(settings, "ada", "127.0.0.1", "/data/ada", history)
+    assert command[:4] == [sys.executable, "-m", "pensieve", "serve"]
+    assert command[4:] == [
+        *("--address", "127.0.0.1:0", "--http", "127.0.0.1:0"),
+        *("--data", "/data/ada", "--store", history, "--replica", "ada"),
+        *("--threads", "2", "--check-kv", "smollm2"),
+    ]
