@@ -54,22 +54,22 @@ class RunningRows:
     def ending(self, turn_id: int, attempt: int = 0) -> Iterator[Connection]:
         """The transaction that ends a turn, which is not live afterwards, even if the write failed.
 
-        NotFound, and nothing else happens, if that is not the attempt that the turn is at.
+        NotFound, and the turn is what it was, if that is not the attempt that it is at.
         """
-        if attempt:
-            with self._writer.reading() as conn:
-                found = turn_rows.attempts_of(conn, turn_id)
-            if found not in (None, attempt):
-                raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
+        was_live, is_late = turn_id in self._live, False
         self._live.add(turn_id)  # also when an earlier attempt to end it has failed
         try:
             with self.writing() as conn:
+                if attempt and turn_rows.attempts_of(conn, turn_id) not in (None, attempt):
+                    is_late = True
+                    raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
                 yield conn
         except BaseException:
             self._unsure = True
             raise
         finally:
-            self._live.discard(turn_id)
+            if not (is_late and was_live):
+                self._live.discard(turn_id)
 
     def add(self, turn_id: int) -> None:
         """A turn has begun; it is live from now on."""

@@ -240,6 +240,30 @@ def test_an_end_that_cannot_be_written_leaves_a_turn_that_may_begin_again(
     assert (begun.must_run, begun.turn.attempts) == (True, 2)
 
 
+def test_an_end_that_failed_before_it_was_known_whose_turn_it_is_is_an_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon has forgotten the turn by then; nobody would ever end it."""
+    session, turn = _prepared(rig)
+    look, failing = rig.store.owners.turn, [True, True]
+
+    def fail(turn_id: int) -> Any:
+        if failing:
+            failing.pop()
+            raise StoreUnavailable("the disk cannot be read")
+        return look(turn_id)
+
+    monkeypatch.setattr(rig.store.owners, "turn", fail)
+    call = rig.call(session, "interrupt_turn", turn, 1)
+    (outcome,) = rig.calls.carry_out([call])
+    assert outcome.failed
+    refused = rig.call(session, "begin_turn", "d", request("r-9"))
+    (outcome,) = rig.calls.carry_out([refused])
+    assert "already runs" in outcome.result  # what can be known was not known yet
+    begun = rig.do(session, "begin_turn", "d", request("r-2"))
+    assert (begun.must_run, begun.turn.attempts) == (True, 2)
+
+
 # -- too late --
 
 

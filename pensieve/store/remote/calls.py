@@ -24,6 +24,7 @@ files are alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -103,6 +104,7 @@ class Calls:
         self._store = store
         self._is_connected = is_connected
         self._answered: dict[int, Outcome] = {}  # by session: its last writing call
+        self._in_vain: list[Call] = []  # ends of turns that may run
         self._open = {each.number for each in store.owners.open_sessions()}
         self._draining: set[int] = set()
 
@@ -149,6 +151,7 @@ class Calls:
     def _grouped(self, calls: Sequence[Call]) -> list[Outcome]:
         if not any(METHODS[each.method].writes for each in calls):
             return [self._alone(each) for each in calls]
+        self._abandon_what_ended_in_vain()
         outcomes: list[Outcome] = []
         owners, open_before = self._store.owners, set(self._open)
         live_before = owners.live_turns
@@ -168,10 +171,28 @@ class Calls:
             lost = outcome.turn_id, -1, outcome.turn_epoch
             failed = _failed(calls[0], error)
             failed.turn_id, failed.num_running, failed.turn_epoch = lost
+            if not outcome.turn_id and METHODS[calls[0].method].kind is Kind.TURN:
+                self._in_vain.append(calls[0])
             return [failed]
         for call, outcome in zip(calls, outcomes, strict=True):
             self._remember(call, outcome)
         return outcomes
+
+    def _abandon_what_ended_in_vain(self) -> None:
+        """Turns that their replicas have ended, in calls that failed before it was known whose they are."""
+        while self._in_vain:
+            call = self._in_vain[0]
+            with contextlib.suppress(Unreadable):
+                arguments = METHODS[call.method].read_arguments(call.arguments, call.parts)
+                try:
+                    may_end = self._may_end(call, arguments, outcome := Outcome(call.number))
+                except Unavailable as error:
+                    if _is_of_the_database(error):
+                        return
+                    may_end = False
+                if may_end and outcome.turn_id:
+                    self._store.owners.abandon([outcome.turn_id])
+            self._in_vain.pop(0)
 
     def _alone(self, call: Call) -> Outcome:
         try:
