@@ -55,7 +55,7 @@ ROOMS = {
         never="sqlite3",
     ),
     "cluster": room(
-        "config extras v1",
+        "core config extras v1",
         "ray grpc google aiohttp yarl starlette yaml pydantic",
         never="sqlite3",
     ),

@@ -303,10 +303,10 @@ class Route:
 
     def explained(self, error: PensieveError) -> PensieveError:
         """The error for whoever made the request: which addresses were tried, and why each one failed."""
-        if isinstance(error, OwnedElsewhere):
-            error = Unavailable(str(error))
         if not self.are_several:
             return error
+        if isinstance(error, OwnedElsewhere):
+            error = Unavailable(str(error))
         if isinstance(error, NotFound):
             return self._not_found(error)
         if not isinstance(error, Unavailable):

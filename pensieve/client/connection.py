@@ -316,10 +316,10 @@ class Connection:
     def _leave(self) -> list[Ending]:
         """Begin to end the turns that are being read; these ends and those that are under way."""
         for course, stream in self._reading.copy().items():
+            if (request := course.end_request()) is not None:  # before the reader asks for it
+                self.begin_ending(request, course.route)
             if self._closed:
                 stream.cancel()
-            if (request := course.end_request()) is not None:
-                self.begin_ending(request, course.route)
         return list(self._endings.copy())
 
     @staticmethod

@@ -100,10 +100,6 @@ def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.Pen
         )
     if kind is errors.ContextFull:
         return errors.ContextFull(_whole(causes, "tokens"), _whole(causes, "tokens_max"))
-    if kind is errors.OwnedElsewhere:
-        elsewhere = errors.OwnedElsewhere("", causes.get("replica", ""), causes.get("address", ""))
-        elsewhere.args = (text,)
-        return elsewhere
     if kind is errors.InvalidArgument:
         return _invalid(text, details.bad_request)
     if kind is errors.QueueFull:

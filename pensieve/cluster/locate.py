@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 
 from pensieve.cluster.homes import Locate
+from pensieve.config.shared_secret import read_secret
 from pensieve.errors import ConfigError, Unavailable
-from pensieve.history.guard import read_secret
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
 

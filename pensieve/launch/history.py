@@ -24,9 +24,10 @@ from typing import Any
 import grpc
 
 from pensieve.config import Resolved
+from pensieve.config.shared_secret import read_secret
 from pensieve.errors import AddressInUse, ConfigError
 from pensieve.history.connection import MESSAGE_BYTES_MAX
-from pensieve.history.guard import Guard, read_secret
+from pensieve.history.guard import Guard
 from pensieve.history.service import HistoryConfig, HistoryService
 from pensieve.service.backing_up import BackingUp
 from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig

@@ -11,9 +11,9 @@ from pathlib import Path
 import grpc
 
 from pensieve.config import Serving
+from pensieve.config.shared_secret import read_secret
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.history.connection import Connection, Replica
-from pensieve.history.guard import read_secret
 from pensieve.service.grpc.auth import Token
 from pensieve.service.grpc.replica import KvFetcher
 from pensieve.service.grpc.server import Server

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.cli.main import main
 from pensieve.client.rendezvous import ranked
-from tests.client.fleet import Fleet
+from tests.client.several_rig import Fleet
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def test_the_variable_names_several_and_conversations_are_listed_once(
 
 
 def test_an_operator_is_told_to_name_one(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["admin", "stats", "--address", ",".join(fleet.addresses)]) == 2
+    assert main(["admin", "drain", "--address", ",".join(fleet.addresses)]) == 2
     assert capsys.readouterr().err.strip() == (
-        "pensieve: address: Admin speaks to one daemon; name one of " + ", ".join(fleet.addresses)
+        "pensieve: --replica: must say which, for drain is of one: " + ", ".join(fleet.addresses)
     )
 
 

@@ -22,8 +22,8 @@ from pensieve.client.rendezvous import ranked
 from pensieve.service.grpc.translate import status
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
-from tests.client.fleet import Fleet, WithTasks, WithThreads
 from tests.client.scripted import AWAY, Mishap, Refusal
+from tests.client.several_rig import Fleet, WithTasks, WithThreads
 
 SAFETY_SECONDS = 60.0
 LOADING = Refusal("UNAVAILABLE", "LOADING", retry_seconds=1.0)

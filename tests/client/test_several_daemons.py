@@ -11,7 +11,7 @@ import pytest
 from pensieve.client import Client, Restarted
 from pensieve.client.rendezvous import ranked
 from pensieve.service.grpc.server import Listening
-from tests.client.fleet import QUICK, WithTasks, WithThreads
+from tests.client.several_rig import QUICK, WithTasks, WithThreads
 from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
 
 IDS = [f"talk-{number}" for number in range(40)]

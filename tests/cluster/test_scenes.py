@@ -175,9 +175,7 @@ def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster)
     saying = Saying(cluster.clients[0], "wrong", "r", 5000)
     assert saying.begun.wait(120)
     request = pb.CancelTurnRequest(conversation_id="wrong", request_id="r")
-    answer = cluster.clients[1].call(
-        cluster.clients[1]._connection.stub.CancelTurn, request, repeat=True
-    )
+    answer = cluster.clients[1].call(lambda at: at.stub.CancelTurn, request, repeat=True)
     reply = saying.wait()
     assert answer.finish_reason == pb.FINISH_REASON_CANCELLED
     assert reply.finish_reason == "cancelled"

@@ -90,16 +90,32 @@ PROTECTIONS = (
     protection(
         "a worker ends with rank 0",
         "model/parallel/worker.py",
-        "  # rank 0 may have been killed before it did\n        os._exit(0)\n",
-        "\n        return\n",
+        "                self._frames.put(frame)\n        os._exit(0)\n",
+        "                self._frames.put(frame)\n",
         "model/parallel/test_parallel.py::test_workers_end_with_rank_0",
     ),
     protection(
         "the end of a worker is an error of the device",
         "model/parallel/leader.py",
-        '            self.tally.give_up(f"rank {worker.index} ended (status {status})")\n',
+        '            self._give_up(f"{worker} ended ({worker.how_it_ended()})")\n',
         "",
         "model/parallel/test_parallel.py::test_a_worker_that_dies_is_a_device_error",
+    ),
+    protection(
+        "a rank elsewhere comes again when the engine is gone",
+        "launch/remote_rank.py",
+        "                if self._stopping.is_set():\n                    return\n",
+        "                return\n",
+        "launch/test_remote_rank.py"
+        "::test_a_rank_elsewhere_that_is_killed_comes_again_and_no_token_is_wrong",
+    ),
+    protection(
+        "who comes to the address of ranks proves that it knows the secret",
+        "model/parallel/handshake.py",
+        '    if not hmac.compare_digest(_from_hex(values, "mac"), _mac(secret, b"rank", ours, theirs)):\n',
+        '    if not _from_hex(values, "mac"):\n',
+        "model/parallel/test_arrivals.py"
+        "::test_who_does_not_know_the_secret_learns_nothing_and_is_not_let_in",
     ),
     protection(
         "a copy is finished when every rank has finished it",

@@ -309,17 +309,17 @@ PROTECTIONS = (
     ),
     protection(
         "the digest of a history is stored with the reply",
-        "store/conversation_store.py",
-        "                insert_state(conn, tenant, chain_state, message, now)\n",
-        "                pass\n",
+        "store/finishing.py",
+        "        insert_state(conn, tenant, chain_state, message, now)\n",
+        "        pass\n",
         "service/binding/test_binder.py::test_a_restart_loses_no_history",
         "service/binding/test_binder.py::test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice",
     ),
     protection(
         "what goes takes its digest with it",
         "store/migrations.py",
-        " ON DELETE CASCADE",
-        "",
+        "message INTEGER NOT NULL REFERENCES messages ON DELETE CASCADE",
+        "message INTEGER NOT NULL",
         "store/test_chains.py::test_deletion_leaves_no_row_but_what_a_fork_has",
     ),
     protection(

@@ -191,8 +191,9 @@ PROTECTIONS = (
     protection(
         "a token file that cannot be used is not used",
         "service/grpc/server.py",
-        "        limits = auth.limits_of(tokens)\n        self.guard.use(tokens)\n",
-        "        self.guard.use(tokens)\n        limits = auth.limits_of(tokens)\n",
+        "        limits = auth.limits_of(tokens)\n        self.guard.use((*tokens,",
+        "        self.guard.use(tokens)\n"
+        "        limits = auth.limits_of(tokens)\n        self.guard.use((*tokens,",
         "service/test_reload.py::test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported",
     ),
     protection(

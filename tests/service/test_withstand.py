@@ -286,7 +286,9 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         *("service/http/chat.py", "service/http/completions.py"),  # when an answer was made
         *("service/http/messages.py", "service/http/responses.py"),
         "service/http/models.py",
-        "store/conversation_store.py",  # created, updated, finished
+        "history/service.py",  # when an event was recorded
+        *("store/conversation_store.py", "store/copying.py"),  # created, updated, finished
+        "store/remote/remote_store.py",
         "store/job_store.py",  # created, started, ended
     }
 

@@ -91,7 +91,7 @@ def begin_of(store: ConversationStore) -> int:
     return running
 
 
-def test_every_column_is_copied(tmp_path: Path) -> None:
+def test_every_column_is_copied_but_for_who_has_a_conversation(tmp_path: Path) -> None:
     with (
         ConversationStore.open(tmp_path, "test") as store,
         writer_of(store).reading() as conn,
@@ -100,9 +100,11 @@ def test_every_column_is_copied(tmp_path: Path) -> None:
             "SELECT m.name, c.name FROM sqlite_schema m, pragma_table_info(m.name) c"
             " WHERE m.type = 'table' AND m.name NOT LIKE '%sqlite%' AND m.name <> 'space'"
         ).fetchall()
-    assert sorted(found) == sorted(
+    left_behind = {"sessions", "owners", "epochs"}  # the last number of an epoch goes on from there
+    assert sorted(each for each in found if each[0] not in left_behind) == sorted(
         (name, each) for name in COLUMNS for each in COLUMNS[name].split()
     )
+    assert left_behind < {name for name, _ in found}
 
 
 def test_a_place_that_has_a_history_is_left_as_it_is(tmp_path: Path, url: str) -> None:

@@ -135,6 +135,7 @@ def test_a_response_is_stored_in_the_transaction_of_its_reply(spoken: Conversati
     with pytest.raises(AlreadyExists):  # then neither of them is there
         spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=of_tea("resp_2"))
     assert spoken.get_conversation("tea").revision == 1
+    turn_id = begin(spoken, "tea", "r2", "again", 12)  # an end that fails is an end
     done = of_tea(revision=None, body={"status": "completed"})
     assert spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=done) == 2
     again = found(spoken, "resp_1")
