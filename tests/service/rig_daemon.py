@@ -21,6 +21,7 @@ import grpc
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.launch.model_folder import load_texts
+from pensieve.launch.shared_history import Sharing, announce, open_store
 from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.engine_client import EngineProgram
@@ -31,6 +32,7 @@ from pensieve.service.jobs.values import Jobs
 from pensieve.service.jobs.worker import JobsConfig
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.job_store import JobStore
+from pensieve.store.remote.remote_store import Store
 from pensieve.text.tool_calls import style_of
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
@@ -67,9 +69,13 @@ class DaemonRig:
         jobs: Jobs | None = None,
         batch_jobs: JobsConfig | None = None,
         model_folder: Path = MODEL_PATH,
+        history: str = "",
     ) -> None:
-        """`jobs` are scripted; with `batch_jobs` the daemon has those that people use."""
-        self._model_folder = model_folder
+        """`jobs` are scripted; with `batch_jobs` the daemon has those that people use.
+
+        With `history`, the address of a service, it is one of the daemons that share that history.
+        """
+        self._model_folder, self._history = model_folder, history
         self._arguments = (data, config, listening, program, written or {})
         self._jobs, self._batch_jobs = jobs, batch_jobs
         self._loop = asyncio.new_event_loop()
@@ -91,8 +97,14 @@ class DaemonRig:
         data, config, listening, program, written = self._arguments
         folder = self._model_folder
         texts = load_texts(folder, self.lines.append)
+        store: Store
+        if self._history:
+            sharing = Sharing(data.name)
+            store = open_store(data, "pensieve test", f"history://{self._history}", 5.0, sharing)
+        else:
+            store = ConversationStore.open(data, "pensieve test")
         self.daemon = Daemon(
-            ConversationStore.open(data, "pensieve test"),
+            store,
             texts,
             EngineProgram(
                 program, written, folder, "builtin" if folder == MODEL_PATH else folder.name
@@ -108,6 +120,7 @@ class DaemonRig:
         if listening.http:
             serve_http(self.server, texts.template, style_of(texts.template))
         await self.server.listen()
+        announce(self.server)
         await self.daemon.start()
         self.owners.watch_daemon(self.daemon)
 

@@ -46,13 +46,14 @@ class Refused(Exception):
 class Guest(threading.Thread):
     """One client after the other, in one kind of API."""
 
-    def __init__(self, address: str, number: int, num_actions: int) -> None:
+    def __init__(self, address: str, number: int, num_actions: int, *others: str) -> None:
+        """Of daemons with one history, `address` and the `others`, each request goes to any."""
         super().__init__(daemon=True)
         self.counts: Counter[str] = Counter()
         self.read: list[tuple[str, str]] = []  # conversation, and a reply's whole text
         self.failure: BaseException | None = None
-        self._address, self._num_actions = address, num_actions
-        self._random = random.Random(number)
+        self._addresses, self._num_actions = (address, *others), num_actions
+        self._random, self._wandering = random.Random(number), random.Random(-number)
         self._act = (self._chat, self._respond, self._message)[number % 3]
         self._messages: list[dict[str, str]] = []
         self._responses: list[str] = []
@@ -158,7 +159,8 @@ class Guest(threading.Thread):
 
     @contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        with closing(http.client.HTTPConnection(self._address, timeout=200)) as connection:
+        address = self._wandering.choice(self._addresses)
+        with closing(http.client.HTTPConnection(address, timeout=200)) as connection:
             connection.request("POST", path, json.dumps({"model": "model", **body}).encode())
             with closing(connection.getresponse()) as response:
                 if response.status != 200:

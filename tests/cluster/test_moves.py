@@ -1,0 +1,117 @@
+"""M1 while conversations move: a real model, three daemons with one history, each request at any of them.
+
+A request over HTTP that comes to a daemon which does not have the conversation takes it over.  Its KV is
+computed again there, or brought from the daemon that had it; all that daemon still has of it from before is
+of an older epoch.  Every sampled token is the one that plain transformers says after the same tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.client import Client
+from pensieve.service.daemon_config import DaemonConfig
+from pensieve.service.grpc.replica import KvFetcher
+from pensieve.service.grpc.server import Listening
+from pensieve.service.hand_over import HandOver
+from tests.history.rig_service import ServiceRig
+from tests.newcomer import free_port
+from tests.scale import SCALE, SEED
+from tests.service.http.test_http_exactness import Guest, Refused
+from tests.service.rig import Reference, write_model
+from tests.service.rig_daemon import DaemonRig
+from tests.text.families import QWEN_2_5
+
+ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
+TINY = {"device_cache": "480t", "host_cache": "480t", "chunk_tokens": "8"}
+TINY |= {"token_budget": "48", "turns_max": "12", "threads": "1"}
+
+
+class Wanderer(Guest):
+    """Says the same again where another daemon still ends the turn that it has left."""
+
+    @contextmanager
+    def _post(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
+        while True:
+            try:
+                with super()._post(path, body) as response:
+                    yield response
+                return
+            except Refused as error:
+                if "is served by" not in str(error):
+                    raise
+                self.counts["turned away"] += 1
+
+
+async def hand_over(rig: DaemonRig, always: bool) -> HandOver:
+    fetched = HandOver(rig.daemon, KvFetcher().fetch, always=always)
+    rig.daemon.owning.pull = fetched.pull
+    return fetched
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600 * SCALE)
+@pytest.mark.parametrize("moves_kv", [True, False], ids=["with_kv", "without"])
+def test_every_reply_is_what_plain_transformers_says_wherever_it_is_given(
+    tmp_path: Path, moves_kv: bool
+) -> None:
+    folder = write_model(tmp_path / "model", QWEN_2_5, "llama-gqa")
+    done: Counter[str] = Counter()
+    with ServiceRig(tmp_path) as service, ExitStack() as stack:
+        rigs, http = [], []
+        for name in ("a", "b", "c"):
+            http.append(f"127.0.0.1:{free_port()}")
+            data = tmp_path / name
+            listening = Listening(
+                "127.0.0.1:0", data / "admin.sock", hand_over=moves_kv, http=http[-1]
+            )
+            rig = DaemonRig(
+                data,
+                config=DaemonConfig(),
+                listening=listening,
+                program=ENGINE,
+                written=TINY,
+                model_folder=folder,
+                history=service.link.address,
+            )
+            rigs.append(stack.enter_context(rig))
+        pulls = [rig.call(hand_over(rig, True)) for rig in rigs] if moves_kv else []
+        for life in range(SCALE):
+            crowd = [
+                Wanderer(http[0], (SEED + life) * 100 + number, 14, *http[1:])
+                for number in range(12)
+            ]
+            for guest in crowd:
+                guest.start()
+            for guest in crowd:
+                guest.join(200)
+                assert not guest.is_alive()
+                if guest.failure is not None:
+                    raise guest.failure
+                done.update(guest.counts)
+        num_moves = sum(each["previous"] > 0 for each in service.events("claimed"))
+        moved = sum(each.num_tokens for each in pulls)
+        reference = Reference(folder)
+        counts = []
+        with Client(rigs[0].server.address) as client:
+            for state in client.conversations():
+                conversation = client.conversation(state.conversation_id)
+                counts.append(
+                    reference.wrong_of(list(conversation.messages(include_token_ids=True)))
+                )
+    sampled, wrong, ties = (sum(column) for column in zip(*counts, strict=True))
+    print(
+        f"{sampled} sampled tokens of {len(counts)} conversations, which moved {num_moves} times "
+        f"with KV of {moved} tokens: {wrong} wrong, {ties} ties; {dict(done)}"
+    )
+    assert sampled > 1000
+    assert wrong == 0
+    assert num_moves > 30
+    assert (moved > 500) == moves_kv
