@@ -20,6 +20,7 @@ from pensieve.cli.flags import add_settings, tls_to, with_settings
 from pensieve.cli.plain_values import plain
 from pensieve.cli.reaching import address_of
 from pensieve.config import DATA, LOOKING, REACHING, Resolved
+from pensieve.config.sharing import HISTORY_CA, HISTORY_SECRET
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,7 +41,7 @@ def add_parser(commands: Any) -> None:
     def command(name: str, act: Callable[[Admin, argparse.Namespace], int], text: str) -> Any:
         sub = kinds.add_parser(name, help=text, description=text)
         sub.add_argument("--json", action="store_true", help="print JSON")
-        add_settings(sub, REACHING, LOOKING, (DATA,))
+        add_settings(sub, REACHING, LOOKING, (DATA, HISTORY_SECRET, HISTORY_CA))
         admin_fleet.add_arguments(sub, name)
         sub.set_defaults(
             run=with_settings(lambda arguments, resolved: _run(act, arguments, resolved))
@@ -109,9 +110,9 @@ def _run(
     from pensieve.client.admin import Admin
 
     several = admin_fleet.several(resolved)
-    if several and not arguments.replica:
+    if several is not None and not arguments.replica:
         return admin_fleet.run(arguments, resolved, several)
-    if several:
+    if several is not None:
         address = admin_fleet.named(several, arguments.replica).address
         tls = tls_to(address, resolved)
     else:

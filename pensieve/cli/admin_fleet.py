@@ -1,4 +1,4 @@
-"""`pensieve admin` for several daemons: `--replicas NAME=ADDRESS,…`, or several addresses in `--address`.
+"""`pensieve admin` for several daemons: those of --replicas, or of several addresses in --address.
 
 What each command does with one daemon it does with all at once, and shows a row for each beside what they
 make together.  A replica that does not answer is a row that says why; the others are shown, and the exit code
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from pensieve.cli import admin_fleet_tables as tables
 from pensieve.cli.plain_values import plain
 from pensieve.config import Resolved
+from pensieve.config.shared_secret import read_secret
 from pensieve.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
-    from pensieve.client.fleet import Answer, Fleet, Replica
+    from pensieve.client.fleet import Answer, Discovery, Fleet, Replica
 
 PARTIAL = 7  # exit code: not all replicas answered
 WAIT_SECONDS = {"metrics": 3.0, "check": 60.0, "conversations": 30.0, "explain": 30.0}
@@ -55,21 +56,26 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         )
 
 
-def several(resolved: Resolved) -> Sequence[Replica]:
-    """The replicas that were named, or none where it is one daemon."""
-    from pensieve.client.fleet import replicas_of
+def several(resolved: Resolved) -> Discovery | None:
+    """Who knows the replicas that were named; None where it is one daemon."""
+    from pensieve.client.fleet import FixedReplicas, HistoryReplicas, replicas_of
+    from pensieve.client.fleet.discovery import SCHEMES
 
     replicas, address = resolved.values["replicas"], resolved.values["daemon"]
     if replicas and resolved.sources["daemon"] == "flag":
         raise InvalidArgument("--address", "names daemons and so does --replicas: leave out one")
+    if replicas and replicas.startswith(SCHEMES):
+        secret, ca = (resolved.values[name] for name in ("history_secret", "history_ca"))
+        return HistoryReplicas(replicas, secret=read_secret(secret), ca=ca or True)
     if replicas:
-        return replicas_of(replicas, "--replicas")
+        return FixedReplicas(replicas_of(replicas, "--replicas"))
     if address and "," in address:
-        return replicas_of(address, "--address")
-    return ()
+        return FixedReplicas(replicas_of(address, "--address"))
+    return None
 
 
-def named(replicas: Sequence[Replica], name: str) -> Replica:
+def named(discovery: Discovery, name: str) -> Replica:
+    replicas = asyncio.run(listed(discovery))
     for each in replicas:
         if each.name == name:
             return each
@@ -83,9 +89,14 @@ def check_alone(arguments: argparse.Namespace) -> None:
             raise InvalidArgument(f"--{flag}", "is for several daemons (--replicas NAME=A,…)")
 
 
-def run(arguments: argparse.Namespace, resolved: Resolved, replicas: Sequence[Replica]) -> int:
+async def listed(discovery: Discovery) -> Sequence[Replica]:
+    return await discovery.list_replicas()
+
+
+def run(arguments: argparse.Namespace, resolved: Resolved, discovery: Discovery) -> int:
     act = ACTS.get(arguments.kind)
     if act is None:
+        replicas = asyncio.run(listed(discovery))
         raise InvalidArgument(
             "--replica", f"must say which, for {arguments.kind} is of one: {_names(replicas)}"
         )
@@ -93,12 +104,14 @@ def run(arguments: argparse.Namespace, resolved: Resolved, replicas: Sequence[Re
         raise InvalidArgument("--wait", "is a number of seconds above 0, at most 3600")
 
     async def go() -> int:
-        from pensieve.client.fleet import FixedReplicas, Fleet
+        from pensieve.client.fleet import Fleet, HistoryReplicas
 
         tls = resolved.values["tls_ca"] or bool(resolved.values["tls"])
         token = resolved.values["token"]
-        found = FixedReplicas(replicas)
-        async with Fleet(found, token=token, tls=tls, seconds=arguments.wait) as fleet:
+        locate = discovery.locate if isinstance(discovery, HistoryReplicas) else None
+        async with Fleet(
+            discovery, token=token, tls=tls, seconds=arguments.wait, locate=locate
+        ) as fleet:
             return await act(fleet, arguments)
 
     return asyncio.run(go())

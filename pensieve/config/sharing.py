@@ -8,6 +8,22 @@ from pensieve.config.setting import Setting, Table
 HISTORY_ADDRESS = "127.0.0.1:50060"
 LEASE_SECONDS = 10.0
 
+HISTORY_SECRET = Setting(
+    "history_secret",
+    file,
+    "",
+    "a file with the secret that daemons and `pensieve history` share",
+    "FILE",
+    "history",
+)
+HISTORY_CA = Setting(
+    "history_ca",
+    file,
+    "",
+    "with historys://…, the certificate authority of the history service, PEM",
+    "FILE",
+    "history",
+)
 SHARING: Table = (
     Setting(
         "announce",
@@ -18,22 +34,8 @@ SHARING: Table = (
         "HOST:PORT",
         "history",
     ),
-    Setting(
-        "history_secret",
-        file,
-        "",
-        "a file with the secret that daemons and `pensieve history` share",
-        "FILE",
-        "history",
-    ),
-    Setting(
-        "history_ca",
-        file,
-        "",
-        "with --store historys://…, the certificate authority of the history service, PEM",
-        "FILE",
-        "history",
-    ),
+    HISTORY_SECRET,
+    HISTORY_CA,
 )
 HISTORY_SERVICE: Table = (
     Setting(

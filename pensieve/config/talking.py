@@ -37,7 +37,8 @@ LOOKING: Table = (
         "replicas",
         str,
         "",
-        "several daemons that are looked at as one; a name may be left out",
+        "several daemons that are looked at as one; a name may be left out. Or history://HOST:PORT: those "
+        "that share this history",
         "NAME=A,…",
         "daemon",
     ),

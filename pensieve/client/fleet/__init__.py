@@ -5,6 +5,7 @@
             print(answer.replica.name, answer.value or answer.reason)
 
 replicas.py     which there are: from a list, or from whoever knows
+discovery.py    from a history service, which also knows whose a conversation is
 asking.py       one call to each of them at once; who does not answer is an answer that says so
 fleet.py        `Fleet`: the calls of AdminService, to all
 totals.py       figures of all put together: sums, worst ones, and quantiles of all times
@@ -16,7 +17,16 @@ machine that only watches installs the client alone, and whoever deploys replica
 """
 
 from pensieve.client.fleet.asking import Answer
+from pensieve.client.fleet.discovery import HistoryReplicas
 from pensieve.client.fleet.fleet import Fleet
 from pensieve.client.fleet.replicas import Discovery, FixedReplicas, Replica, replicas_of
 
-__all__ = ["Answer", "Discovery", "FixedReplicas", "Fleet", "Replica", "replicas_of"]
+__all__ = [
+    "Answer",
+    "Discovery",
+    "FixedReplicas",
+    "Fleet",
+    "HistoryReplicas",
+    "Replica",
+    "replicas_of",
+]
