@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import signal
 import subprocess
@@ -21,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-import yaml
 
 from pensieve.v1 import status_pb2
 from tests.cluster.faults import HISTORY, LONG_LEASES, SHORT_SECONDS, Fault
@@ -145,7 +145,7 @@ class RayWorld:
         self.data = folder / "h" / "history"
         self._folder = folder
         self._nodes = Nodes(folder, kind.num_replicas)
-        self._config = folder / "serve.yaml"
+        self._config = folder / "serve.yaml"  # JSON is YAML, too
 
     @property
     def addresses(self) -> list[str]:
@@ -159,7 +159,7 @@ class RayWorld:
         return [f"unix:{folder / 'admin.sock'}" for folder in folders]
 
     async def __aenter__(self) -> RayWorld:
-        self._config.write_text(yaml.safe_dump(self._serve_config()))
+        self._config.write_text(json.dumps(self._serve_config()))
         await self._nodes.__aenter__()
         try:
             await self._cluster(UP_SECONDS, "up", str(self._config))
