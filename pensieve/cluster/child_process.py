@@ -39,6 +39,7 @@ class ChildProcess:
         self._ended = asyncio.Event()
         self._lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
         self._process: subprocess.Popen[str] | None = None
+        self._is_stopping = False
         self.exit_code: int | None = None
 
     async def start(self, seconds: float) -> dict[str, str]:
@@ -52,16 +53,27 @@ class ChildProcess:
 
     async def stop(self, seconds: float) -> None:
         """Drain it; what has not ended after `seconds` is killed."""
+        self._is_stopping = True
         self._signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), seconds)
         self._signal(signal.SIGKILL)
         await self._ended.wait()
 
+    async def lost(self) -> bool:
+        """Waits for the child's end; whether it came although nobody wanted it."""
+        await self._ended.wait()
+        return not self._is_stopping
+
     def check(self) -> None:
         """Raises Unavailable when the child has ended."""
         if self.exit_code is not None:
-            raise Unavailable(f"it ended with exit code {self.exit_code}: {self._tail()}")
+            raise Unavailable(self.end)
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        return f"it ended with exit code {self.exit_code}: {self._tail()}"
 
     @property
     def pid(self) -> int:

@@ -4,11 +4,20 @@
     History   one: the process that owns the history and the table of owners
 
 How many, where and with which resources is Ray's: `args` gives the usual ones, and `deployments` in the YAML
-file outranks them, autoscaling included.
+file outranks them, autoscaling included.  The history service runs on Ray's head: its folder is there, and
+replicas know its address from when they started, so Ray has to restart it on the same node.
+
+An actor ends when its child has ended by itself.  Ray notices at its next health check, at most
+HEALTH_PERIOD later, and routers with their next call; a check that reported the dead child would have to fail
+three times first, and calls would go there meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import sys
 from typing import Any
 
 import ray
@@ -26,6 +35,7 @@ from pensieve.cluster.settings import (
     settings_of,
 )
 
+log = logging.getLogger("ray.serve")
 ROUTER = "pensieve.cluster.router:HomeRouter"
 ONGOING_MAX = (
     100_000  # requests per replica: the daemon has its own limits, and says so in its errors
@@ -33,6 +43,7 @@ ONGOING_MAX = (
 DRAIN_SECONDS = 60.0
 HEALTH_PERIOD = 2.0
 STATS_SECONDS = 2.0
+ON_HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives its head
 
 
 async def http_application(scope: Any, receive: Any, send: Any) -> None:
@@ -48,6 +59,16 @@ def _host(settings: ClusterSettings) -> str:
     return "127.0.0.1" if settings.local else str(ray.util.get_node_ip_address())
 
 
+async def _end_with(child: ChildProcess) -> None:
+    """Ends this process, an actor of Ray's, when its child has ended by itself."""
+    if not await child.lost():
+        return
+    log.error("%s; Ray replaces this actor", child.end)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
 class HistoryOnRay:
     """The history service, as the child of the one replica of its deployment."""
 
@@ -56,6 +77,7 @@ class HistoryOnRay:
         self._service = ChildProcess(command, {"PENSIEVE_LOG_FORMAT": "text"})
         found = await self._service.start(START_SECONDS)
         self._address = f"history://{found['history']}"
+        self._ending = asyncio.create_task(_end_with(self._service))
 
     async def address(self) -> str:
         """As --store takes it."""
@@ -75,6 +97,7 @@ class ReplicaOnRay(Replica):
         context = serve.get_replica_context()
         address = history if isinstance(history, str) else await history.address.remote()
         await self.start_daemon(settings, context.replica_id.unique_id, _host(settings), address)
+        self._ending = asyncio.create_task(_end_with(self.daemon))
 
     def record_routing_stats(self) -> dict[str, Any]:
         return self.routing_stats()
@@ -117,6 +140,6 @@ def build(args: dict[str, Any]) -> serve.Application:
         num_replicas=1,
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         health_check_period_s=HEALTH_PERIOD,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
     )
     return replica.bind(settings, history.bind(settings))

@@ -10,7 +10,8 @@ its own, which routes the call to a replica; around that we put what Ray does no
   with an exception.  So a replica ends a failed call with an empty message whose context has the error
   (grpc_forward.py); here that message is taken out again.
 * **A replica that died** is UNAVAILABLE, which clients send again, and not Ray's INTERNAL.  An error that
-  has the name of a replica in its trailing metadata came from a daemon and stays as it is.
+  a message brought came from a daemon and stays as it is.  (The trailing metadata alone do not tell: each
+  message of a stream brings them, so they are there when a replica dies in the middle of one.)
 
 Nothing is kept between calls.
 """
@@ -152,7 +153,8 @@ def _unary(
 ) -> Callable[[Any, Any], Awaitable[bytes]]:
     async def call(request: Any, context: Any) -> bytes:
         response = await behaviour(request, _call(method, request, context))
-        _correct(context)
+        if not any(name == REPLICA for name, _ in context.trailing_metadata() or ()):
+            _correct(context)  # there was no message, in whose context they are
         return response
 
     return call
@@ -162,20 +164,21 @@ def _stream(
     method: Method, behaviour: Callable[[Any, Any], AsyncIterator[bytes]]
 ) -> Callable[[Any, Any], AsyncIterator[bytes]]:
     async def call(request: Any, context: Any) -> AsyncIterator[bytes]:
+        has_failed = False
         async for response in behaviour(request, _call(method, request, context)):
-            if not context.code():  # else it is the empty message that brought the error
+            has_failed = bool(context.code())  # this empty message has brought it, and is the last
+            if not has_failed:
                 yield response
-        _correct(context)
+        if not has_failed:
+            _correct(context)
 
     return call
 
 
 def _correct(context: Any) -> None:
-    """What Ray itself calls INTERNAL is a replica that died or could not be reached."""
+    """Where Ray itself has ended the call: what it calls INTERNAL is a replica that is gone."""
     if context.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INTERNAL.value[0]):
         return
-    if any(name == REPLICA for name, _ in context.trailing_metadata() or ()):
-        return  # a daemon's own
     context.set_code(grpc.StatusCode.UNAVAILABLE)
     context.set_details(
         "the replica that had this call is gone; another one takes the conversation"

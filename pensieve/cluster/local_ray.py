@@ -32,6 +32,7 @@ HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # nothing large goes through it
 START_SECONDS = 60.0
 STOP_SECONDS = 120.0  # Ray waits for the drain of its actors
+PROXY_SECONDS = 2.0  # between its checks of a proxy, which it replaces after three that failed
 EDGE = "pensieve.cluster.http_edge:middlewares"
 
 
@@ -119,6 +120,7 @@ class LocalRay:
                     **os.environ,
                     **self.environment(),
                     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": EDGE,
+                    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_SECONDS),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=log,

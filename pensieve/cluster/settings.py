@@ -14,12 +14,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pensieve.config import HISTORY as HISTORY_SETTINGS
 from pensieve.config import SERVING, SETTINGS, default_data_folder
+from pensieve.config.setting import Table
 from pensieve.errors import ConfigError
 
 REPLICA = "Replica"  # the deployment of replicas
 HISTORY = "History"  # that of the history service
 OURS = frozenset({"model", "address", "http", "ready_file", "data", "store", "replica", "insecure"})
+OURS_OF_HISTORY = OURS | {"history_address", "history_secret"}  # the secret is that of `serve`
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class ClusterSettings:
     insecure: bool = False  # let other machines call without tokens
     local: bool = False  # all nodes are this machine: daemons listen on 127.0.0.1
     serve: Mapping[str, Any] = field(default_factory=dict)  # settings of `pensieve serve`
+    history_serve: Mapping[str, Any] = field(default_factory=dict)  # of `pensieve history`
 
     @property
     def needs_tokens(self) -> bool:
@@ -47,7 +51,7 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
             raise ConfigError(f"args: there is no {name!r}; there are {', '.join(known)}")
     for name, value in arguments.items():
         default = ClusterSettings.__dataclass_fields__[name].default
-        kind = dict if name == "serve" else type(default)
+        kind = dict if name in ("serve", "history_serve") else type(default)
         accepted = (int, float) if kind is float else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"args: {name} is {value!r}, and has to be of type {kind.__name__}")
@@ -58,7 +62,11 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
         raise ConfigError(
             f"args: history is {settings.history!r}, and has to be a whole path or a URL"
         )
-    _check_serve(settings.serve)
+    _check("serve", settings.serve, (*SERVING, *SETTINGS), OURS)
+    _check("history_serve", settings.history_serve, HISTORY_SETTINGS, OURS_OF_HISTORY)
+    token_file = settings.serve.get("token_file")
+    if token_file and not Path(str(token_file)).is_absolute():
+        raise ConfigError("args: serve.token_file has to be a whole path")
     return settings
 
 
@@ -68,12 +76,7 @@ def replica_command(
     """`pensieve serve` of one replica.  The only place that knows its flags."""
     command = [*_program("serve"), "--address", f"{host}:0", "--http", f"{host}:0", "--data", data]
     command += ["--store", history, "--replica", name]
-    flags = {each.name: each for each in (*SERVING, *SETTINGS)}
-    for key, value in settings.serve.items():
-        if flags[key].metavar:
-            command += [flags[key].flag, str(value)]
-        elif value:
-            command.append(flags[key].flag)
+    command += _flags(settings.serve, (*SERVING, *SETTINGS))
     if settings.insecure:
         command.append("--insecure")
     return [*command, settings.model] if settings.model else command
@@ -86,6 +89,7 @@ def history_command(settings: ClusterSettings, host: str, folder: str) -> list[s
         command += ["--history-secret", str(secret)]
     if host != "127.0.0.1":
         command.append("--insecure")  # between nodes of a cluster, whose network is private
+    command += _flags(settings.history_serve, HISTORY_SETTINGS)
     if "://" in settings.history:
         return [*command, "--data", folder, "--store", settings.history]
     return [*command, "--data", str(Path(settings.history or folder) / "history")]
@@ -102,15 +106,24 @@ def _program(command: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "pensieve", command)
 
 
-def _check_serve(serve: Mapping[str, Any]) -> None:
-    names = {each.name for each in (*SERVING, *SETTINGS)}
-    for name, value in serve.items():
-        if name in OURS:
-            raise ConfigError(f"args: serve.{name} is the cluster's to decide")
+def _flags(given: Mapping[str, Any], table: Table) -> list[str]:
+    flags = {each.name: each for each in table}
+    words: list[str] = []
+    for name, value in given.items():
+        if flags[name].metavar:
+            words += [flags[name].flag, str(value)]
+        elif value:
+            words.append(flags[name].flag)
+    return words
+
+
+def _check(where: str, given: Mapping[str, Any], table: Table, ours: frozenset[str]) -> None:
+    command = "serve" if where == "serve" else "history"
+    names = {each.name for each in table}
+    for name, value in given.items():
+        if name in ours:
+            raise ConfigError(f"args: {where}.{name} is the cluster's to decide")
         if name not in names:
-            raise ConfigError(f"args: `pensieve serve` has no setting {name!r}")
+            raise ConfigError(f"args: `pensieve {command}` has no setting {name!r}")
         if not isinstance(value, str | int | float | bool):
-            raise ConfigError(f"args: serve.{name} is {value!r}, and has to be one value")
-    token_file = serve.get("token_file")
-    if token_file and not Path(str(token_file)).is_absolute():
-        raise ConfigError("args: serve.token_file has to be a whole path")
+            raise ConfigError(f"args: {where}.{name} is {value!r}, and has to be one value")

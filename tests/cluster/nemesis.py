@@ -3,6 +3,7 @@
     python -m tests.cluster.nemesis FOLDER --seed 7                   # 3 minutes, 50 conversations
     python -m tests.cluster.nemesis FOLDER --seeds 1..5 --lease 2
     python -m tests.cluster.nemesis FOLDER --seed 7 --engine model    # the built-in model
+    python -m tests.cluster.nemesis FOLDER --seed 7 --cluster ray --nodes 2   # on Ray Serve
 
 The faults and what the talkers say are drawn from the seed; which call meets which fault is not.  FOLDER
 keeps, by seed, the history, the logs and the event log, and results.jsonl has a line for each run.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections import Counter
@@ -29,6 +31,7 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import Tokenizer
 from tests.cluster.checker import Stored, wrong_owners, wrong_tokens, wrong_turns
 from tests.cluster.faults import HISTORY, Fault, befall, schedule
+from tests.cluster.ray_world import RayWorld
 from tests.cluster.talkers import Spoken, Talker
 from tests.cluster.world import Kind, World
 
@@ -60,6 +63,7 @@ class Outcome:
     visible: dict[str, int] = field(default_factory=dict)  # by what they say
     num_claims: int = 0  # that took a conversation from another session
     recovery_seconds: float = 0.0  # after the last fault, of the slowest talker
+    whole_seconds: float = 0.0  # the same, until every part runs again, too
     longest_turn_seconds: float = 0.0
     longest_turn: list[str] = field(default_factory=list)  # its request, and what it met
     problems: list[str] = field(default_factory=list)
@@ -69,7 +73,7 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
     """One storm, in a folder of its own."""
     folder.mkdir(parents=True)
     outcome = Outcome(storm.seed)
-    async with World(folder, storm.kind) as world:
+    async with _world(folder, storm.kind) as world:
         clients = [AsyncClient(address, retry=Retry(retries=0)) for address in world.addresses]
         talkers = [
             Talker(number, clients, storm.seed, storm.pause_seconds)
@@ -77,13 +81,12 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
         ]
         enough = asyncio.Event()
         talking = [asyncio.create_task(talker.talk(enough)) for talker in talkers]
-        faults = schedule(
-            *(storm.seed, storm.seconds, storm.every, storm.kind.num_replicas),
-            storm.kind.lease_seconds,
-        )
+        faults = _schedule(world, storm)
         await _befall_all(world, faults, outcome, say)
         healed_at = time.monotonic()
         await _until_all_talk(talkers, talking, healed_at, outcome)
+        await world.whole()
+        outcome.whole_seconds = time.monotonic() - healed_at
         enough.set()
         _, hung = await asyncio.wait(talking, timeout=HANG_SECONDS)
         for task in talking:
@@ -110,7 +113,20 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
     return outcome
 
 
-async def _befall_all(world: World, faults: Sequence[Fault], outcome: Outcome, say: Any) -> None:
+def _world(folder: Path, kind: Kind) -> World | RayWorld:
+    return RayWorld(folder, kind) if kind.has_ray else World(folder, kind)
+
+
+def _schedule(world: World | RayWorld, storm: Storm) -> Sequence[Fault]:
+    if isinstance(world, RayWorld):
+        return world.schedule(storm.seed, storm.seconds, storm.every)
+    kind = storm.kind
+    return schedule(storm.seed, storm.seconds, storm.every, kind.num_replicas, kind.lease_seconds)
+
+
+async def _befall_all(
+    world: World | RayWorld, faults: Sequence[Fault], outcome: Outcome, say: Any
+) -> None:
     began = time.monotonic()
     targets: dict[int, asyncio.Lock] = {}
 
@@ -119,7 +135,7 @@ async def _befall_all(world: World, faults: Sequence[Fault], outcome: Outcome, s
             fault.target, asyncio.Lock()
         ):  # a slow start may be under way
             say(f"{fault} (at {time.monotonic() - began:.1f})")
-            await befall(world, fault)
+            await (world.befall(fault) if isinstance(world, RayWorld) else befall(world, fault))
         name = fault.kind if fault.target != HISTORY else f"{fault.kind} history"
         outcome.faults[name] = outcome.faults.get(name, 0) + 1
 
@@ -166,9 +182,9 @@ async def _read_back(
             outcome.problems += wrong_tokens(name, replies, size)
 
 
-def _verified(world: World) -> list[str]:
+def _verified(world: World | RayWorld) -> list[str]:
     """What the cluster says of itself."""
-    with Admin(f"unix:{world.replicas[0].data / 'admin.sock'}") as admin:
+    with Admin(world.admin_addresses[0]) as admin:
         return [f"admin check: {problem}" for problem in admin.check()]
 
 
@@ -204,24 +220,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=5.0)
     parser.add_argument("--talkers", type=int, default=50)
     parser.add_argument("--pause", type=float, default=0.4)
-    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--cluster", choices=("processes", "ray"), default="processes")
+    parser.add_argument("--replicas", "--nodes", type=int, default=3, help="with Ray: nodes")
     parser.add_argument("--lease", type=float, default=10.0)
     parser.add_argument("--engine", choices=("echo", "model"), default="echo")
     parser.add_argument("--store", default="", help="postgresql://… of the history")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started ends with it
     first, _, last = given.seeds.partition("..")
     seeds = [given.seed or int(time.time())]
     if first:
         seeds = list(range(int(first), int(last or first) + 1))
     has_failed = False
     for seed in seeds:
-        kind = Kind(given.replicas, given.lease, given.engine, store=given.store)
+        has_ray = given.cluster == "ray"
+        kind = Kind(given.replicas, given.lease, given.engine, store=given.store, has_ray=has_ray)
         storm = Storm(seed, given.seconds, given.every, given.talkers, given.pause, kind)
         print(f"seed {seed}: {storm}", flush=True)
         outcome = asyncio.run(run(given.folder / f"seed-{seed}-{int(time.time())}", storm))
         if outcome.recovery_seconds > RECOVERY_SECONDS:
             outcome.problems.append(f"it took {outcome.recovery_seconds:.1f} s to recover")
-        line = {**asdict(outcome), "lease": given.lease, "replicas": given.replicas}
+        if outcome.whole_seconds > RECOVERY_SECONDS:
+            outcome.problems.append(f"after {outcome.whole_seconds:.1f} s all parts were there")
+        which = {"cluster": given.cluster, "lease": given.lease, "replicas": given.replicas}
+        line = {**asdict(outcome), **which}
         with (given.folder / "results.jsonl").open("a") as results:
             results.write(json.dumps(line) + "\n")
         print(json.dumps(line, indent=1), flush=True)

@@ -42,6 +42,20 @@ def test_it_tells_where_it_listens_and_ends_when_it_is_stopped() -> None:
     asyncio.run(scenario())
 
 
+def test_an_end_that_nobody_wanted_is_told_from_one_that_somebody_did() -> None:
+    async def scenario() -> None:
+        stopped, killed = (ChildProcess(program(READY + "time.sleep(600)")) for _ in range(2))
+        for each in (stopped, killed):
+            await each.start(60.0)
+        lost = [asyncio.create_task(each.lost()) for each in (stopped, killed)]
+        await stopped.stop(60.0)
+        os.kill(killed.pid, 9)
+        assert await asyncio.wait_for(asyncio.gather(*lost), 60.0) == [False, True]
+        assert killed.end == f"it ended with exit code -9: {LINE}"
+
+    asyncio.run(scenario())
+
+
 def test_one_that_does_not_start_says_why() -> None:
     async def scenario() -> None:
         child = ChildProcess(program("raise SystemExit('the disk is full')"))

@@ -260,6 +260,28 @@ def test_an_error_of_http_comes_as_the_daemon_wrote_it(cluster: RayCluster) -> N
     connection.close()
 
 
+def test_y_a_turn_whose_replica_is_killed_ends_as_unavailable(
+    cluster: RayCluster, stub: Any
+) -> None:
+    """Also in the middle of its stream, whose messages have named the replica."""
+    processes = cluster.replicas()
+    killed = send(stub, "cut", "0")
+    request = pb.SendMessageRequest(
+        conversation_id="cut",
+        request_id="cut-1",
+        messages=[pb.NewMessage(content="x")],
+        sampling=pb.Sampling(max_tokens=50_000, ignore_eos=True),
+    )
+    call = stub.SendMessage(request, timeout=60)
+    events = (each.WhichOneof("event") for each in call)
+    assert [next(events), next(events)] == ["started", "delta"]
+    os.kill(processes[killed], 9)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(events)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    wait_for(lambda: len(cluster.replicas()) == 2 and killed not in cluster.replicas())
+
+
 def test_z_when_a_replica_is_killed_only_its_conversations_move(
     cluster: RayCluster, stub: Any
 ) -> None:

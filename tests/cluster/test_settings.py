@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.cluster.settings import replica_command, settings_of
+from pensieve.cluster.settings import history_command, replica_command, settings_of
 from pensieve.errors import ConfigError
 
 
@@ -23,6 +23,12 @@ from pensieve.errors import ConfigError
         ({"serve": {"address": "x"}}, "args: serve.address is the cluster's to decide"),
         ({"serve": {"threads": [1]}}, "args: serve.threads is [1], and has to be one value"),
         ({"serve": {"token_file": "tokens"}}, "args: serve.token_file has to be a whole path"),
+        ({"history_serve": {"leese": 2}}, "args: `pensieve history` has no setting 'leese'"),
+        (
+            {"history_serve": {"history_address": "x"}},
+            "args: history_serve.history_address is the cluster's to decide",
+        ),
+        ({"history_serve": 2}, "args: history_serve is 2, and has to be of type dict"),
         ({"history": "data"}, "args: history is 'data', and has to be a whole path or a URL"),
     ],
 )
@@ -42,4 +48,16 @@ def test_a_replica_is_an_ordinary_daemon() -> None:
         *("--address", "127.0.0.1:0", "--http", "127.0.0.1:0"),
         *("--data", "/data/ada", "--store", history, "--replica", "ada"),
         *("--threads", "2", "--check-kv", "smollm2"),
+    ]
+
+
+def test_the_history_service_gets_settings_of_its_own() -> None:
+    settings = settings_of(
+        {"history": "/data", "history_serve": {"lease": 4.0, "event_log": "/data/events.jsonl"}}
+    )
+    command = history_command(settings, "127.0.0.1", "/elsewhere")
+    assert command[:4] == [sys.executable, "-m", "pensieve", "history"]
+    assert command[4:] == [
+        *("--address", "127.0.0.1:50060", "--lease", "4.0"),
+        *("--event-log", "/data/events.jsonl", "--data", "/data/history"),
     ]

@@ -31,11 +31,12 @@ LOOK_SECONDS = 0.05
 class Kind:
     """What a world is made of."""
 
-    num_replicas: int = 3
+    num_replicas: int = 3  # with Ray: nodes, each of which has one
     lease_seconds: float = 2.0
     engine: str = "echo"
     echo_seconds: float = 0.003
     store: str = ""  # of the history: the address of a database
+    has_ray: bool = False  # ray_world.py
 
 
 class Part:
@@ -144,6 +145,10 @@ class World:
         """Where clients go."""
         return [replica.client_link.address for replica in self.replicas]
 
+    @property
+    def admin_addresses(self) -> list[str]:
+        return [f"unix:{replica.data / 'admin.sock'}" for replica in self.replicas]
+
     async def __aenter__(self) -> World:
         try:
             for replica in self.replicas:
@@ -165,6 +170,9 @@ class World:
         """All of it, as operators do; the exit statuses."""
         found = await asyncio.gather(*(replica.terminate() for replica in self.replicas))
         return [*found, await self.history.terminate()]
+
+    async def whole(self) -> None:
+        """What befalls it starts again what it kills, so it is."""
 
     async def _end(self) -> None:
         for part in (*self.replicas, self.history):

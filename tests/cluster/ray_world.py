@@ -1,0 +1,290 @@
+"""A cluster on a real Ray of several nodes, and what can befall it: what nemesis.py wants of a world.
+
+    talker ──> Ray's proxy on any node ──> replica (an actor, and the daemon that is its child)
+                                              └──> history service (an actor on the head, and its child)
+
+Every node has one replica and one proxy.  Nothing is started again here: what is killed, Ray replaces.  A
+fault befalls a role of a node (its replica, its proxy) or the history service.  Of each role one node at
+least is whole at any time, and there is one fault at a time that outlasts the lease.  Ray's own tables, on
+the head, are left alone: a Ray that is to outlive them needs them in a Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from pensieve.v1 import status_pb2
+from tests.cluster.faults import HISTORY, LONG_LEASES, SHORT_SECONDS, Fault
+from tests.cluster.ray_nodes import Node, Nodes
+from tests.cluster.world import Kind
+
+GRPC_PORT, HTTP_PORT, HISTORY_PORT = (
+    50051,
+    8000,
+    50060,
+)  # of every node: it has an address of its own
+UP_SECONDS = 180.0
+DOWN_SECONDS = 180.0
+WHOLE_SECONDS = 120.0
+LOOK_SECONDS = 0.2
+REST_SECONDS = 3.0  # of a target after a fault
+REPLACED_SECONDS = 12.0  # the same after a kill: Ray notices, and starts a new one
+PROXIES = 100  # the target of node N's proxy is PROXIES + N
+NEVER_CUT = 0  # the head
+
+
+@dataclass(frozen=True)
+class RayFault(Fault):
+    def __str__(self) -> str:
+        where = " history" if self.target == HISTORY else f", node {self.target % PROXIES}"
+        return f"{self.at:6.1f} {self.kind}{where}, for {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something that can befall a target."""
+
+    part: str = ""  # whose processes get a signal
+    number: signal.Signals = signal.SIGSTOP
+    may_be_long: bool = False
+
+    @property
+    def kills(self) -> bool:
+        return self.number is signal.SIGKILL
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+CUT, CUT_FROM_HISTORY = "cut off", "cut from history"
+OF_REPLICAS = {
+    "kill daemon": Deed("daemon", KILL),
+    "pause daemon": Deed("daemon", STOP, may_be_long=True),
+    "kill actor": Deed("replica", KILL),
+    "pause actor": Deed("replica", STOP, may_be_long=True),
+}
+OF_NODES = {CUT: Deed(), CUT_FROM_HISTORY: Deed(may_be_long=True)}  # not of the head
+OF_PROXIES = {"kill proxy": Deed("proxy", KILL), "pause proxy": Deed("proxy", STOP)}
+OF_HISTORY = {
+    "kill": Deed("history", KILL),
+    "pause": Deed("history", STOP, may_be_long=True),
+    "kill actor of": Deed("history actor", KILL),
+    "pause actor of": Deed("history actor", STOP, may_be_long=True),
+}
+ALL = {**OF_REPLICAS, **OF_NODES, **OF_PROXIES, **OF_HISTORY}
+
+
+def _role(target: int) -> str:
+    if target == HISTORY:
+        return "history"
+    return "proxy" if target >= PROXIES else "replica"
+
+
+def deeds(target: int) -> dict[str, Deed]:
+    """What can befall it."""
+    if target == HISTORY:
+        return OF_HISTORY
+    if target >= PROXIES:
+        return OF_PROXIES
+    return OF_REPLICAS if target == NEVER_CUT else {**OF_REPLICAS, **OF_NODES}
+
+
+def schedule(
+    seed: int, seconds: float, every: float, num_nodes: int, lease: float
+) -> list[RayFault]:
+    """A fault every so many seconds; a second later where nothing may be hurt by then."""
+    choose = random.Random(seed)
+    targets = (HISTORY, *range(num_nodes), *range(PROXIES, PROXIES + num_nodes))
+    free_at = dict.fromkeys(targets, 0.0)
+    no_long_before = 0.0
+    faults: list[RayFault] = []
+
+    def may_be_hurt(target: int, at: float) -> bool:
+        """It is whole, and so is another one of its role."""
+        fellows = [each for each in targets if _role(each) == _role(target) and each != target]
+        whole = any(free_at[each] <= at for each in fellows) or not fellows
+        return free_at[target] <= at and whole
+
+    at = 1.0
+    while at < seconds:
+        found = [
+            (kind, target)
+            for target in targets
+            for kind in deeds(target)
+            if may_be_hurt(target, at) and (kind != CUT or may_be_hurt(PROXIES + target, at))
+        ]
+        if not found:
+            at += 1.0
+            continue
+        kind, target = choose.choice(found)
+        lasts = 0.0 if ALL[kind].kills else choose.uniform(*SHORT_SECONDS)
+        if ALL[kind].may_be_long and at >= no_long_before and choose.random() < 0.4:
+            lasts = lease * choose.uniform(*LONG_LEASES)
+            no_long_before = at + lasts + every
+        faults.append(RayFault(at, kind, target, lasts))
+        rest = REPLACED_SECONDS if ALL[kind].kills else REST_SECONDS
+        free_at[target] = at + lasts + rest
+        if kind == CUT:
+            free_at[PROXIES + target] = free_at[target]
+        at += every
+    return faults
+
+
+class RayWorld:
+    def __init__(self, folder: Path, kind: Kind) -> None:
+        self.kind = kind
+        self.event_log = folder / "events.jsonl"
+        self.data = folder / "h" / "history"
+        self._folder = folder
+        self._nodes = Nodes(folder, kind.num_replicas)
+        self._config = folder / "serve.yaml"  # JSON is YAML, too
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where clients go."""
+        return [f"{node.address}:{GRPC_PORT}" for node in self._nodes.all]
+
+    @property
+    def admin_addresses(self) -> list[str]:
+        """Of the daemons that run."""
+        folders = [folder for node in self._nodes.all for folder in node.data_of_daemons()]
+        return [f"unix:{folder / 'admin.sock'}" for folder in folders]
+
+    async def __aenter__(self) -> RayWorld:
+        self._config.write_text(json.dumps(self._serve_config()))
+        await self._nodes.__aenter__()
+        try:
+            await self._cluster(UP_SECONDS, "up", str(self._config))
+            await self.whole()
+        except BaseException:
+            await self._nodes.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._nodes.__aexit__(*exc)
+
+    async def stop(self) -> list[int]:
+        """As its operator does; the exit statuses."""
+        await self._cluster(DOWN_SECONDS, "down")
+        for node in reversed(self._nodes.all):
+            await node.stop()
+        return [0]
+
+    async def whole(self) -> None:
+        """Returns when every node has a replica and a proxy that serve, and the head a history."""
+        async with asyncio.timeout(WHOLE_SECONDS):
+            while not await self._is_whole():
+                await asyncio.sleep(LOOK_SECONDS)
+
+    def schedule(self, seed: int, seconds: float, every: float) -> list[RayFault]:
+        return schedule(seed, seconds, every, self.kind.num_replicas, self.kind.lease_seconds)
+
+    async def befall(self, fault: Fault) -> None:
+        """Returns when it is over; what was killed, Ray may still be replacing."""
+        deed, node = ALL[fault.kind], self._node(fault)
+        if fault.kind == CUT:
+            with node.unplugged():
+                await asyncio.sleep(fault.seconds)
+        elif fault.kind == CUT_FROM_HISTORY:
+            with node.cut_from(self._nodes.head.address, HISTORY_PORT):
+                await asyncio.sleep(fault.seconds)
+        else:
+            await _signalled(node, deed, fault.seconds)
+
+    def _node(self, fault: Fault) -> Node:
+        return self._nodes.all[0 if fault.target == HISTORY else fault.target % PROXIES]
+
+    async def _is_whole(self) -> bool:
+        nodes = self._nodes.all
+        if not all(len(node.processes("daemon")) == 1 for node in nodes):
+            return False
+        if len(self._nodes.head.processes("history")) != 1:
+            return False
+        return all(await asyncio.gather(*(_serves(address) for address in self.addresses)))
+
+    async def _cluster(self, seconds: float, *words: str) -> None:
+        """`pensieve cluster` on the head."""
+        ray = ("--ray", self._nodes.address, "--data", str(self._folder / "cluster"))
+        command = self._nodes.head.command(sys.executable, "-m", "pensieve", "cluster")
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [*command, *words, *ray],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+            env=self._nodes.environment(),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def _serve_config(self) -> dict[str, object]:
+        return {
+            "proxy_location": "EveryNode",
+            "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
+            "grpc_options": {
+                "port": GRPC_PORT,
+                "grpc_servicer_functions": ["pensieve.cluster.grpc_edge:add_services"],
+            },
+            "applications": [
+                {
+                    "name": "pensieve",
+                    "route_prefix": "/",
+                    "import_path": "pensieve.cluster.deployments:build",
+                    "args": {
+                        "replicas": self.kind.num_replicas,
+                        "insecure": True,
+                        "history": str(self.data.parent),
+                        "history_port": HISTORY_PORT,
+                        "history_serve": {
+                            "lease": self.kind.lease_seconds,
+                            "event_log": str(self.event_log),
+                        },
+                        "serve": {
+                            "engine": self.kind.engine,
+                            **({"echo_seconds": self.kind.echo_seconds} if self._echoes else {}),
+                            "heartbeat": 60,
+                        },
+                    },
+                }
+            ],
+        }
+
+    @property
+    def _echoes(self) -> bool:
+        return self.kind.engine == "echo"
+
+
+async def _signalled(node: Node, deed: Deed, seconds: float) -> None:
+    pids = node.processes(deed.part)
+    while not pids:  # it is being replaced
+        await asyncio.sleep(LOOK_SECONDS)
+        pids = node.processes(deed.part)
+    node.signal_all(pids, deed.number)
+    if not deed.kills:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            node.signal_all(pids, signal.SIGCONT)
+
+
+async def _serves(address: str) -> bool:
+    """Whether a proxy answers, and the replica that it has chosen."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=status_pb2.HealthCheckResponse.FromString,
+        )
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            answer = await check(status_pb2.HealthCheckRequest(), timeout=5.0)
+            return bool(answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING)
+    return False

@@ -1,0 +1,80 @@
+"""Parts of a cluster on Ray are killed, paused and cut off while people talk; see ray_world.py."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.faults import HISTORY
+from tests.cluster.nemesis import RECOVERY_SECONDS, Storm, run
+from tests.cluster.ray_nodes import why_not
+from tests.cluster.ray_world import ALL, CUT, NEVER_CUT, PROXIES, deeds, schedule
+from tests.cluster.world import Kind
+from tests.scale import SCALE, SEED
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a short name: a socket of the daemon lies deep in it."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    if why := why_not():
+        pytest.skip(f"no network namespaces: {why}")
+    return tmp_path_factory.mktemp("ray")
+
+
+def weathered(folder: Path, storm: Storm) -> None:
+    outcome = asyncio.run(run(folder, storm))
+    print(outcome)
+    assert outcome.problems == []
+    assert outcome.num_turns >= 2 * storm.num_talkers
+    assert sum(outcome.faults.values()) >= storm.seconds / storm.every / 2
+    if storm.seconds >= 180:
+        assert outcome.recovery_seconds <= RECOVERY_SECONDS
+        assert outcome.whole_seconds <= RECOVERY_SECONDS
+
+
+def hurt_at_once(num_nodes: int, seed: int) -> Iterator[tuple[str, int]]:
+    """For each fault its role, and how many of this role are under one by then."""
+    until: dict[int, float] = {}
+    for fault in schedule(seed, 180.0, 5.0, num_nodes, 10.0):
+        assert fault.kind in deeds(fault.target)
+        hurt = [fault.target, *([PROXIES + fault.target] if fault.kind == CUT else [])]
+        for target in hurt:
+            assert until.get(target, 0.0) <= fault.at
+            until[target] = fault.at + fault.seconds
+            fellows = [each for each in until if (each >= PROXIES) == (target >= PROXIES)]
+            under = [each for each in fellows if each != HISTORY and until[each] > fault.at]
+            yield fault.kind, len(under)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_a_schedule_has_all_kinds_and_leaves_one_of_each_role_whole(num_nodes: int) -> None:
+    found = [each for seed in range(50) for each in hurt_at_once(num_nodes, seed)]
+    assert {kind for kind, _ in found} == set(ALL)
+    assert max(under for _, under in found) < num_nodes
+    faults = [each for seed in range(50) for each in schedule(seed, 180.0, 5.0, num_nodes, 10.0)]
+    assert not [each for each in faults if each.target == NEVER_CUT and each.kind.startswith("cut")]
+    assert len(faults) > 50 * 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_nothing_is_lost_or_doubled_on_two_nodes(folder: Path) -> None:
+    kind = Kind(2, lease_seconds=2.0, has_ray=True)
+    weathered(folder / "s", Storm(200 + SEED, 16.0, 2.5, num_talkers=12, kind=kind))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200 * SCALE)
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_three_minutes_with_fifty_people(folder: Path, num_nodes: int) -> None:
+    for number in range(SCALE):
+        kind = Kind(num_nodes, lease_seconds=10.0, has_ray=True)
+        weathered(folder / str(number), Storm(1000 * (1 + SEED) + number, kind=kind))
