@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,6 +281,53 @@ def test_y_a_turn_whose_replica_is_killed_ends_as_unavailable(
         list(events)
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     wait_for(lambda: len(cluster.replicas()) == 2 and killed not in cluster.replicas())
+
+
+class Talking(threading.Thread):
+    """Somebody who talks on and on, with the SDK as it is."""
+
+    def __init__(self, address: str, name: str, enough: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.spoken: list[str] = []  # what was said and answered, by turns
+        self.failure: BaseException | None = None
+        self._address, self._name, self._enough = address, name, enough
+
+    def run(self) -> None:
+        try:
+            with Client(self._address) as client:
+                talk = client.conversation(self._name)
+                while not self._enough.is_set():
+                    text = f"word {len(self.spoken)}"
+                    self.spoken += [text, talk.ask(text, max_tokens=20).text]
+        except BaseException as error:
+            self.failure = error
+
+
+def test_y_a_roll_replaces_all_replicas_and_loses_no_turn(cluster: RayCluster) -> None:
+    before = cluster.replicas()
+    enough = threading.Event()
+    talking = [Talking(cluster.address, f"roll-{number}", enough) for number in range(6)]
+    for each in talking:
+        each.start()
+    wait_for(lambda: all(each.spoken for each in talking))
+    assert "all replicas are new" in cluster.command("roll")
+    num_before = [len(each.spoken) for each in talking]
+    wait_for(
+        lambda: all(
+            each.failure or len(each.spoken) > number
+            for each, number in zip(talking, num_before, strict=True)
+        )
+    )
+    enough.set()
+    for each in talking:
+        each.join(120)
+        assert each.failure is None, each.failure
+    assert len(cluster.replicas()) == len(before) == 2
+    assert not before.keys() & cluster.replicas().keys()
+    with Client(cluster.address) as client:
+        for number, each in enumerate(talking):
+            stored = client.conversation(f"roll-{number}").messages()
+            assert [message.text for message in stored] == each.spoken
 
 
 def test_z_when_a_replica_is_killed_only_its_conversations_move(
