@@ -212,9 +212,16 @@ class Addresses:
 class Route:
     """Where one request goes, try after try."""
 
-    def __init__(self, addresses: Addresses, key: str, at: str = "") -> None:
-        """`at`: where a turn of the same conversation is being read, which then comes first."""
+    def __init__(
+        self, addresses: Addresses, key: str, at: str = "", *, is_of_one: bool = False
+    ) -> None:
+        """`at`: where a turn of the same conversation is being read, which then comes first.
+
+        `is_of_one`: what it is about lies with one of the daemons alone, as a job does.
+        """
         self.key = key
+        self._is_of_one = is_of_one
+        self._stays = False
         self.at = at  # the address of the last try
         self._addresses = addresses
         self._first = at
@@ -230,6 +237,9 @@ class Route:
 
     def choose(self) -> Choice:
         """The address for the next try; raises the error of the last one if there is none left to try."""
+        if self._stays:
+            self._has_answered = False
+            return Choice(self.at, False)
         order = self._addresses.order(self.key)
         if self._first:
             order = [self._first, *(name for name in order if name != self._first)]
@@ -251,8 +261,8 @@ class Route:
             self.begin_round()
             self._first = self.at
             self._addresses.works(self.at, is_for_others=not self.key)
-        if home:
-            self._addresses.learn(self.key, home)
+        if home or (self._is_of_one and self.are_several):
+            self._addresses.learn(self.key, home or self.at)
 
     def serves(self) -> None:
         """What was found when its health was looked at."""
@@ -281,6 +291,10 @@ class Route:
         if isinstance(error, DeadlineExceeded) and not self._has_answered:
             self._addresses.doubt(self.at, str(error))
             return False
+        if isinstance(error, NotFound) and self._is_of_one and not self._has_answered:
+            self._addresses.works(self.at)
+            self._tried[self.at], self._first = error, ""
+            return self._is_one_left
         if not isinstance(error, Unavailable):
             self.answered()
             return False
@@ -288,7 +302,13 @@ class Route:
             self._addresses.doubt(self.at, str(error))
             return False
         self._fail(error)
+        if self._stays:
+            return False
         return self._is_one_left and (repeat or is_waited_for(error) or not error.may_have_arrived)
+
+    def stay(self) -> None:
+        """This address may have done what was requested: no other one is to do it, too."""
+        self._stays = True
 
     def doubt(self, error: PensieveError) -> None:
         """The time was over, and the daemon did not say what had become of the turn."""
@@ -308,7 +328,10 @@ class Route:
         if isinstance(error, OwnedElsewhere):
             error = Unavailable(str(error))
         if isinstance(error, NotFound):
-            return self._not_found(error)
+            away = [each for each in self._tried.values() if isinstance(each, Unavailable)]
+            if not (self._is_of_one and away):
+                return error if self._is_of_one else self._not_found(error)
+            error = away[0]  # which may have it
         if not isinstance(error, Unavailable):
             return error
         worth_waiting = [each for each in self._tried.values() if isinstance(each, Loading)]

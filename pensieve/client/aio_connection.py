@@ -90,10 +90,11 @@ class AsyncConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: dict[str, AsyncLink] = {}  # of the addresses that were used
 
-    def route(self, key: str) -> Route:
+    def route(self, key: str, *, is_of_one: bool = False) -> Route:
         """The way of a request about this conversation or job; while its turn is read, to where that is."""
         course = self._attached.get(key)
-        return Route(self.addresses, key, course.route.at if course is not None else "")
+        at = course.route.at if course is not None else ""
+        return Route(self.addresses, key, at, is_of_one=is_of_one)
 
     def link(self, name: str) -> AsyncLink:
         """The channel to an address, opened on first use."""

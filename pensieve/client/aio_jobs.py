@@ -55,7 +55,8 @@ class AsyncJobs:
 
         Args:
             source: the path of the file, or its bytes, or an iterable of its pieces.  Pieces are sent once; a
-                file and bytes are sent again when the connection breaks, which makes one job.
+                file and bytes are sent again when the connection breaks, to the same daemon, which makes
+                one job.
             job_id: the id of the job; random by default.
             name: what people call it.
             endpoint: the url that each line must have, such as "/v1/chat/completions"; by default each line
@@ -68,7 +69,7 @@ class AsyncJobs:
         upload = JobUpload(source, job_id, name, endpoint, check_only)
         connection, deadline = self._client._connection, self._deadline(timeout)
         tries, was_sent = Tries(self._client.retry, deadline), False
-        route = connection.route(upload.header.job_id)
+        route = connection.route(upload.header.job_id, is_of_one=True)
         while True:
             try:
                 return job_of(await connection.create_job(upload.messages(), deadline, route))
@@ -84,10 +85,12 @@ class AsyncJobs:
                         return found
                     raise failure
                 failure = Unavailable("the server still waits for what an earlier try has sent")
-            goes_on = route.goes_on(failure, upload.can_repeat)
+            goes_on = route.goes_on(failure, repeat=False)
             if not upload.can_repeat:
                 raise route.explained(failure)
-            was_sent = True
+            if not isinstance(failure, Unavailable) or failure.may_have_arrived:
+                was_sent = True
+                route.stay()  # else two daemons compute it
             if not goes_on:
                 await self._client._sleep(tries.pause(route.explained(failure)))
                 route.begin_round()
@@ -189,7 +192,7 @@ class AsyncJobs:
             **_named(job_id, tenant), kind=RESULT_KINDS[kind], after_line=after_line
         )
         connection, deadline = self._client._connection, self._deadline(timeout)
-        tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
+        tries, route = Tries(self._client.retry, deadline), connection.route(job_id, is_of_one=True)
         while True:
             stream = await connection.stream(
                 lambda at: at.jobs_stub.GetResults, request, deadline, route
@@ -221,7 +224,7 @@ class AsyncJobs:
         """
         request = pb.WatchJobRequest(**_named(job_id, tenant))
         connection, deadline = self._client._connection, self._deadline(timeout)
-        tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
+        tries, route = Tries(self._client.retry, deadline), connection.route(job_id, is_of_one=True)
         while True:
             stream = await connection.stream(
                 lambda at: at.jobs_stub.WatchJob, request, deadline, route

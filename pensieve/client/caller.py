@@ -102,7 +102,9 @@ class Caller:
         with any method.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
-        tries, route = Tries(self.retry, deadline), self._connection.route(key_of(request))
+        is_of_job = bool(getattr(request, "job_id", ""))
+        route = self._connection.route(key_of(request), is_of_one=is_of_job)
+        tries = Tries(self.retry, deadline)
         self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
         while True:
             try:

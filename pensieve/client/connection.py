@@ -130,10 +130,11 @@ class Connection:
         _standby.start()
         _open.add(self)
 
-    def route(self, key: str) -> Route:
+    def route(self, key: str, *, is_of_one: bool = False) -> Route:
         """The way of a request about this conversation or job; while its turn is read, to where that is."""
         course = self._attached.get(key)
-        return Route(self.addresses, key, course.route.at if course is not None else "")
+        at = course.route.at if course is not None else ""
+        return Route(self.addresses, key, at, is_of_one=is_of_one)
 
     def link(self, name: str) -> Link:
         """The channel to an address, opened on first use."""

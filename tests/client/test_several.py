@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
 import socket
 import threading
 import time
@@ -163,6 +164,36 @@ def test_a_file_is_sent_to_the_next_daemon_and_its_results_are_read_on_there(
     read = client.listed(lambda c: c.jobs.results("nightly"))
     assert len(read) == len({*read}) == 2
     assert [name for name, _ in jobs.calls] == ["CreateJob", "GetResults", "GetResults"]
+
+
+def test_a_file_that_a_daemon_may_have_is_sent_to_no_other_one(
+    fleet: Fleet, client: WithThreads
+) -> None:
+    """Its answer was lost: the job is there, and a second daemon would compute it, too."""
+    order = ranked("nightly", fleet.addresses)
+    home = fleet.at(order[0]).jobs
+    home.lost_answers = 1
+    client.do(lambda c: c.jobs.create(b'{"custom_id": "a"}\n', job_id="nightly"))
+    assert [name for name, _ in home.calls] == ["CreateJob", "CreateJob", "GetJob"]
+    assert [fleet.at(each).jobs.calls for each in order[1:]] == [[], []]
+
+
+def test_a_job_is_found_on_whichever_daemon_has_it(fleet: Fleet, client: WithThreads) -> None:
+    """Another one than its home took it while that was away, and perhaps from another client."""
+    order = ranked("nightly", fleet.addresses)
+    taker = fleet.at(order[2]).jobs
+    with Client(order[2]) as other:
+        other.jobs.create(b'{"custom_id": "a"}\n', job_id="nightly")
+    assert client.do(lambda c: c.jobs.get("nightly")).num_lines == 1
+    assert client.listed(lambda c: c.jobs.results("nightly"))
+    assert [name for name, _ in taker.calls] == ["CreateJob", "GetJob", "GetResults"]
+    for address in order[:2]:  # by then it is known where the job is
+        assert [name for name, _ in fleet.at(address).jobs.calls] == ["GetJob"]
+    with pytest.raises(errors.NotFound):
+        client.do(lambda c: c.jobs.get("daily"))
+    fleet.stop(order[2])
+    with pytest.raises(errors.Unavailable, match=re.escape(order[2])):  # which may have it
+        client.do(lambda c: c.jobs.get("nightly"))
 
 
 def test_a_fork_without_a_name_is_at_home_where_its_parent_is(
