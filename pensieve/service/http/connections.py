@@ -63,11 +63,11 @@ def protocol(connections_max: int) -> Any:
                 if not is_head and self.conn.their_state is not h11.SEND_BODY:
                     self._keep(data)
                     break
-                if not is_head and not self._answers and not self._is_bearable(len(data)):
-                    self.transport.abort()
-                    return
                 size = SLICE_BYTES if is_head else BODY_SLICE_BYTES
                 piece, data = data[:size], data[size:]
+                if not is_head and not self._answers and not self._is_bearable(len(piece)):
+                    self.transport.abort()
+                    return
                 if is_head and not self._is_small(piece):
                     self._refuse(TOO_LARGE)
                     return

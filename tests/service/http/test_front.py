@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,20 @@ def test_a_chunked_body_has_the_same_limit(door: HttpRig) -> None:
             answer += sock.recv(65536)
         assert answer.startswith(b"HTTP/1.1 413")
     sending.join()
+
+
+def test_a_large_body_that_nobody_wants_is_passed_over_up_to_a_limit(door: HttpRig) -> None:
+    connection = door.connection()
+    most = b" " * connections_module.UNWANTED_BYTES_MAX
+    connection.request("POST", CHAT, most[: -(1 << 20)], {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 413
+    answer.read()
+    connection.request("GET", "/version")  # on the same connection
+    assert connection.getresponse().status == 200
+    connection.close()
+    with closing(door.connection()) as another, pytest.raises(ConnectionError):
+        another.request("POST", CHAT, most * 2, {"content-type": "application/json"})
 
 
 def test_a_connection_serves_many_requests(door: HttpRig) -> None:
