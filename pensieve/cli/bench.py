@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pensieve.bench import plots
@@ -26,6 +27,10 @@ SERVICE = """\
 A real `pensieve serve` on one core, with arithmetic instead of a model; engine and clients have the
 other cores.  Every stream is one conversation with one long turn.  It counts the tokens that
 arrive at the clients, from the first to the last, and the gaps between the messages of a stream."""
+HISTORY = """\
+A real `pensieve history`, and replicas without engines that make the calls of one turn after the other, each
+as the one store thread of a daemon does. 0 replicas: the same turns on the store itself, without a service.
+Every conversation is read back before a figure is printed."""
 ISOLATION = """\
 A real `pensieve serve` on one core, with arithmetic instead of a model, and two tenants. A quiet one talks
 in a few conversations. A noisy one, limited to one turn at once and ten tokens per second, does its worst:
@@ -58,6 +63,7 @@ def add_parser(commands: Any) -> None:
     for add in (
         _planning,
         _service,
+        _history,
         _isolation,
         _chat,
         bench_batch.batch_parser,
@@ -142,6 +148,35 @@ def _service(kinds: Any) -> None:
         help="instead: what a short turn costs the service in conversations of so many tokens",
     )
     parser.set_defaults(run=service)
+
+
+def _history(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "history",
+        help="turns per second that one history carries for several daemons",
+        description=HISTORY,
+    )
+    parser.add_argument(
+        "--replicas",
+        type=counts,
+        default=(0, 1, 4, 16),
+        metavar="N,N,…",
+        help="daemons that share it (default: 0,1,4,16; 0: no service)",
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each figure (default: 5)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where histories are made, and removed (default: where temporary files are)",
+    )
+    parser.set_defaults(run=history)
+
+
+def history(arguments: argparse.Namespace) -> int:
+    from pensieve.bench import history as bench
+
+    bench.run(arguments.replicas, arguments.seconds, arguments.folder, Report(arguments.json))
+    return 0
 
 
 def _iteration_seconds(parser: argparse.ArgumentParser, default: float) -> None:

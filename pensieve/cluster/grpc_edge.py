@@ -4,7 +4,8 @@
 its own, which routes the call to a replica; around that we put what Ray does not do:
 
 * **No message is parsed** on its way: requests and responses stay bytes.  The exception is the key: a call
-  whose metadata has no `session_id` gets its conversation's id from the request.
+  whose metadata has no `session_id` gets its conversation's id from the request, and one that creates a
+  conversation the prefix that it begins with (homes.py).
 * **The deadline** travels as metadata, so that the daemon knows it (Ray passes on a cancellation only).
 * **An error keeps its details.**  Ray carries a status and trailing metadata with a message, and drops both
   with an exception.  So a replica ends a failed call with an empty message whose context has the error
@@ -26,12 +27,15 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from pensieve.cluster.homes import BEHIND
 from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
 
 KEY = "session_id"  # Ray's name for it in the metadata
 TIMEOUT = "pensieve-timeout"
 REPLICA = "pensieve-replica"
 CONVERSATION = "conversation_id"
+PREFIX = "prefix_id"
+CREATE = "CreateConversation"
 HEALTH = "grpc.health.v1.Health"
 SERVICES = (
     conversation_pb2.DESCRIPTOR.services_by_name["ConversationService"],
@@ -85,7 +89,7 @@ class Call:
 
     def __init__(self, context: Any, key: str) -> None:
         self._context = context
-        more = [(KEY, key)] if key else []
+        more = [(KEY, key)] if key else []  # Ray takes the last one
         left = context.time_remaining()
         if left is not None:
             more.append((TIMEOUT, f"{left:.3f}"))
@@ -99,8 +103,9 @@ class Call:
 
 
 def key_of(method: Method, metadata: Any, request: bytes | None) -> str:
-    """The conversation that the request names, when its metadata has no key; "" for none."""
-    if any(name == KEY for name, _ in metadata or ()):
+    """What the request adds to its metadata: the key, if they have none, and the prefix; "" for nothing."""
+    given = next((str(value) for name, value in metadata or () if name == KEY), "")
+    if given and method.name != CREATE:
         return ""
     if request is None or CONVERSATION not in method.request.fields_by_name:
         return ""
@@ -109,7 +114,9 @@ def key_of(method: Method, metadata: Any, request: bytes | None) -> str:
         parsed.ParseFromString(request)
     except DecodeError:
         return ""  # the daemon says what is wrong with it
-    return str(getattr(parsed, CONVERSATION))
+    key = given or str(getattr(parsed, CONVERSATION))
+    prefix = str(getattr(parsed, PREFIX)) if method.name == CREATE else ""
+    return key + BEHIND + prefix if prefix else key
 
 
 def _methods_of(service: ServiceDescriptor) -> Iterator[Method]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from pensieve.cluster.grpc_edge import REPLICA, TIMEOUT, Method
+from pensieve.cluster.grpc_edge import KEY, REPLICA, TIMEOUT, Method
 
 OPTIONS = (
     ("grpc.enable_retries", 0),
@@ -27,7 +27,7 @@ OPTIONS = (
 )
 # Metadata between the client and Ray, or of this connection.
 NOT_FORWARDED = frozenset(
-    {"user-agent", "application", "request_id", "multiplexed_model_id", TIMEOUT}
+    {"user-agent", "application", "request_id", "multiplexed_model_id", KEY, TIMEOUT}
 )
 
 

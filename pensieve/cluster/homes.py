@@ -3,7 +3,8 @@
 The ownership table of the history service is the truth, and `Locate` reads it.  An answer is used for
 LOCATED_SECONDS: a stale one sends a request to a replica that passes it on, which is right and slower.  A key
 without an owner goes to its home by core/placement.py, and is remembered, so that its next request goes there
-even if loads have changed and the history service does not answer.
+even if loads have changed and the history service does not answer.  One that begins with a declared prefix
+goes to the prefix's home, while that has room: all routers agree on it, for it follows from the names alone.
 
 At most KEYS_MAX keys are remembered; the least recently used are forgotten and placed anew, which costs
 nothing when their owner can be located.  All of this belongs to one event loop.
@@ -22,6 +23,7 @@ from pensieve.errors import PensieveError
 Locate = Callable[[str], Awaitable[str | None]]  # a key to its owner's name
 
 KEYS_MAX = 100_000
+BEHIND = "\x1f"  # between a key and the prefix that it begins with, in what Ray carries as the session id
 LOCATED_SECONDS = 5.0
 LOCATE_TIMEOUT = 0.25
 
@@ -34,10 +36,13 @@ class Homes:
         self._placement = Placement()
         self._counts = Loads()
 
-    async def of(self, key: str, running: Collection[str], locate: Locate | None) -> str | None:
-        """The replica for this key; None when none runs."""
+    async def of(self, named: str, running: Collection[str], locate: Locate | None) -> str | None:
+        """The replica for this key, or key and prefix (`named`); None when none runs."""
         if not running:
             return None
+        key, _, prefix = named.partition(BEHIND)
+        if not key:  # its id will be the replica's choice
+            return self._new_home(key, prefix, running)
         owner = await self._owner(key, locate)
         if owner in running:
             assert owner is not None
@@ -48,10 +53,14 @@ class Homes:
             assert remembered is not None
             self._remember(key, remembered)
             return remembered
-        self._see(running)
-        chosen = self._placement.home(key, self._counts)
+        chosen = self._new_home(key, prefix, running)
         self._remember(key, chosen)
         return chosen
+
+    def _new_home(self, key: str, prefix: str, running: Collection[str]) -> str:
+        self._see(running)
+        parent = self._placement.home(prefix) if prefix else ""
+        return self._placement.home(key, self._counts, parent=parent)
 
     def forget(self, name: str) -> None:
         """A replica went away: its keys are placed anew, nobody else's."""

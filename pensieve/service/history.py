@@ -218,7 +218,11 @@ class History:
 
     def known(self, ask: Ask) -> Known | None:
         """The turn of this request, if it runs or has its reply; nothing is begun."""
-        stored = self._store.find_turn(ask.conversation_id, ask.request_id, tenant=ask.tenant)
+        return self._known_as(
+            ask, self._store.find_turn(ask.conversation_id, ask.request_id, tenant=ask.tenant)
+        )
+
+    def _known_as(self, ask: Ask, stored: records.StoredTurn | None) -> Known | None:
         if stored is None or stored.state not in records.KNOWN_STATES:
             return None
         request = self._request(ask, ask.request_id)
@@ -238,26 +242,24 @@ class History:
         self._check(ask)
         conversation_id, tenant = ask.conversation_id, ask.tenant
         try:
-            conversation = self._store.get_conversation(conversation_id, tenant=tenant)
+            conversation, stored, log_end = self._store.look_up(
+                conversation_id, ask.request_id, PROMPT_TAIL_TOKENS, tenant=tenant
+            )
         except NotFound:
             if not ask.create_if_missing:
                 raise
             return self._draft_opening(ask)
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
-        is_new = not conversation.revision and conversation.running_turn_id is None
-        if ask.request_id and not is_new:
-            known = self.known(ask)
-            if known is not None:
-                return known
+        known = self._known_as(ask, stored)
+        if known is not None:
+            return known
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
         if ask.expected_revision not in (None, conversation.revision):
             raise StaleRevision(ask.expected_revision, conversation.revision)
         self._check_storage(tenant)
-        log_end, head = array("I"), list[records.Message]()
-        if conversation.num_tokens:
-            log_end = self._store.log_end(conversation_id, PROMPT_TAIL_TOKENS, tenant=tenant)
+        head = list[records.Message]()
         if conversation.num_messages and not self.declared.has_turns(conversation):
             head = self._store.messages(conversation_id, tenant=tenant)
         return Draft(ask, conversation, log_end, head, *self._texts)

@@ -55,6 +55,7 @@ from pensieve.store.records import (
     Begun,
     ChainState,
     Conversation,
+    LookedUp,
     Message,
     NewConversation,
     NewMessage,
@@ -164,25 +165,7 @@ class ConversationStore:
         with self._running.writing() as conn:
             conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
             shared = shared_head(conn, new)
-            number = conversation_rows.insert_conversation(
-                conn,
-                Conversation(
-                    conversation_id=new.conversation_id,
-                    tenant=new.tenant,
-                    revision=0,
-                    num_messages=0,
-                    num_tokens=0,
-                    fingerprint=new.fingerprint,
-                    tools=tuple(new.tools),
-                    template_options=dict(new.template_options),
-                    metadata=dict(new.metadata),
-                    prefix_id=new.prefix_id,
-                    running_turn_id=None,
-                    created_at=now,
-                    updated_at=now,
-                    began_at=new.began_at,
-                ),
-            )
+            number = conversation_rows.insert_conversation(conn, new.at_first(now))
             head = shared or message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
             return require_conversation(conn, new.conversation_id, new.tenant)[1]
@@ -381,6 +364,21 @@ class ConversationStore:
             key = conversation_rows.conversation_key(conversation_id, tenant)
             found = turn_rows.find_request(conn, key, request_id)
         return None if found is None else self._running.turn_as_read(found.turn)
+
+    def look_up(
+        self, conversation_id: str, request_id: str, num_tokens: int, *, tenant: str = ""
+    ) -> LookedUp:
+        """`get_conversation`, `find_turn` and `log_end`, where there may be something to find."""
+        found, known, log_end = (
+            self.get_conversation(conversation_id, tenant=tenant),
+            None,
+            array("I"),
+        )
+        if request_id and (found.revision or found.running_turn_id is not None):
+            known = self.find_turn(conversation_id, request_id, tenant=tenant)
+        if found.num_tokens:
+            log_end = self.log_end(conversation_id, num_tokens, tenant=tenant)
+        return LookedUp(found, known, log_end)
 
     def turn_messages(self, turn_id: int) -> TurnMessages:
         """The messages and the reply of a turn, even if a rewind has cut them."""

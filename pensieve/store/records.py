@@ -90,6 +90,25 @@ class NewConversation:
     began_at: float | None = None
     created_at: float | None = None  # None: now
 
+    def at_first(self, now: float) -> Conversation:
+        """The conversation without its messages."""
+        return Conversation(
+            conversation_id=self.conversation_id,
+            tenant=self.tenant,
+            revision=0,
+            num_messages=0,
+            num_tokens=0,
+            fingerprint=self.fingerprint,
+            tools=tuple(self.tools),
+            template_options=dict(self.template_options),
+            metadata=dict(self.metadata),
+            prefix_id=self.prefix_id,
+            running_turn_id=None,
+            created_at=now,
+            updated_at=now,
+            began_at=self.began_at,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class NewPrefix:
@@ -235,6 +254,14 @@ class Begun(NamedTuple):
 
     turn: StoredTurn
     must_run: bool
+
+
+class LookedUp(NamedTuple):
+    """What a turn goes on from."""
+
+    conversation: Conversation
+    known: StoredTurn | None  # that its request_id began before
+    log_end: array[int]
 
 
 class TurnMessages(NamedTuple):

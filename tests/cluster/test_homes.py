@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
 from pensieve.cluster import homes as homes_module
-from pensieve.cluster.homes import LOCATED_SECONDS, Homes
+from pensieve.cluster.homes import BEHIND, LOCATED_SECONDS, Homes
 from pensieve.errors import Unavailable
 
 NAMES = ("ada", "bob", "cleo")
@@ -79,6 +80,24 @@ def test_a_replica_that_comes_takes_no_conversation_away() -> None:
     assert {key: table.of(key, NAMES) for key in before} == before
     new = [table.of(f"new-{index}", NAMES) for index in range(60)]
     assert new.count("cleo") > 10  # but the new ones
+
+
+def test_what_begins_with_a_prefix_is_at_home_there_while_there_is_room() -> None:
+    table = Table()
+    at = [table.of(f"c-{index}{BEHIND}helpful") for index in range(30)]
+    first = at[0]
+    assert {first} < set(at) == set(NAMES)
+    assert at.count(first) <= math.ceil(1.25 * 31 / 3)
+    assert at.count(first) > 30 / 3  # more than the others: it is the fullest
+    assert table.of("c-1") == at[1]  # without the prefix, which later requests do not name
+    table.homes.check()
+
+
+def test_routers_agree_on_the_home_of_a_prefix() -> None:
+    new = {name: Table().of(f"new{BEHIND}{name}") for name in ("a", "b", "c", "d", "e", "f")}
+    other = {name: Table().of(f"{BEHIND}{name}") for name in new}
+    assert new == other  # also where the conversation's id is the replica's choice
+    assert len(set(new.values())) > 1
 
 
 def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,20 @@ def test_the_key_in_the_metadata_decides_where(stub: Any) -> None:
     assert len(names) == 1
 
 
+def test_what_begins_with_a_prefix_is_made_where_that_is(stub: Any) -> None:
+    """While there is room; a conversation goes on where it was made."""
+    at = []
+    for index in range(8):
+        new = pb.CreateConversationRequest(
+            conversation_id=f"p-{index}", prefix_id="guide", system_prompt="Be helpful."
+        )
+        metadata = (("session_id", f"p-{index}"),) if index % 2 else ()
+        _, call = stub.CreateConversation.with_call(new, metadata=metadata, timeout=60)
+        at.append(replica_of(call))
+        assert send(stub, f"p-{index}", "Hello.") == at[-1]
+    assert max(at.count(name) for name in at) > len(at) / 2
+
+
 def test_the_sdk_talks_to_it_as_to_a_daemon(cluster: RayCluster) -> None:
     with Client(cluster.address) as client:
         trip = client.conversation("trip")

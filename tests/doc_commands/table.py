@@ -275,6 +275,7 @@ ROWS = (
     Row("pensieve bench planning --conversations 1000,100000", (r"p99",), nightly=True),
     Row("pensieve bench service --streams 256", (r"tokens",), nightly=True),
     Row("pensieve bench service --history 100,90000", (r"history of +9\d,",), nightly=True),
+    Row("pensieve bench history --replicas 0,1,16", (r"16 replicas: ",), nightly=True),
     Row("pensieve bench isolation --rounds 5", nightly=True),
     Row("pensieve bench chat --shape pressure", nightly=True),
     Row(

@@ -228,8 +228,8 @@ PROTECTIONS = (
         (
             Change(
                 "pensieve/service/history.py",
-                "            if known is not None:\n",
-                "            if known is not None and known.reply is None:\n",
+                "        if known is not None:\n",
+                "        if known is not None and known.reply is None:\n",
             ),
             Change(
                 "pensieve/store/conversation_store.py",
@@ -598,8 +598,8 @@ PROTECTIONS = (
         "service/history.py",
         "        if conversation.fingerprint != self._fingerprint:\n"
         "            return self._outdated(conversation)\n"
-        "        is_new",
-        "        is_new",
+        "        known = self._known_as",
+        "        known = self._known_as",
         "cli/test_chat.py::test_another_tokenizer_retokenises_the_text_and_says_so",
     ),
     protection(

@@ -127,6 +127,24 @@ def test_a_request_id_belongs_to_its_conversation(store: ConversationStore) -> N
     assert begin(store, "cup", "r1", "other", 3)
 
 
+def test_what_a_turn_goes_on_from_is_looked_up_at_once(store: ConversationStore) -> None:
+    create(store, "tea")
+    new = store.look_up("tea", "r1", 2)
+    assert (new.conversation.revision, new.known, list(new.log_end)) == (0, None, [])
+    turn_id = begin(store, "tea", "r1", "hi", 1, 2)
+    running = store.look_up("tea", "r1", 2)
+    assert running.known == store.get_turn(turn_id)
+    assert running.conversation == store.get_conversation("tea")
+    store.finish_turn(turn_id, reply("hello", 3), "stop", {})
+    after = store.look_up("tea", "r1", 2)
+    assert after.known == store.get_turn(turn_id)
+    assert list(after.log_end) == [2, 3]
+    assert store.look_up("tea", "r2", 9).known is None
+    assert store.look_up("tea", "", 9).known is None
+    with pytest.raises(NotFound):
+        store.look_up("coffee", "r1", 2)
+
+
 def test_the_same_request_id_with_other_content_is_refused(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))

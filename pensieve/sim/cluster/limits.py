@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-CALLS_FIRST = 4  # get_conversation, find_turn, log_end, begin_turn
+CALLS_FIRST = 2  # look_up, begin_turn
 CALLS_END = 1  # finish_turn
 CALLS_MOVED = 1  # log
 TOKEN_BYTES = 4

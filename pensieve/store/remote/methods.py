@@ -131,7 +131,7 @@ def _methods() -> dict[str, Method]:
             found[prefix + name] = Method(prefix + name, getattr(owner, name), kind, alone=alone)
 
     add("", store, Kind.LOOK, "get_conversation stored_bytes find_turn get_turn turn_messages")
-    add("", store, Kind.LOOK, "log log_end messages num_conversations")
+    add("", store, Kind.LOOK, "look_up log log_end messages num_conversations")
     add("", store, Kind.WRITE, "begin_turn rewind_conversation replace_log")
     add("", store, Kind.WRITE, "delete_conversation", alone=True)
     add("", store, Kind.CREATE, "create_conversation fork_conversation")

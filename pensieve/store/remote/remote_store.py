@@ -288,6 +288,7 @@ class RemoteStore:
     interrupt_turn = remote(ConversationStore.interrupt_turn)
     get_turn = remote(ConversationStore.get_turn)
     find_turn = remote(ConversationStore.find_turn)
+    look_up = remote(ConversationStore.look_up)
     turn_messages = remote(ConversationStore.turn_messages)
     log = remote(ConversationStore.log)
     log_end = remote(ConversationStore.log_end)

@@ -74,7 +74,7 @@ def test_how_far_one_history_goes() -> None:
 def test_what_a_region_away_costs() -> None:
     assert region_row(0.07) == {
         "round_trip_seconds": 0.07,
-        "first_token_seconds": pytest.approx(0.28),
-        "first_token_moved_seconds": pytest.approx(0.35),
+        "first_token_seconds": pytest.approx(0.14),
+        "first_token_moved_seconds": pytest.approx(0.21),
         "completed_seconds": 0.07,
     }
