@@ -60,7 +60,8 @@ ROOMS = {
         never="sqlite3",
     ),
     "bench": room(
-        "core engine text store kernels model service client config gc_pause builtin sim launch v1 extras",
+        "core engine text store kernels model service history client config gc_pause builtin sim launch"
+        " v1 extras",
         "torch transformers tokenizers safetensors grpc matplotlib rich cupy",
         never="sqlite3",
     ),

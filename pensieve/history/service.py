@@ -1,7 +1,7 @@
 """gRPC's HistoryService: sessions of replicas, and their calls, which the store's thread carries out.
 
     a call comes ──> waits ──> carried out with all that wait ──commit──> answered
-    a read comes ──> the read thread ──> answered
+    a read comes ──> the read thread ──> answered           (verify: a thread of its own)
 
 The loop puts calls into one line in the order in which they come, so a session's calls keep theirs.  A group
 is what waits when the store's thread has time: one commit for many replicas when there are many, and no
@@ -72,6 +72,8 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         self._calls = Calls(store, self.presence.is_connected)
         self._line: deque[Call] = deque()
         self._is_at_work = False
+        self._is_late = False  # what `watch` does, and the log says so
+        self._verifying: dict[str, asyncio.Task[Outcome]] = {}  # by arguments
         self._refusal = refusal
         self._record = record
         self._note(event="started", sessions={each.number: each.replica for each in sessions})
@@ -84,13 +86,25 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
             await asyncio.sleep(pause)
             if (away := now() - began - pause) > pause:
                 self.presence.excuse(away)
-            for present in self.presence.overdue():
-                await self._end(present, "its lease ran out")
-            for present, names in self.presence.over_share():
-                for name in names:
-                    present.recent.pop(name, None)
-                await self._threads.in_store("", self._give_up, present.session.number, names)
-                log.info("%s gives up %d conversations", present.session.replica, len(names))
+            try:
+                for present in self.presence.overdue():
+                    await self._end(present, "its lease ran out")
+                for present, names in self.presence.over_share():
+                    await self._balance(present, names)
+                self._is_late = False
+            except PensieveError as error:  # a full disk, a server that is away: tried again
+                if not self._is_late:
+                    log.error("sessions could not be looked through: %s", error)
+                self._is_late = True
+
+    async def _balance(self, present: Present, names: Sequence[tuple[str, str]]) -> None:
+        """Have a replica give up conversations, so many at a time: calls wait meanwhile."""
+        for start in range(0, len(names), GROUP_MAX):
+            some = names[start : start + GROUP_MAX]
+            await self._threads.in_store("", self._give_up, present.session.number, some)
+            for name in some:
+                present.recent.pop(name, None)
+        log.info("%s gives up %d conversations", present.session.replica, len(names))
 
     def _give_up(self, session: int, names: Sequence[tuple[str, str]]) -> None:
         """In the store's thread: whoever is called for these conversations next takes them."""
@@ -265,8 +279,8 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
     def _tell(self, call: Call, outcome: Outcome) -> None:
         if outcome.fault is not None:
             log.error("a call failed unexpectedly: %s", call.method, exc_info=outcome.fault)
-        if outcome.ended_session != NOBODY:
-            self._ended(outcome.ended_session, "another replica could not reach it")
+        for session in outcome.ended_sessions:
+            self._ended(session, "another replica could not reach it")
         present = self.presence.find(call.session)
         if (claimed := outcome.claimed) is not None:
             self._note(event="claimed", **claimed._asdict())
@@ -314,11 +328,23 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
             present.outgoing.put_nowait(pb.ServeResponse(answer=answer))
 
     async def _read(self, present: Present, call: pb.Call) -> None:
-        outcome = await self._threads.in_reader("", self._read_there, call)
+        if METHODS[call.method].is_long:
+            outcome = replace(await self._verified(call), number=call.number)
+        else:
+            outcome = await self._threads.in_reader("", self._read_there, call)
         self._send(present, outcome)
 
+    async def _verified(self, call: pb.Call) -> Outcome:
+        """Beside the read thread, as verify has a connection of its own; once for all who ask meanwhile."""
+        task = self._verifying.get(call.arguments)
+        if task is None:
+            task = asyncio.create_task(asyncio.to_thread(self._read_there, call))
+            self._verifying[call.arguments] = task
+            task.add_done_callback(lambda done: self._verifying.pop(call.arguments, None))
+        return await asyncio.shield(task)
+
     def _read_there(self, call: pb.Call) -> Outcome:
-        """In the read thread."""
+        """In the read thread, or beside it."""
         method = METHODS[call.method]
         try:
             arguments = method.read_arguments(call.arguments, list(call.parts))

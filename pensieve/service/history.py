@@ -35,6 +35,7 @@ from pensieve.errors import (
     ErasurePending,
     InvalidArgument,
     NotFound,
+    OwnedElsewhere,
     PensieveError,
     PrefixTaken,
     StaleRevision,
@@ -165,6 +166,8 @@ class History:
             self._store.delete_conversation(conversation_id, tenant=tenant)
         except ErasurePending:
             return Deleted(turn_id, None, True)
+        except OwnedElsewhere:
+            raise  # nothing was done: it is passed on, or taken over first
         except PensieveError as error:
             return Deleted(turn_id, error, False)
         return Deleted(turn_id, None, False)
@@ -218,9 +221,8 @@ class History:
 
     def known(self, ask: Ask) -> Known | None:
         """The turn of this request, if it runs or has its reply; nothing is begun."""
-        return self._known_as(
-            ask, self._store.find_turn(ask.conversation_id, ask.request_id, tenant=ask.tenant)
-        )
+        stored = self._store.find_turn(ask.conversation_id, ask.request_id, tenant=ask.tenant)
+        return self._known_as(ask, stored)
 
     def _known_as(self, ask: Ask, stored: records.StoredTurn | None) -> Known | None:
         if stored is None or stored.state not in records.KNOWN_STATES:

@@ -6,6 +6,7 @@ deleted is erased from the files.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from pensieve.errors import ErasurePending, NotFound, StaleRevision, StorageFull
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, new_messages
 from pensieve.service.erasing import erased
+from pensieve.service.openai.response_stream import ENDED
 from pensieve.store import records
 from pensieve.store.conversation_changes import Pending, PendingChange
 from pensieve.store.responses import Removed, StoredResponse
@@ -32,6 +34,23 @@ class StoredResponses:
         if not records.ID_PATTERN.fullmatch(response_id):
             return None  # none has such an id
         return await self._daemon.reads.response(response_id, tenant)
+
+    async def runs(self, response: StoredResponse) -> bool:
+        """Whether its turn runs, here or at another daemon; what is stored of one that has ended says so."""
+        if response.body.get("status") in ENDED:
+            return False
+        named = response.conversation_id, response.tenant
+        try:
+            return (await self._daemon.reads.conversation(*named)).running_turn_id is not None
+        except NotFound:
+            return False
+
+    async def require_here(self, response_id: str, tenant: str) -> None:
+        """OwnedElsewhere where its turn runs at another daemon, which alone can end it."""
+        found = await self.find(response_id, tenant)
+        if found is not None and await self.runs(found):
+            named = found.conversation_id
+            await self._threads.in_store(tenant, self._store.claim, named, tenant=tenant)
 
     async def save(self, response: StoredResponse) -> None:
         await self._threads.whole(
@@ -51,7 +70,15 @@ class StoredResponses:
         return await self._threads.whole(self._delete(response_id, tenant))
 
     async def _delete(self, response_id: str, tenant: str) -> str:
+        """A conversation that nothing needs any more goes first: its responses go with it, in one commit."""
         conversations = self._daemon.writable
+        with contextlib.suppress(NotFound, StaleRevision):  # deleted meanwhile, or somebody goes on
+            unneeded = await self._threads.in_store(
+                tenant, self._store.responses.goes_with, response_id, tenant=tenant
+            )
+            if unneeded.conversation_id:
+                await conversations.delete(unneeded.conversation_id, tenant, unneeded.revision)
+                return unneeded.conversation_id
         try:
             removed: Removed = await self._threads.in_store(
                 tenant, self._store.responses.delete, response_id, tenant=tenant
@@ -62,7 +89,7 @@ class StoredResponses:
         if removed.conversation_id:
             try:
                 await conversations.delete(removed.conversation_id, tenant, removed.revision)
-            except (NotFound, StaleRevision):  # deleted meanwhile, or somebody goes on with it
+            except (NotFound, StaleRevision):
                 removed = Removed()
                 await erased(self._store.erasure.finish, self._threads)
         return removed.conversation_id

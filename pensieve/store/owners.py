@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pensieve.errors import NotFound, OwnedElsewhere
+from pensieve.errors import NotFound, OwnedElsewhere, Unavailable
 from pensieve.store import conversation_rows
 from pensieve.store.backend import Transactions
 from pensieve.store.records import TurnState
@@ -214,6 +214,8 @@ class Owners:
                 raise NotFound(f"there is no conversation {conversation_id!r}")
             number, owner, epoch, is_open, replica, address, is_running = row
             if owner == session:
+                if not is_open:
+                    raise Unavailable("the history service has ended this session")
                 return Claim(epoch)
             if owner == -session:
                 conn.execute(

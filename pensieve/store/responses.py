@@ -78,6 +78,11 @@ class Responses:
             ).fetchone()
         return row is not None
 
+    def goes_with(self, response_id: str, *, tenant: str = "") -> Removed:
+        """What its deletion would leave unneeded; NotFound if there is none."""
+        with self._writer.reading() as conn:
+            return _unneeded_without(conn, _require(conn, response_id, tenant))
+
     def delete(self, response_id: str, *, tenant: str = "") -> Removed:
         """Leave nothing of a response on the disk; NotFound if there is none.
 
@@ -130,33 +135,50 @@ def put_response(conn: Connection, number: int, response: StoredResponse) -> Non
     )
 
 
-def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
+class _Row(NamedTuple):
+    response: int
+    conversation: int
+    last_revision: int
+    is_ours: int
+    body: int
+
+
+def _require(conn: Connection, response_id: str, tenant: str) -> _Row:
     row = conn.execute(
         "SELECT response, conversation, last_revision, is_ours, body FROM responses WHERE key = ?",
         (_key(response_id, tenant),),
     ).fetchone()
     if row is None:
         raise NotFound(f"there is no response {response_id!r}")
-    response, number, last_revision, is_ours, body = row
-    wipe_bodies(conn, tenant, (body,))
-    conn.execute("DELETE FROM responses WHERE response = ?", (response,))
+    return _Row(*row)
+
+
+def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
+    row = _require(conn, response_id, tenant)
+    unneeded = _unneeded_without(conn, row)
+    wipe_bodies(conn, tenant, (row.body,))
+    conn.execute("DELETE FROM responses WHERE response = ?", (row.response,))
     conn.execute(
         f"UPDATE responses SET {RAISED} WHERE conversation = ?",
-        (last_revision, last_revision, number),
+        (row.last_revision, row.last_revision, row.conversation),
     )
+    return unneeded
+
+
+def _unneeded_without(conn: Connection, row: _Row) -> Removed:
+    """The conversation that nothing needs any more without this response."""
     has_others = conn.execute(
-        "SELECT 1 FROM responses WHERE conversation = ? LIMIT 1", (number,)
+        "SELECT 1 FROM responses WHERE conversation = ? AND response <> ? LIMIT 1",
+        (row.conversation, row.response),
     ).fetchone()
-    conversation = conversation_rows.conversation_numbered(conn, number)
+    conversation = conversation_rows.conversation_numbered(conn, row.conversation)
     is_unused = (
-        is_ours
+        row.is_ours
         and not has_others
-        and conversation.revision <= last_revision
+        and conversation.revision <= row.last_revision
         and conversation.running_turn_id is None
     )
-    if not is_unused:
-        return Removed()
-    return Removed(conversation.conversation_id, conversation.revision)
+    return Removed(conversation.conversation_id, conversation.revision) if is_unused else Removed()
 
 
 def find(conn: Connection, response_id: str, tenant: str) -> StoredResponse | None:

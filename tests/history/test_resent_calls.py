@@ -14,6 +14,7 @@ from pensieve.errors import (
     NotFound,
     PensieveError,
     StaleRevision,
+    StoreCorrupt,
     StoreUnavailable,
     Unavailable,
 )
@@ -23,6 +24,7 @@ from pensieve.store.owners import NOBODY, Session
 from pensieve.store.remote import wire
 from pensieve.store.remote.calls import Call, Calls, Outcome
 from pensieve.store.remote.methods import METHODS
+from pensieve.store.responses import StoredResponse
 from tests.store.talk import reply, user
 
 
@@ -338,7 +340,7 @@ def test_a_call_of_a_session_that_ended_in_the_same_group_is_refused(rig: Rig) -
     ]
     outcomes = rig.calls.carry_out(calls)
     assert [each.failed for each in outcomes] == [False, True, False]
-    assert outcomes[0].ended_session == away
+    assert outcomes[0].ended_sessions == (away,)
     assert value(calls[2], outcomes[2]).turn.attempts == 2
 
 
@@ -373,3 +375,99 @@ def test_names_that_are_taken_and_revisions_that_are_not_there_stay_errors_when_
 
 def _expecting(revision: int) -> TurnRequest:
     return TurnRequest("r-9", [user("say", 1)], seed=5, expected_revision=revision)
+
+
+def test_a_session_that_may_have_ended_in_a_commit_that_failed_writes_no_more(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit came about, and its error said otherwise."""
+    away, taker = rig.session("a"), rig.session("b")
+    for name in ("c", "d"):
+        rig.do(away, "create_conversation", NewConversation(name, "fingerprint 1"))
+    gone = {away}
+    rig.calls = Calls(rig.store, lambda session: session not in gone)
+    _planted(rig, monkeypatch, came_about=True, times=1)
+    calls = [rig.call(taker, "take", "c"), rig.call(rig.session("x"), "claim", "nothing")]
+    outcomes = rig.calls.carry_out(calls)
+    assert not outcomes[0].failed
+    assert outcomes[0].ended_sessions == (away,)  # so its replica hears of it
+    gone.clear()
+    with pytest.raises(StoreUnavailable):
+        rig.do(away, "begin_turn", "d", request("r"))
+    assert rig.do(taker, "begin_turn", "d", request("r")).must_run
+
+
+def test_an_end_that_comes_again_does_not_end_the_next_owners_attempt(rig: Rig) -> None:
+    for name, given in (("interrupt_turn", (1,)), ("fail_turn", ("NAN_LOGITS", 1))):
+        a, b = rig.session("a"), rig.session("b")
+        rig.do(a, "create_conversation", NewConversation(name, "fingerprint 1"))
+        turn = rig.begin(a, name, "r")
+        late = rig.call(a, name, turn, *given)
+        rig.calls.carry_out([late])
+        rig.kill()
+        rig.store.owners.give_up(name, a)
+        assert rig.do(b, "begin_turn", name, request("r")).turn.attempts == 2
+        assert not rig.again(late).failed
+        assert rig.store.get_turn(turn).state is TurnState.RUNNING
+        assert rig.do(b, "finish_turn", turn, *FINISH, attempt=2) == 1
+
+
+def test_a_call_that_was_said_to_have_failed_is_not_carried_out_when_it_comes_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replica may have sent it again before it heard that."""
+    a = rig.session("a")
+    rig.do(a, "create_conversation", NewConversation("c", "fingerprint 1"))
+    _planted(rig, monkeypatch, came_about=False, times=1)
+    call = rig.call(a, "begin_turn", "c", request("r"))
+    (outcome,) = rig.calls.carry_out([call])
+    assert outcome.failed
+    again = rig.again(call)
+    assert (again.failed, again.result) == (True, outcome.result)
+    assert rig.store.find_turn("c", "r") is None
+
+
+def test_an_owner_whose_session_has_ended_claims_nothing(rig: Rig) -> None:
+    a = rig.session("a")
+    rig.do(a, "create_conversation", NewConversation("c", "fingerprint 1"))
+    rig.store.owners.end_session(a)
+    with pytest.raises(Unavailable, match="ended this session"):
+        rig.store.owners.claim("c", a)
+
+
+def test_a_turn_that_cannot_be_read_does_not_end_the_service(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, turn = _prepared(rig)
+
+    def fail(turn_id: int) -> Any:
+        raise StoreCorrupt("page 7 of the history")
+
+    monkeypatch.setattr(rig.store.owners, "turn", fail)
+    for _ in range(3):
+        (outcome,) = rig.calls.carry_out([rig.call(session, "interrupt_turn", turn, 1)])
+        assert outcome.failed
+    (outcome,) = rig.calls.carry_out([rig.call(session, "changes.set_metadata", "c", {"a": 1})])
+    assert not outcome.failed
+    monkeypatch.undo()
+    begun = rig.do(session, "begin_turn", "d", request("r-2"))
+    assert (begun.must_run, begun.turn.attempts) == (True, 2)
+
+
+def test_a_deletion_of_a_response_that_comes_again_is_answered(rig: Rig) -> None:
+    session, _ = _prepared(rig)
+    for name in ("resp-1", "resp-2"):
+        rig.do(session, "responses.save", StoredResponse(name, "c", {"x": 1}, is_ours=True))
+    call = rig.call(session, "responses.delete", "resp-1")
+    assert value(call, *rig.calls.carry_out([call])).conversation_id == ""
+    rig.kill()
+    assert value(call, rig.again(call)).conversation_id == ""
+
+
+def test_what_was_answered_to_sessions_that_ended_is_forgotten(rig: Rig) -> None:
+    for number in range(5):
+        session = rig.session("a")  # each ends the one before
+        rig.do(session, "create_conversation", NewConversation(f"c{number}", "fingerprint 1"))
+        rig.calls.drain(session)
+    rig.session("a")
+    assert rig.calls.num_remembered == 0

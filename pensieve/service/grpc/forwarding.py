@@ -11,6 +11,7 @@ a router can go there by itself.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -72,6 +73,8 @@ class Forwarder:
             if _is_forwarded(context) or not elsewhere.address:
                 raise
             owner = elsewhere
+        if isinstance(request, pb.SendMessageRequest) and not request.request_id:
+            request.request_id = f"{secrets.randbits(128):032x}"  # of both tries, if it takes two
         try:
             self.num_forwarded += 1
             return await self._forwarded(owner.address, method, request, context)

@@ -130,7 +130,7 @@ class Responses:
         if stored is None:
             return None
         _check_key(stored.request, requested)
-        return as_it_is_now(stored.body)
+        return stored.body if await self._stored.runs(stored) else as_it_is_now(stored.body)
 
     async def _begin(self, running: Running, wish: Wish) -> None:
         try:
@@ -294,6 +294,8 @@ class Responses:
                 )
             if running.placed is not None:
                 await self._running.cancel(running)
+        else:
+            await self._stored.require_here(response_id, by.tenant)
         found = await self._present(response_id, by.tenant)
         if not found["background"]:
             raise InvalidArgument("response_id", "only a response in the background is cancelled")
@@ -306,6 +308,8 @@ class Responses:
             await running.begun.wait()
             if running.placed is not None:
                 await self._running.cancel(running)
+        else:
+            await self._stored.require_here(response_id, by.tenant)
         removed = ""
         try:
             removed = await self._stored.delete(response_id, by.tenant)
@@ -324,7 +328,9 @@ class Responses:
         stored = await self._stored.find(response_id, tenant)
         if stored is None:
             raise NotFound("there is no such response")
-        return as_it_is_now(stored.body)
+        if await self._stored.runs(stored):
+            return stored.body
+        return as_it_is_now((await self._stored.find(response_id, tenant) or stored).body)
 
 
 class _StoredNames:

@@ -8,7 +8,8 @@
 A task of its own waits for the end of the turn, whether somebody reads or not.  Of a response in the
 background it is a reader that takes nothing, so that the turn goes on.  What lives here does not outlive the
 process: then a response in the background is stored as one that runs, and is taken for one that has failed
-(`as_it_is_now`); any other is stored with its turn's reply or, as that, not at all.
+(`as_it_is_now`) once no turn of its conversation runs; any other is stored with its turn's reply or, as that,
+not at all.  Where several daemons share a history its turn may run at another one, which alone can end it.
 """
 
 from __future__ import annotations

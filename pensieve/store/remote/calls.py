@@ -16,8 +16,8 @@ failed has changed nothing, and may be carried out again.
 **Many in one commit.**  The calls that wait are one group (store/grouping.py), and no answer leaves before
 its commit.  If that fails, each is carried out again by itself, as a call that comes again is: one of them
 may be to blame, and the commit may have come about.  Until then the turns of the group count as running, both
-those that it began and those that it ended, since either may be so on the disk.  Those that erase from the
-files are alone.
+those that it began and those that it ended, since either may be so on the disk; and which sessions have ended
+is read from the disk before anything else is done.  Those that erase from the files are alone.
 
 **No more.**  The calls of a session that has ended are refused, also those that were waiting.
 """
@@ -25,7 +25,7 @@ files are alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -42,9 +42,10 @@ from pensieve.errors import (
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.declared_prefixes import MARK
 from pensieve.store.owners import NOBODY, Session
-from pensieve.store.records import Begun, Conversation, Rewound, TurnState
+from pensieve.store.records import Begun, Conversation, TurnState
 from pensieve.store.remote import wire
 from pensieve.store.remote.methods import METHODS, Kind, Method
+from pensieve.store.remote.recalled import RECALLED
 from pensieve.store.remote.wire import Unreadable
 
 ENDED_WITHOUT_REPLY = (TurnState.INTERRUPTED, TurnState.FAILED)
@@ -83,7 +84,7 @@ class Outcome:
     epoch: int = 0
     previous_address: str = ""
     source_epoch: int = 0
-    ended_session: int = NOBODY  # of a replica that is gone
+    ended_sessions: tuple[int, ...] = ()  # of replicas that are gone
     name: tuple[str, str] | None = None  # tenant and id of the conversation that it wrote to
     claimed: Claimed | None = None
     turn_id: int = 0  # that it has begun or ended
@@ -104,8 +105,11 @@ class Calls:
         self._store = store
         self._is_connected = is_connected
         self._answered: dict[int, Outcome] = {}  # by session: its last writing call
-        self._in_vain: list[Call] = []  # ends of turns that may run
+        # Turns that may run, whose ends failed: session, turn and attempt.
+        self._in_vain: dict[tuple[int, int, int], None] = {}
         self._open = {each.number for each in store.owners.open_sessions()}
+        self._may_have_ended = False  # sessions of `_open`, in a commit that failed
+        self._unsaid: tuple[int, ...] = ()  # sessions of which that has turned out to be so
         self._draining: set[int] = set()
 
     def carry_out(self, calls: Sequence[Call]) -> list[Outcome]:
@@ -125,14 +129,23 @@ class Calls:
             outcomes += self._grouped(group)
             group = []
             outcomes.append(self._alone(call))
-        return outcomes + self._grouped(group)
+        outcomes += self._grouped(group)
+        if self._unsaid and outcomes:
+            outcomes[0].ended_sessions += self._unsaid
+            self._unsaid = ()
+        return outcomes
+
+    @property
+    def num_remembered(self) -> int:
+        """Sessions of which something is known that is not on the disk."""
+        return len({*self._answered, *self._draining})
 
     # -- sessions --
 
     def open_session(self, session: Session) -> Session:
         """Another one, with its number; one that its replica had has ended."""
         opened = self._store.owners.open_session(session)
-        self._open = {each.number for each in self._store.owners.open_sessions()}
+        self._read_sessions()
         return opened
 
     def drain(self, session: int) -> None:
@@ -143,24 +156,42 @@ class Calls:
         """It writes no more."""
         self._store.owners.end_session(session)
         self._open.discard(session)
-        self._draining.discard(session)
-        self._answered.pop(session, None)
+        self._forget(session)
 
     # -- inside --
+
+    def _read_sessions(self) -> None:
+        """As they are on the disk."""
+        found = {each.number for each in self._store.owners.open_sessions()}
+        self._unsaid += tuple(sorted(self._open - found))
+        self._open, self._may_have_ended = found, False
+        for session in {*self._answered, *self._draining} - found:
+            self._forget(session)
+
+    def _be_sure_of_sessions(self) -> None:
+        if self._may_have_ended:
+            self._read_sessions()
+
+    def _forget(self, session: int) -> None:
+        self._draining.discard(session)
+        self._answered.pop(session, None)
 
     def _grouped(self, calls: Sequence[Call]) -> list[Outcome]:
         if not any(METHODS[each.method].writes for each in calls):
             return [self._alone(each) for each in calls]
         self._abandon_what_ended_in_vain()
         outcomes: list[Outcome] = []
-        owners, open_before = self._store.owners, set(self._open)
+        owners, open_before = self._store.owners, self._open
         live_before = owners.live_turns
         try:
+            self._be_sure_of_sessions()
+            open_before = set(self._open)
             with self._store.group():
                 for call in calls:
                     outcomes.append(Outcome(call.number))
                     outcomes[-1] = self._one(call, outcomes[-1])
         except Exception as error:
+            self._may_have_ended = True
             self._open = open_before
             owners.restore(live_before)
             if len(calls) > 1:
@@ -172,30 +203,38 @@ class Calls:
             failed = _failed(calls[0], error)
             failed.turn_id, failed.num_running, failed.turn_epoch = lost
             if not outcome.turn_id and METHODS[calls[0].method].kind is Kind.TURN:
-                self._in_vain.append(calls[0])
+                self._ends_in_vain(calls[0])
+            self._remember(calls[0], failed)
             return [failed]
         for call, outcome in zip(calls, outcomes, strict=True):
+            for session in outcome.ended_sessions:
+                self._forget(session)
             self._remember(call, outcome)
         return outcomes
 
     def _abandon_what_ended_in_vain(self) -> None:
         """Turns that their replicas have ended, in calls that failed before it was known whose they are."""
-        while self._in_vain:
-            call = self._in_vain[0]
-            with contextlib.suppress(Unreadable):
-                arguments = METHODS[call.method].read_arguments(call.arguments, call.parts)
-                try:
-                    may_end = self._may_end(call, arguments, outcome := Outcome(call.number))
-                except Unavailable as error:
-                    if _is_of_the_database(error):
-                        return
-                    may_end = False
-                if may_end and outcome.turn_id:
-                    self._store.owners.abandon([outcome.turn_id])
-            self._in_vain.pop(0)
+        for session, turn_id, attempt in tuple(self._in_vain):
+            try:
+                found = self._store.owners.turn(turn_id)
+            except PensieveError:  # the database is away, or cannot be read there: another time
+                return
+            is_its = (
+                found is not None and found.session == session and attempt in (0, found.attempt)
+            )
+            if is_its and found is not None and found.state is TurnState.RUNNING:
+                self._store.owners.abandon([turn_id])
+            del self._in_vain[session, turn_id, attempt]
+
+    def _ends_in_vain(self, call: Call) -> None:
+        """Its turn is looked at again before the next group."""
+        with contextlib.suppress(Unreadable):
+            given = METHODS[call.method].read_arguments(call.arguments, call.parts)
+            self._in_vain[call.session, given["turn_id"], given.get("attempt", 0)] = None
 
     def _alone(self, call: Call) -> Outcome:
         try:
+            self._be_sure_of_sessions()
             outcome = self._one(call, Outcome(call.number))
         except Exception as error:
             return _failed(call, error)
@@ -244,7 +283,7 @@ class Calls:
             name = arguments["conversation_id"]
             self._store.owners.give_up(name, call.session, tenant=tenant)
             return None
-        result = method.run(_target(self._store, call.method), arguments)
+        result = method.run_on(self._store, arguments)
         if isinstance(result, Begun):
             _note_begun(result, outcome)
         elif method.kind is Kind.CREATE:
@@ -262,7 +301,7 @@ class Calls:
         owners = self._store.owners
         takes = call.method == "take"
         if takes:
-            outcome.ended_session = self._end_lost_owner(conversation_id, tenant, call.session)
+            outcome.ended_sessions += self._end_lost_owner(conversation_id, tenant, call.session)
         try:
             claim = owners.claim(
                 conversation_id,
@@ -281,15 +320,18 @@ class Calls:
         if claim.previous not in (NOBODY, call.session) and self._is_connected(claim.previous):
             outcome.previous_address = owners.session(claim.previous).address
 
-    def _end_lost_owner(self, conversation_id: str, tenant: str, taker: int) -> int:
+    def _end_lost_owner(self, conversation_id: str, tenant: str, taker: int) -> tuple[int, ...]:
         """End the session of an owner whose stream is gone."""
         owner = self._store.owners.owner(conversation_id, tenant=tenant)
         if owner is None or owner.session in (taker, NOBODY) or owner.session < 0:
-            return NOBODY
+            return ()
         if self._is_connected(owner.session):
-            return NOBODY
-        self.end_session(owner.session)
-        return owner.session
+            return ()
+        self._store.owners.end_session(owner.session)
+        self._open.discard(
+            owner.session
+        )  # what else there was of it is forgotten behind the commit
+        return (owner.session,)
 
     def _may_end(self, call: Call, arguments: dict[str, Any], outcome: Outcome) -> bool:
         """Refuse to end what is not the caller's: it says the same again and finds what became of it.
@@ -325,7 +367,7 @@ class Calls:
         """What was answered to it, or would have been; None if it was not carried out."""
         answered = self._answered.get(call.session)
         if answered is not None and answered.number == call.number:
-            return replace(answered, claimed=None, ended_session=NOBODY)  # which was told
+            return replace(answered, claimed=None, ended_sessions=())  # which was told
         if call.number > self._store.owners.session(call.session).last_call:
             return None
         recall = RECALLED.get(call.method)
@@ -361,62 +403,9 @@ def _note_begun(begun: Begun, outcome: Outcome) -> None:
         outcome.turn_epoch = outcome.epoch
 
 
-def _begun(store: ConversationStore, given: Mapping[str, Any]) -> Begun:
-    request = given["request"]
-    turn = store.find_turn(
-        given["conversation_id"], request.request_id, tenant=given.get("tenant", "")
-    )
-    if turn is None:
-        raise NotFound(f"there is no conversation {given['conversation_id']!r}")
-    return Begun(turn, must_run=turn.state is TurnState.RUNNING)
-
-
-def _conversation(name: str) -> Callable[[ConversationStore, Mapping[str, Any]], Conversation]:
-    return lambda store, given: store.get_conversation(given[name], tenant=given.get("tenant", ""))
-
-
-def _new(store: ConversationStore, given: Mapping[str, Any]) -> Conversation:
-    return store.get_conversation(given["new"].conversation_id, tenant=given["new"].tenant)
-
-
-def _rewound(store: ConversationStore, given: Mapping[str, Any]) -> Rewound:
-    found = _conversation("conversation_id")(store, given)
-    return Rewound(found.revision, found.num_tokens)
-
-
-def _as_before(name: str) -> Callable[[ConversationStore, Mapping[str, Any]], Any]:
-    """Of what changes nothing when it is done twice."""
-    return lambda store, given: METHODS[name].run(_target(store, name), given)
-
-
-RECALLED: Mapping[str, Callable[[ConversationStore, Mapping[str, Any]], Any]] = {
-    "begin_turn": _begun,
-    "finish_turn": _as_before("finish_turn"),
-    "fail_turn": _as_before("fail_turn"),
-    "interrupt_turn": _as_before("interrupt_turn"),
-    "create_conversation": _new,
-    "prefixes.begin": _new,
-    "fork_conversation": _conversation("new_id"),
-    "rewind_conversation": _rewound,
-    "replace_log": _conversation("conversation_id"),
-    "changes.set_metadata": _conversation("conversation_id"),
-    "changes.begin_with": _conversation("conversation_id"),
-    "replace_pending": _as_before("replace_pending"),
-    "responses.save": _as_before("responses.save"),
-    "prefixes.declare": lambda store, given: store.prefixes.find(
-        given["new"].prefix_id, tenant=given["new"].tenant
-    ),
-}
-
-
 def prefix_epoch(declared: Conversation) -> int:
     """What tells a declared prefix from another one that had its id before."""
     return round(1_000_000 * declared.created_at)
-
-
-def _target(store: ConversationStore, name: str) -> Any:
-    part, dot, _ = name.partition(".")
-    return getattr(store, part) if dot else store
 
 
 def _is_of_the_database(error: PensieveError) -> bool:

@@ -92,6 +92,11 @@ class Method:
     def run(self, target: Any, arguments: Mapping[str, Any]) -> Any:
         return self.function(target, **arguments)
 
+    def run_on(self, store: ConversationStore, arguments: Mapping[str, Any]) -> Any:
+        """`run`, on the part of the store that has the method."""
+        part, dot, _ = self.name.partition(".")
+        return self.run(getattr(store, part) if dot else store, arguments)
+
 
 def replace_pending(
     store: ConversationStore,
@@ -138,7 +143,7 @@ def _methods() -> dict[str, Method]:
     add("", store, Kind.TURN, "finish_turn fail_turn interrupt_turn")
     add("", store, Kind.READ, "verify")
     add("chains.", Chains, Kind.LOOK, "longest request")
-    add("responses.", Responses, Kind.LOOK, "is_made_for")
+    add("responses.", Responses, Kind.LOOK, "is_made_for goes_with")
     add("responses.", Responses, Kind.OTHER, "save")
     add("responses.", Responses, Kind.OTHER, "delete", alone=True)
     add("changes.", ConversationChanges, Kind.WRITE, "set_metadata begin_with")

@@ -101,6 +101,7 @@ class RemoteResponses(_Part):
     save = remote(Responses.save)
     delete = remote(Responses.delete)
     is_made_for = remote(Responses.is_made_for)
+    goes_with = remote(Responses.goes_with)
 
 
 class RemotePrefixes(_Part):

@@ -243,13 +243,15 @@ def test_deleting_a_response_leaves_a_conversation_that_was_gone_on_with_meanwhi
 ) -> None:
     first = respond(door, "One.")
     responses = door.rig.daemon.store.responses
-    delete = responses.delete
 
-    def before_another_turn(*named: Any, **more: Any) -> Any:
-        removed = delete(*named, **more)
-        return removed._replace(revision=removed.revision - 1)  # as if one more had been made
+    for name in ("goes_with", "delete"):
+        function = getattr(responses, name)
 
-    monkeypatch.setattr(responses, "delete", before_another_turn)
+        def before_another_turn(*named: Any, act: Any = function, **more: Any) -> Any:
+            removed = act(*named, **more)
+            return removed._replace(revision=removed.revision - 1)  # as if one more had been made
+
+        monkeypatch.setattr(responses, name, before_another_turn)
     assert door.ask("DELETE", f"/v1/responses/{first.value['id']}").status == 200
     assert len(contents(door, first)) == 2
 
