@@ -6,6 +6,8 @@ its own, which routes the call to a replica; around that we put what Ray does no
 * **No message is parsed** on its way: requests and responses stay bytes.  The exception is the key: a call
   whose metadata has no `session_id` gets its conversation's id from the request, and one that creates a
   conversation the prefix that it begins with (homes.py).
+* **A stream goes past Ray** once Ray has found its replica (direct.py): a message costs Ray more than a small
+  model's token.
 * **The deadline** travels as metadata, so that the daemon knows it (Ray passes on a cancellation only).
 * **An error keeps its details.**  Ray carries a status and trailing metadata with a message, and drops both
   with an exception.  So a replica ends a failed call with an empty message whose context has the error
@@ -14,57 +16,36 @@ its own, which routes the call to a replica; around that we put what Ray does no
   a message brought came from a daemon and stays as it is.  (The trailing metadata alone do not tell: each
   message of a stream brings them, so they are there when a replica dies in the middle of one.)
 
-Nothing is kept between calls.
+Nothing is kept between calls but channels to the daemons.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, NamedTuple
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
 from google.protobuf import message_factory
-from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from pensieve.cluster.homes import BEHIND
-from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
-
-KEY = "session_id"  # Ray's name for it in the metadata
-TIMEOUT = "pensieve-timeout"
-REPLICA = "pensieve-replica"
-CONVERSATION = "conversation_id"
-PREFIX = "prefix_id"
-CREATE = "CreateConversation"
-HEALTH = "grpc.health.v1.Health"
-SERVICES = (
-    conversation_pb2.DESCRIPTOR.services_by_name["ConversationService"],
-    jobs_pb2.DESCRIPTOR.services_by_name["JobService"],
-    admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
+from pensieve.cluster.direct import Way, held, way_of
+from pensieve.cluster.grpc_forward import GONE, Forward
+from pensieve.cluster.grpc_methods import (
+    CONVERSATION,
+    CREATE,
+    KEY,
+    PREFIX,
+    REPLICA,
+    TIMEOUT,
+    Method,
+    methods,
 )
+from pensieve.cluster.homes import BEHIND
 
-
+CHANNELS_MAX = 1000  # to daemons
 Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers alone
-
-
-class Method(NamedTuple):
-    path: str
-    takes_stream: bool
-    gives_stream: bool
-    request: Descriptor
-
-    @property
-    def name(self) -> str:
-        """As Ray calls it: the last part of the path."""
-        return self.path.rsplit("/", 1)[1]
-
-
-def methods() -> Iterator[Method]:
-    for service in SERVICES:
-        yield from _methods_of(service)
-    check = status_pb2.HealthCheckRequest.DESCRIPTOR
-    yield Method(f"/{HEALTH}/Check", False, False, check)
-    yield Method(f"/{HEALTH}/Watch", False, True, check)
 
 
 def add_services(_: Any, server: grpc.aio.Server) -> None:
@@ -77,11 +58,12 @@ class Services(grpc.GenericRpcHandler):
         # Ray reads this table, and puts one with its own behaviours in its place.
         self._method_handlers = {each.path: _handler(each) for each in methods()}
         self._methods = {each.path: each for each in methods()}
+        self._direct = DirectStreams()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         path = handler_call_details.method
         handler = self._method_handlers.get(path)
-        return None if handler is None else _around(self._methods[path], handler)
+        return None if handler is None else _around(self._methods[path], handler, self._direct)
 
 
 class Call:
@@ -98,8 +80,74 @@ class Call:
     def invocation_metadata(self) -> Any:
         return self._metadata
 
+    def leave_rays(self) -> Any:
+        """The real context, which Ray sees no more: its call ends behind the real one."""
+        real, self._context = self._context, RaysOwn(self._context.peer())
+        return real
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
+
+
+class RaysOwn:
+    """In the place of a context of gRPC's: Ray asks for the peer, and whether it may say how the call ended.
+
+    A context that has ended must not be asked: it is freed, and the process ends.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def peer(self) -> str:
+        return self._peer
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.OK
+
+    def details(self) -> str:
+        return "past Ray"
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        """They are the daemon's."""
+
+    set_code = set_details = set_compression = set_trailing_metadata
+
+
+class DirectStreams:
+    """Streams from daemons, for calls that Ray has brought to their replicas."""
+
+    def __init__(self) -> None:
+        self._forwards: OrderedDict[str, Forward] = OrderedDict()  # by address
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def messages(
+        self, method: Method, way: Way, request: bytes, call: Call, rays: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
+        """`rays` is what Ray still has of the call: it ends when the hold is let go."""
+        context = call.leave_rays()
+        ending = asyncio.create_task(_exhausted(rays))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        forward = self._forward(way)
+        try:
+            async with held(way) as gone:
+                messages = forward.direct(method, request, call, context, gone)
+                async for message in messages:
+                    yield message
+        except OSError:
+            forward.gone(context)
+
+    def _forward(self, way: Way) -> Forward:
+        forward = self._forwards.pop(way.daemon, None) or Forward(way.daemon, way.replica)
+        self._forwards[way.daemon] = forward
+        if len(self._forwards) > CHANNELS_MAX:  # replicas come and go
+            self._forwards.popitem(last=False)
+        return forward
+
+
+async def _exhausted(messages: AsyncIterator[bytes]) -> None:
+    async for _ in messages:
+        pass
 
 
 def key_of(method: Method, metadata: Any, request: bytes | None) -> str:
@@ -119,16 +167,6 @@ def key_of(method: Method, metadata: Any, request: bytes | None) -> str:
     return key + BEHIND + prefix if prefix else key
 
 
-def _methods_of(service: ServiceDescriptor) -> Iterator[Method]:
-    for each in service.methods:
-        yield Method(
-            f"/{service.full_name}/{each.name}",
-            each.client_streaming,
-            each.server_streaming,
-            each.input_type,
-        )
-
-
 def _handler(method: Method) -> Handler:
     make: Any = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -139,14 +177,14 @@ def _handler(method: Method) -> Handler:
     return make(None)  # without serializers: bytes
 
 
-def _around(method: Method, handler: Any) -> Handler:
+def _around(method: Method, handler: Any, direct: DirectStreams) -> Handler:
     """Ray's handler with ours around it."""
     if method.takes_stream:
         if method.gives_stream:
-            return handler._replace(stream_stream=_stream(method, handler.stream_stream))
+            return handler._replace(stream_stream=_stream(method, handler.stream_stream, direct))
         return handler._replace(stream_unary=_unary(method, handler.stream_unary))
     if method.gives_stream:
-        return handler._replace(unary_stream=_stream(method, handler.unary_stream))
+        return handler._replace(unary_stream=_stream(method, handler.unary_stream, direct))
     return handler._replace(unary_unary=_unary(method, handler.unary_unary))
 
 
@@ -168,14 +206,19 @@ def _unary(
 
 
 def _stream(
-    method: Method, behaviour: Callable[[Any, Any], AsyncIterator[bytes]]
+    method: Method, behaviour: Callable[[Any, Any], AsyncIterator[bytes]], direct: DirectStreams
 ) -> Callable[[Any, Any], AsyncIterator[bytes]]:
     async def call(request: Any, context: Any) -> AsyncIterator[bytes]:
         has_failed = False
-        async for response in behaviour(request, _call(method, request, context)):
+        seen = _call(method, request, context)
+        rays = aiter(behaviour(request, seen))
+        async for _ in rays:
             has_failed = bool(context.code())  # this empty message has brought it, and is the last
             if not has_failed:
-                yield response
+                way = way_of(context.trailing_metadata())
+                async for message in direct.messages(method, way, request, seen, rays):
+                    yield message
+                return
         if not has_failed:
             _correct(context)
 
@@ -187,6 +230,4 @@ def _correct(context: Any) -> None:
     if context.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INTERNAL.value[0]):
         return
     context.set_code(grpc.StatusCode.UNAVAILABLE)
-    context.set_details(
-        "the replica that had this call is gone; another one takes the conversation"
-    )
+    context.set_details(GONE)

@@ -1,23 +1,25 @@
-"""A replica's calls to its daemon: bytes in, bytes out, with everything that belongs to a call.
+"""Calls to a daemon: bytes in, bytes out, with everything that belongs to a call.
 
-What Ray brings: the request, and a context that has metadata and the client's address.  What goes back:
-messages, and in the context the status, its details and trailing metadata.  Ray forgets the context when a
-method raises, so an error is a last, empty message with the error in its context (grpc_edge.py takes it
-out).
+    unary     in the replica.  What Ray brings: the request, and a context that has metadata and the client's
+              address.  What goes back: a message, and in the context the status, its details and trailing
+              metadata.  Ray forgets the context when a method raises, so an error is an empty message with
+              the error in its context
+    direct    in the proxy: the messages of a stream (direct.py)
 
-**Cancellation**: Ray cancels the task of a method whose client left; the daemon's call is cancelled with it.
+**Cancellation**: the task of a call whose client left is cancelled, and the daemon's call with it.
 
-One channel per replica, to a daemon of the same machine, used by one event loop.
+One channel for each daemon, used by one event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import grpc
 
-from pensieve.cluster.grpc_edge import KEY, REPLICA, TIMEOUT, Method
+from pensieve.cluster.grpc_methods import KEY, REPLICA, TIMEOUT, Method
 
 OPTIONS = (
     ("grpc.enable_retries", 0),
@@ -29,6 +31,7 @@ OPTIONS = (
 NOT_FORWARDED = frozenset(
     {"user-agent", "application", "request_id", "multiplexed_model_id", KEY, TIMEOUT}
 )
+GONE = "the replica that had this call is gone; another one takes the conversation"
 
 
 class Response(NamedTuple):
@@ -60,17 +63,38 @@ class Forward:
             call.cancel()
         return Response(data)
 
-    async def stream(self, method: Method, request: Any, context: Any) -> AsyncIterator[Response]:
-        call = self._begin(method, request, context)
-        self._end(context, ())
+    async def direct(
+        self,
+        method: Method,
+        request: bytes,
+        asked: Any,
+        context: Any,
+        gone: asyncio.Future[None],
+    ) -> AsyncIterator[bytes]:
+        """The messages of a stream, in the proxy; UNAVAILABLE when its replica is `gone`.
+
+        `asked` has the metadata of the call, and `context` gets what comes of it.
+        """
+        call = self._begin(method, request, asked)
+        gone.add_done_callback(lambda _: call.cancel())
         try:
             async for data in call:
-                yield Response(data)
+                yield data
+            self._end(context, await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:
             self._fail(context, error)
-            yield Response(b"")
+        except asyncio.CancelledError:
+            if not gone.done() or gone.cancelled():
+                raise
+            self.gone(context)
         finally:
             call.cancel()
+
+    def gone(self, context: Any) -> None:
+        """The replica is not there, or wants the call to end."""
+        context.set_code(grpc.StatusCode.UNAVAILABLE)
+        context.set_details(GONE)
+        self._end(context, ())
 
     def refuse(self, context: Any, code: grpc.StatusCode, details: str) -> Response:
         context.set_code(code)

@@ -3,7 +3,8 @@
 Ray starts, places, counts, checks and ends replicas; what a replica does is
 
     start      run the daemon under Ray's name for this replica, and wait until it serves
-    calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py)
+    calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py); of a gRPC
+               stream, say where the daemon is, and stay until it has ended (direct.py)
     health     the daemon's own: it runs, answers, and serves; to restart its engine it has RESTART_SECONDS;
                everything else makes Ray replace the replica
     end        Ray has stopped sending and waited for what runs; the daemon drains what is left, and exits
@@ -25,8 +26,9 @@ from typing import Any
 import grpc
 
 from pensieve.cluster.child_process import ChildProcess
-from pensieve.cluster.grpc_edge import HEALTH, Method, methods
+from pensieve.cluster.direct import DIRECT, Holds, Way
 from pensieve.cluster.grpc_forward import Forward, Response
+from pensieve.cluster.grpc_methods import HEALTH, REPLICA, Method, methods
 from pensieve.cluster.http_forward import HttpForward
 from pensieve.cluster.settings import ClusterSettings, data_folder, replica_command
 from pensieve.errors import Unavailable
@@ -63,6 +65,8 @@ class Replica:
         self.address = found["grpc"]
         self.grpc = Forward(self.address, name)
         self.http = HttpForward(found["http"], name)
+        self.holds = Holds()
+        await self.holds.listen(host)
         self._served = time.monotonic()
         self._health = grpc.aio.insecure_channel(self.address)
 
@@ -89,6 +93,8 @@ class Replica:
         if not hasattr(self, "daemon"):
             return
         await self.daemon.stop(seconds)
+        if hasattr(self, "holds"):
+            await self.holds.close()
         if hasattr(self, "grpc"):
             await self.grpc.close()
             await self.http.close()
@@ -116,12 +122,16 @@ def _single(method: Method) -> Any:
 
 
 def _streaming(method: Method) -> Any:
+    assert not method.takes_stream, "what comes in a stream comes through Ray"
+
     async def call(self: Replica, request: Any, grpc_context: Any) -> AsyncIterator[Response]:
         if not self.may_call(grpc_context.peer()):
             yield self.grpc.refuse(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
             return
-        async for each in self.grpc.stream(method, request, grpc_context):
-            yield each
+        way = Way(self.address, self.holds.address, self.holds.ticket(), self.name)
+        grpc_context.set_trailing_metadata([(DIRECT, way.written()), (REPLICA, self.name)])
+        yield Response(b"")
+        await self.holds.hold(way.ticket)
 
     return call
 

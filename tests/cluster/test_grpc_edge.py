@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.cluster.grpc_edge import BEHIND, Method, key_of, methods
+from pensieve.cluster.grpc_edge import BEHIND, key_of
+from pensieve.cluster.grpc_methods import Method, methods
 from pensieve.v1 import conversation_pb2 as pb
 
 METHODS = {each.name: each for each in methods()}

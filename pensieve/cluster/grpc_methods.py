@@ -1,0 +1,53 @@
+"""The methods of Pensieve's gRPC services that a cluster serves, and the metadata of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+
+from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
+
+KEY = "session_id"  # Ray's name for it in the metadata
+TIMEOUT = "pensieve-timeout"
+REPLICA = "pensieve-replica"
+CONVERSATION = "conversation_id"
+PREFIX = "prefix_id"
+CREATE = "CreateConversation"
+HEALTH = "grpc.health.v1.Health"
+SERVICES = (
+    conversation_pb2.DESCRIPTOR.services_by_name["ConversationService"],
+    jobs_pb2.DESCRIPTOR.services_by_name["JobService"],
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
+)
+
+
+class Method(NamedTuple):
+    path: str
+    takes_stream: bool
+    gives_stream: bool
+    request: Descriptor
+
+    @property
+    def name(self) -> str:
+        """As Ray calls it: the last part of the path."""
+        return self.path.rsplit("/", 1)[1]
+
+
+def methods() -> Iterator[Method]:
+    for service in SERVICES:
+        yield from _methods_of(service)
+    check = status_pb2.HealthCheckRequest.DESCRIPTOR
+    yield Method(f"/{HEALTH}/Check", False, False, check)
+    yield Method(f"/{HEALTH}/Watch", False, True, check)
+
+
+def _methods_of(service: ServiceDescriptor) -> Iterator[Method]:
+    for each in service.methods:
+        yield Method(
+            f"/{service.full_name}/{each.name}",
+            each.client_streaming,
+            each.server_streaming,
+            each.input_type,
+        )
