@@ -13,8 +13,10 @@ waits in its own thread until its answer is there, wherever the stream is in bet
   calls that wait fail.  Whether they were carried out is unknown, and the turns that run here are not in the
   history any more: they fail when they end.
 * A call that waits for longer than `answer_seconds` fails, too.  One that was not sent is taken out of the
-  line, and nothing comes of it.  One that writes and was sent is sent again until it is answered, since it
-  may be carried out already; and a turn that it begins then, for nobody, is interrupted before the next call.
+  line, and nothing comes of it, unless it ends a turn: that one stays in line, since nobody else would ever
+  end the turn, and what is asked behind it finds the turn ended.  One that writes and was sent is sent again
+  until it is answered, since it may be carried out already; and a turn that it begins then, for nobody, is
+  interrupted before the next call.
 """
 
 from __future__ import annotations
@@ -225,7 +227,8 @@ class Connection:
                 return
             waiting.is_wanted = False
             if waiting in self._line:
-                self._line.remove(waiting)
+                if waiting.method.kind is not Kind.TURN:
+                    self._line.remove(waiting)
                 self._advance()
             elif not waiting.method.writes:
                 self._waiting.pop(waiting.request.number, None)

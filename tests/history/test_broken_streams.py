@@ -19,7 +19,7 @@ from pensieve.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from pensieve.history.connection import PROTOCOL_VERSION
+from pensieve.history.connection import PROTOCOL_VERSION, Connection
 from pensieve.store import NewConversation, TurnRequest, TurnState
 from pensieve.store.remote.methods import METHODS
 from pensieve.v1 import history_pb2 as pb
@@ -124,6 +124,73 @@ def test_a_call_that_was_given_up_before_it_was_sent_is_never_sent(rig: ServiceR
     wait_for(lambda: rig.replicas()[0].connected)
     with pytest.raises(NotFound):
         call(one, "get_conversation", "c")
+
+
+ENDS = {"finish_turn": FINISH, "fail_turn": ("NAN_LOGITS",), "interrupt_turn": ()}
+
+
+def _end_in_vain(rig: ServiceRig, one: Connection, turn: int, end: str, attempt: int) -> None:
+    """The service is away for longer than the end of the turn waits; and then it is back."""
+    rig.do(rig.link.refuse)
+    wait_for(lambda: not rig.replicas()[0].connected)
+    with impatient(one), pytest.raises(StoreUnavailable):
+        call(one, end, turn, *ENDS[end], attempt=attempt)
+    rig.do(rig.link.heal)
+
+
+@pytest.mark.parametrize("end", ["fail_turn", "interrupt_turn"])
+def test_a_turn_whose_end_was_given_up_before_it_was_sent_ends_and_begins_again(
+    rig: ServiceRig, end: str
+) -> None:
+    one = rig.connect()
+    call(one, "create_conversation", NEW)
+    turn = call(one, "begin_turn", "c", request()).turn.turn_id
+    _end_in_vain(rig, one, turn, end, 1)
+    again = call(one, "begin_turn", "c", request())
+    assert (again.turn.turn_id, again.turn.attempts, again.must_run) == (turn, 2, True)
+    assert call(one, "finish_turn", turn, *FINISH, attempt=2) == 1
+    assert [each["how"] for each in rig.events("ended")] == [end, "finish_turn"]
+
+
+def test_a_reply_that_was_given_up_before_it_was_sent_is_there_for_who_repeats_the_request(
+    rig: ServiceRig,
+) -> None:
+    """Who waited for it was told that it failed; the turn is not computed twice."""
+    one = rig.connect()
+    call(one, "create_conversation", NEW)
+    turn = call(one, "begin_turn", "c", request()).turn.turn_id
+    _end_in_vain(rig, one, turn, "finish_turn", 1)
+    _, stored, _ = call(one, "look_up", "c", "r", 1)
+    assert (stored.turn_id, stored.state) == (turn, TurnState.COMPLETED)
+    again = call(one, "begin_turn", "c", request())
+    assert (again.turn.turn_id, again.turn.attempts, again.must_run) == (turn, 1, False)
+    messages = call(one, "messages", "c")
+    assert [each.content for each in messages] == ["say", "hello"]
+    assert call(one, "begin_turn", "c", request("r-2")).must_run
+
+
+def test_a_reply_that_was_given_up_is_not_written_into_the_session_that_follows(
+    tmp_path: Path,
+) -> None:
+    """Where the turn has begun again, and is another attempt."""
+    with ServiceRig(tmp_path, lease_seconds=0.5) as rig:
+        one = rig.connect()
+        call(one, "create_conversation", NEW)
+        turn = call(one, "begin_turn", "c", request()).turn.turn_id
+        rig.do(rig.link.refuse)
+        with impatient(one), pytest.raises(StoreUnavailable):
+            call(one, "finish_turn", turn, *FINISH, attempt=1)
+        wait_for(lambda: not rig.replicas())
+        first = one.session
+        rig.do(rig.link.heal)
+        wait_for(lambda: one.session != first)
+        again = call(one, "begin_turn", "c", request())
+        assert (again.turn.turn_id, again.turn.attempts, again.must_run) == (turn, 2, True)
+        with pytest.raises(Unavailable):
+            call(one, "finish_turn", turn, *FINISH, attempt=1)
+        assert call(one, "finish_turn", turn, *FINISH, attempt=2) == 1
+        ends = [each["how"] for each in rig.events("ended") if "turn_id" in each]
+        assert ends == ["finish_turn"]
 
 
 def test_a_turn_that_was_begun_for_nobody_begins_again_for_who_repeats_it(rig: ServiceRig) -> None:
