@@ -69,7 +69,7 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         self.num_groups = 0
         self._store, self._threads = store, threads
         self._reader: HistoryReader = store.reader()
-        self._calls = Calls(store, self.presence.is_connected)
+        self._calls = Calls(store, self.presence.may_be_back)
         self._line: deque[Call] = deque()
         self._is_at_work = False
         self._refusal = refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
@@ -261,6 +262,31 @@ def test_a_session_that_was_lost_fails_its_calls_and_says_so_before_the_next_one
         assert call(one, "get_turn", turn).state is TurnState.INTERRUPTED
 
 
+def test_a_daemon_whose_stream_breaks_for_a_moment_keeps_what_another_one_wants_to_take(
+    tmp_path: Path,
+) -> None:
+    """Its turn goes on; one that stays away is ended, long before its lease is over."""
+    with ServiceRig(tmp_path, lease_seconds=8.0) as rig:
+        one, other = rig.connect(), Raw(rig)
+        call(one, "create_conversation", NEW)
+        turn = call(one, "begin_turn", "c", request()).turn.turn_id
+        rig.do(rig.link.refuse)
+        wait_for(lambda: not {each.name: each.connected for each in rig.replicas()}["one"])
+        assert other.answer(1, "take", "c").failed
+        rig.do(rig.link.heal)
+        assert call(one, "finish_turn", turn, *FINISH, attempt=1) == 1
+        session = one.session
+        assert call(one, "begin_turn", "c", request("r-2")).must_run
+        rig.do(rig.link.refuse)
+        numbers = itertools.count(2)
+        wait_for(lambda: not other.answer(next(numbers), "take", "c").failed)
+        rig.do(rig.link.heal)
+        other.end()
+        (ended,) = [each for each in rig.events("ended") if "why" in each]
+        assert (ended["session"], ended["why"]) == (session, "another replica could not reach it")
+        assert rig.events("claimed")[-1]["session"] == other.opened.session
+
+
 def test_a_service_that_stood_still_for_longer_than_the_lease_ends_no_session(
     tmp_path: Path,
 ) -> None:
@@ -291,9 +317,12 @@ class Raw:
         self._requests.put(pb.ServeRequest(**given))
 
     def call(self, number: int, name: str, *given: Any) -> None:
-        """And its answer."""
+        """That succeeds."""
+        assert not self.answer(number, name, *given).failed
+
+    def answer(self, number: int, name: str, *given: Any) -> pb.Answer:
         self.send_call(number, name, *given)
-        assert not next(self.stream).answer.failed
+        return next(self.stream).answer
 
     def send_call(self, number: int, name: str, *given: Any) -> None:
         arguments, parts = METHODS[name].write_arguments(given, {})
