@@ -17,6 +17,7 @@ waits in its own thread until its answer is there, wherever the stream is in bet
   end the turn, and what is asked behind it finds the turn ended.  One that writes and was sent is sent again
   until it is answered, since it may be carried out already; and a turn that it begins then, for nobody, is
   interrupted before the next call.
+* What the daemon says of itself, where it is and that it drains, is so for every stream that follows.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class Connection:
         self._number = 0
         self._line: deque[_Waiting] = deque()  # not sent yet
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # sent, by number
+        self._is_draining = False
         self._outgoing: queue.SimpleQueue[pb.ServeRequest | None] | None = None
         self._stream: Any = None
         self._heard_at = time.monotonic()
@@ -161,6 +163,7 @@ class Connection:
     def drain(self) -> None:
         """Let others have each conversation as soon as no turn of it runs here."""
         with self._lock:
+            self._is_draining = True
             if self._outgoing is not None:
                 self._outgoing.put(pb.ServeRequest(drain=pb.Drain()))
 
@@ -265,7 +268,9 @@ class Connection:
         pause = PAUSE_SECONDS_MIN
         while not self._closed.is_set():
             outgoing: queue.SimpleQueue[pb.ServeRequest | None] = queue.SimpleQueue()
-            outgoing.put(pb.ServeRequest(open=self._opening()))
+            with self._lock:
+                before = self._replica
+                outgoing.put(pb.ServeRequest(open=self._opening()))
             try:
                 self._stream = self._stub.Serve(iter(outgoing.get, None), metadata=self._metadata)
                 self._heard_at = time.monotonic()
@@ -274,7 +279,7 @@ class Connection:
                     if response.HasField("answer"):
                         self._answered(response.answer)
                     elif response.HasField("opened"):
-                        self._has_opened(response.opened, outgoing)
+                        self._has_opened(response.opened, outgoing, before)
                         pause = PAUSE_SECONDS_MIN
             except grpc.RpcError as error:
                 self._broke(error)
@@ -307,7 +312,10 @@ class Connection:
         )
 
     def _has_opened(
-        self, opened: pb.Opened, outgoing: queue.SimpleQueue[pb.ServeRequest | None]
+        self,
+        opened: pb.Opened,
+        outgoing: queue.SimpleQueue[pb.ServeRequest | None],
+        before: Replica,
     ) -> None:
         if self.session and not opened.goes_on:
             log.warning("the history service %s has begun another session", self.target)
@@ -317,6 +325,10 @@ class Connection:
             self.on_lost()
         with self._lock:
             self.session, self._lease_seconds = opened.session, opened.lease_seconds
+            if self._replica is not before:  # it was announced meanwhile
+                outgoing.put(pb.ServeRequest(open=self._opening()))
+            if self._is_draining:
+                outgoing.put(pb.ServeRequest(drain=pb.Drain()))
             for waiting in self._waiting.values():
                 again = pb.Call()
                 again.CopyFrom(waiting.request)

@@ -184,7 +184,9 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
             raise InvalidArgument("replica", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
         known = self.presence.find(opening.session)
         if known is not None and known.session.replica == opening.replica:
-            return known.session, True
+            await self._moved(known, opening)
+            if self.presence.find(opening.session) is known:
+                return known.session, True
         session = Session(
             NOBODY,
             opening.replica,
@@ -201,13 +203,15 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         return opened, False
 
     async def _moved(self, present: Present, opening: pb.OpenSession) -> None:
-        present.session = replace(
+        moved = replace(
             present.session,
             address=opening.address,
             http_address=opening.http_address,
             metrics_address=opening.metrics_address,
         )
-        await self._threads.in_store("", self._store.owners.move_session, present.session)
+        if moved != present.session:
+            await self._threads.in_store("", self._store.owners.move_session, moved)
+            present.session = moved
 
     async def _end(self, present: Present, why: str) -> None:
         number = present.session.number

@@ -287,6 +287,39 @@ def test_a_daemon_whose_stream_breaks_for_a_moment_keeps_what_another_one_wants_
         assert rig.events("claimed")[-1]["session"] == other.opened.session
 
 
+def test_what_a_daemon_says_of_itself_while_its_stream_is_broken_is_known_when_it_is_back(
+    rig: ServiceRig,
+) -> None:
+    one, other = rig.connect(), Raw(rig)
+    call(one, "create_conversation", NEW)
+    session = one.session
+    rig.do(rig.link.refuse)
+    wait_for(lambda: not {each.name: each.connected for each in rig.replicas()}["one"])
+    one.announce("host:1", "host:2", "host:3")
+    one.drain()
+    rig.do(rig.link.heal)
+    wait_for(lambda: {each.name: each.connected for each in rig.replicas()}["one"])
+    found = next(each for each in rig.replicas() if each.name == "one")
+    assert (found.address, found.http_address) == ("host:1", "host:2")
+    assert (found.metrics_address, found.session) == ("host:3", session)
+    wait_for(lambda: next(each for each in rig.service.presence.all()).is_draining)
+    claimed = other.answer(1, "claim", "c")
+    assert (claimed.failed, claimed.previous_address) == (False, "host:1")
+    other.end()
+
+
+def test_an_address_that_is_announced_while_a_stream_is_opened_is_known(rig: ServiceRig) -> None:
+    one = rig.connect()
+    rig.do(rig.link.refuse)
+    wait_for(lambda: not rig.replicas()[0].connected)
+    one.announce("host:1")
+    with store_stopped(rig):
+        rig.do(rig.link.heal)
+        wait_for(lambda: rig.do(lambda: rig.threads.store_waiting.num_jobs) == 2)
+        one.announce("host:2")  # the opening has said the other one, and waits for the store
+    wait_for(lambda: rig.replicas()[0].address == "host:2")
+
+
 def test_a_service_that_stood_still_for_longer_than_the_lease_ends_no_session(
     tmp_path: Path,
 ) -> None:
