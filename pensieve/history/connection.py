@@ -12,6 +12,9 @@ waits in its own thread until its answer is there, wherever the stream is in bet
 * When the service has ended the session (this daemon was away for too long, or the service says so), the
   calls that wait fail.  Whether they were carried out is unknown, and the turns that run here are not in the
   history any more: they fail when they end.
+* Where another daemon has begun a session with this one's name, this one gets none: two of a name would end
+  each other's sessions for ever.  Its calls fail at once, and once in a lease it asks whether the name is
+  free.
 * A call that waits for longer than `answer_seconds` fails, too.  One that was not sent is taken out of the
   line, and nothing comes of it, unless it ends a turn: that one stays in line, since nobody else would ever
   end the turn, and what is asked behind it finds the turn ended.  One that writes and was sent is sent again
@@ -100,8 +103,8 @@ class Connection:
     ) -> None:
         """`target` is HOST:PORT; StoreUnavailable if it does not answer within `open_seconds`.
 
-        `on_lost` may be set: it is called, in a thread of this object, when another session has begun, before
-        anything is sent in that one.
+        `on_lost` may be set: it is called, in a thread of this object, when the session has ended: another
+        one has begun, and nothing is sent in that before, or another daemon has the name.
         """
         self.target = target
         self.session = 0
@@ -126,6 +129,7 @@ class Connection:
         self._lease_seconds = 10.0
         self._problem: PensieveError = StoreUnavailable(f"{target} does not answer")
         self._is_refused = False  # it will not be let in
+        self._is_shut_out = False  # while another daemon has its name
         self._closed = threading.Event()
         self._opened = threading.Event()
         self._threads = [
@@ -193,6 +197,8 @@ class Connection:
         self, method: Method, arguments: str, parts: list[bytes], *, is_next: bool = False
     ) -> _Waiting:
         with self._lock:
+            if self._is_shut_out:
+                raise self._problem
             if self._closed.is_set() or self._is_refused:
                 raise StoreUnavailable(
                     f"the connection to the history service {self.target} is closed"
@@ -296,6 +302,9 @@ class Connection:
                 self._opened.set()
                 self._fail_all(self._problem)
                 return
+            if self._is_shut_out:
+                self._closed.wait(self._lease_seconds)
+                continue
             self._closed.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, PAUSE_SECONDS_MAX)
         self._fail_all(StoreUnavailable("the connection to the history service was closed"))
@@ -325,6 +334,7 @@ class Connection:
             self.on_lost()
         with self._lock:
             self.session, self._lease_seconds = opened.session, opened.lease_seconds
+            self._is_shut_out = False
             if self._replica is not before:  # it was announced meanwhile
                 outgoing.put(pb.ServeRequest(open=self._opening()))
             if self._is_draining:
@@ -345,10 +355,21 @@ class Connection:
             self._problem, self._is_refused = Unauthenticated(words), not self.session
         elif code is grpc.StatusCode.INVALID_ARGUMENT:
             self._problem, self._is_refused = InvalidArgument("store", words), not self.session
+        elif code is grpc.StatusCode.ALREADY_EXISTS:
+            self._shut_out(StoreUnavailable(words))
         else:
             self._problem = StoreUnavailable(words)
-        if self.session and not self._closed.is_set():
+        if self.session and not self._closed.is_set() and not self._is_shut_out:
             log.warning("the connection to the history broke: %s", details or code)
+
+    def _shut_out(self, problem: PensieveError) -> None:
+        """Another daemon has the name."""
+        with self._lock:
+            was_shut_out, self._is_shut_out, self._problem = self._is_shut_out, True, problem
+        if not was_shut_out:
+            log.error("%s", problem)
+            self._fail_all(problem)
+            self.on_lost()
 
     def _fail_all(self, failure: PensieveError) -> None:
         with self._lock:

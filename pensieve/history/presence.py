@@ -37,6 +37,7 @@ class Present:
     session: Session
     heard_at: float
     away_since: float = 0.0  # while it has no stream
+    follows: int | None = None  # the session that its replica had before; not known after a start
     outgoing: asyncio.Queue[pb.ServeResponse] | None = None
     task: asyncio.Task[None] | None = None  # that reads its stream
     is_draining: bool = False

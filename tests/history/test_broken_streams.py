@@ -394,6 +394,60 @@ def test_a_replica_hears_at_once_that_its_session_has_ended(rig: ServiceRig) -> 
         each.end()
 
 
+def test_of_two_daemons_of_one_name_the_later_one_is_let_in_and_the_other_hears_why(
+    tmp_path: Path,
+) -> None:
+    """And is let in when the later one has left; they do not end each other's sessions for ever."""
+    with ServiceRig(tmp_path, lease_seconds=0.5) as rig:
+        one = rig.connect("same")
+        call(one, "create_conversation", NEW)
+        lost: list[int] = []
+        one.on_lost = lambda: lost.append(one.session)
+        first = one.session
+        two = rig.connect("same")
+        wait_for(lambda: lost)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable) as refused:
+                call(one, "get_conversation", "c")
+            assert "another daemon has the name 'same' now (same:1)" in str(refused.value)
+        assert call(two, "begin_turn", "c", request()).must_run
+        assert [each["session"] for each in rig.events("opened")] == [first, two.session]
+        assert (one.session, lost) == (first, [first])
+        two.leave()
+        two.close()
+        wait_for(lambda: one.session != first)
+        assert call(one, "begin_turn", "c", request()).turn.attempts == 2
+
+
+def test_a_daemon_that_did_not_hear_of_its_new_session_gets_another_one(rig: ServiceRig) -> None:
+    """The stream breaks before it has the number; nobody else has its name."""
+    first = Raw(rig)
+    session = first.opened.session
+    first.send(leave=pb.Leave())
+    wait_for(lambda: not rig.replicas())
+    streams = [Raw(rig, session) for _ in range(3)]
+    numbers = [each.opened.session for each in streams]
+    assert numbers == sorted({session, *numbers})[1:]
+    assert not any(each.opened.goes_on for each in streams)
+    with pytest.raises(grpc.RpcError) as refused:
+        Raw(rig, numbers[0])
+    assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    for each in (first, *streams):
+        each.end()
+
+
+def test_a_session_of_before_the_service_began_shuts_nobody_out(tmp_path: Path) -> None:
+    """It is not known then what it followed, and it may be the daemon's own."""
+    with ServiceRig(tmp_path) as rig:
+        old = Raw(rig)
+        new = Raw(rig)
+        assert new.opened.session > old.opened.session
+    with ServiceRig(tmp_path) as rig:
+        again = Raw(rig, old.opened.session)
+        assert again.opened.session > new.opened.session
+        again.end()
+
+
 def test_turns_are_counted_right_when_the_service_begins_anew(tmp_path: Path) -> None:
     with ServiceRig(tmp_path) as rig:
         one = rig.connect()
