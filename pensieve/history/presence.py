@@ -144,8 +144,10 @@ class Presence:
 
     def excuse(self, seconds: float) -> None:
         """The service itself was away for so long, and has heard of nobody."""
-        for each in self._present.values():
-            each.heard_at += seconds
+        now = self._now()
+        for each in self._present.values():  # some have been heard of since
+            each.heard_at = min(now, each.heard_at + seconds)
+            each.away_since = min(now, each.away_since + seconds)
 
     def overdue(self) -> list[Present]:
         """Not heard of for as long as the lease."""

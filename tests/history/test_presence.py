@@ -97,6 +97,22 @@ def test_sessions_of_before_may_be_back_for_a_moment_after_the_service_has_begun
     assert not there.may_be_back(7)
 
 
+def test_time_that_the_service_was_away_counts_for_nobody_and_is_given_to_nobody_twice() -> None:
+    there, clock = presence()
+    early, late, away = (connected(there, number) for number in (1, 2, 3))
+    assert away.outgoing is not None
+    there.away(away, away.outgoing)
+    clock.now = 3601.0
+    there.heard(late)  # what it said meanwhile is read before the service looks at the clock
+    there.excuse(3600.0)
+    assert there.overdue() == []
+    assert there.may_be_back(3)
+    clock.now = 3610.5
+    assert there.overdue() == [early, away]
+    clock.now = 3611.5
+    assert there.overdue() == [early, late, away]
+
+
 @pytest.mark.parametrize(("counts", "given_up"), [((100, 0), 30), ((60, 60), 0), ((20, 0), 0)])
 def test_who_has_too_much_gives_up_what_was_used_least(
     counts: tuple[int, int], given_up: int
