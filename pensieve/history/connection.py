@@ -12,9 +12,15 @@ waits in its own thread until its answer is there, wherever the stream is in bet
 * When the service has ended the session (this daemon was away for too long, or the service says so), the
   calls that wait fail.  Whether they were carried out is unknown, and the turns that run here are not in the
   history any more: they fail when they end.
+* Where another daemon has begun a session with this one's name, this one gets none: two of a name would end
+  each other's sessions for ever.  Its calls fail at once, and once in a lease it asks whether the name is
+  free.
 * A call that waits for longer than `answer_seconds` fails, too.  One that was not sent is taken out of the
-  line, and nothing comes of it.  One that writes and was sent is sent again until it is answered, since it
-  may be carried out already; and a turn that it begins then, for nobody, is interrupted before the next call.
+  line, and nothing comes of it, unless it ends a turn: that one stays in line, since nobody else would ever
+  end the turn, and what is asked behind it finds the turn ended.  One that writes and was sent is sent again
+  until it is answered, since it may be carried out already; and a turn that it begins then, for nobody, is
+  interrupted before the next call.
+* What the daemon says of itself, where it is and that it drains, is so for every stream that follows.
 """
 
 from __future__ import annotations
@@ -97,8 +103,8 @@ class Connection:
     ) -> None:
         """`target` is HOST:PORT; StoreUnavailable if it does not answer within `open_seconds`.
 
-        `on_lost` may be set: it is called, in a thread of this object, when another session has begun, before
-        anything is sent in that one.
+        `on_lost` may be set: it is called, in a thread of this object, when the session has ended: another
+        one has begun, and nothing is sent in that before, or another daemon has the name.
         """
         self.target = target
         self.session = 0
@@ -116,12 +122,14 @@ class Connection:
         self._number = 0
         self._line: deque[_Waiting] = deque()  # not sent yet
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # sent, by number
+        self._is_draining = False
         self._outgoing: queue.SimpleQueue[pb.ServeRequest | None] | None = None
         self._stream: Any = None
         self._heard_at = time.monotonic()
         self._lease_seconds = 10.0
         self._problem: PensieveError = StoreUnavailable(f"{target} does not answer")
         self._is_refused = False  # it will not be let in
+        self._is_shut_out = False  # while another daemon has its name
         self._closed = threading.Event()
         self._opened = threading.Event()
         self._threads = [
@@ -159,6 +167,7 @@ class Connection:
     def drain(self) -> None:
         """Let others have each conversation as soon as no turn of it runs here."""
         with self._lock:
+            self._is_draining = True
             if self._outgoing is not None:
                 self._outgoing.put(pb.ServeRequest(drain=pb.Drain()))
 
@@ -188,6 +197,8 @@ class Connection:
         self, method: Method, arguments: str, parts: list[bytes], *, is_next: bool = False
     ) -> _Waiting:
         with self._lock:
+            if self._is_shut_out:
+                raise self._problem
             if self._closed.is_set() or self._is_refused:
                 raise StoreUnavailable(
                     f"the connection to the history service {self.target} is closed"
@@ -225,7 +236,8 @@ class Connection:
                 return
             waiting.is_wanted = False
             if waiting in self._line:
-                self._line.remove(waiting)
+                if waiting.method.kind is not Kind.TURN:
+                    self._line.remove(waiting)
                 self._advance()
             elif not waiting.method.writes:
                 self._waiting.pop(waiting.request.number, None)
@@ -262,7 +274,9 @@ class Connection:
         pause = PAUSE_SECONDS_MIN
         while not self._closed.is_set():
             outgoing: queue.SimpleQueue[pb.ServeRequest | None] = queue.SimpleQueue()
-            outgoing.put(pb.ServeRequest(open=self._opening()))
+            with self._lock:
+                before = self._replica
+                outgoing.put(pb.ServeRequest(open=self._opening()))
             try:
                 self._stream = self._stub.Serve(iter(outgoing.get, None), metadata=self._metadata)
                 self._heard_at = time.monotonic()
@@ -271,7 +285,7 @@ class Connection:
                     if response.HasField("answer"):
                         self._answered(response.answer)
                     elif response.HasField("opened"):
-                        self._has_opened(response.opened, outgoing)
+                        self._has_opened(response.opened, outgoing, before)
                         pause = PAUSE_SECONDS_MIN
             except grpc.RpcError as error:
                 self._broke(error)
@@ -288,6 +302,9 @@ class Connection:
                 self._opened.set()
                 self._fail_all(self._problem)
                 return
+            if self._is_shut_out:
+                self._closed.wait(self._lease_seconds)
+                continue
             self._closed.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, PAUSE_SECONDS_MAX)
         self._fail_all(StoreUnavailable("the connection to the history service was closed"))
@@ -304,7 +321,10 @@ class Connection:
         )
 
     def _has_opened(
-        self, opened: pb.Opened, outgoing: queue.SimpleQueue[pb.ServeRequest | None]
+        self,
+        opened: pb.Opened,
+        outgoing: queue.SimpleQueue[pb.ServeRequest | None],
+        before: Replica,
     ) -> None:
         if self.session and not opened.goes_on:
             log.warning("the history service %s has begun another session", self.target)
@@ -314,6 +334,11 @@ class Connection:
             self.on_lost()
         with self._lock:
             self.session, self._lease_seconds = opened.session, opened.lease_seconds
+            self._is_shut_out = False
+            if self._replica is not before:  # it was announced meanwhile
+                outgoing.put(pb.ServeRequest(open=self._opening()))
+            if self._is_draining:
+                outgoing.put(pb.ServeRequest(drain=pb.Drain()))
             for waiting in self._waiting.values():
                 again = pb.Call()
                 again.CopyFrom(waiting.request)
@@ -330,10 +355,21 @@ class Connection:
             self._problem, self._is_refused = Unauthenticated(words), not self.session
         elif code is grpc.StatusCode.INVALID_ARGUMENT:
             self._problem, self._is_refused = InvalidArgument("store", words), not self.session
+        elif code is grpc.StatusCode.ALREADY_EXISTS:
+            self._shut_out(StoreUnavailable(words))
         else:
             self._problem = StoreUnavailable(words)
-        if self.session and not self._closed.is_set():
+        if self.session and not self._closed.is_set() and not self._is_shut_out:
             log.warning("the connection to the history broke: %s", details or code)
+
+    def _shut_out(self, problem: PensieveError) -> None:
+        """Another daemon has the name."""
+        with self._lock:
+            was_shut_out, self._is_shut_out, self._problem = self._is_shut_out, True, problem
+        if not was_shut_out:
+            log.error("%s", problem)
+            self._fail_all(problem)
+            self.on_lost()
 
     def _fail_all(self, failure: PensieveError) -> None:
         with self._lock:

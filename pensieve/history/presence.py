@@ -5,9 +5,11 @@
                 └──silent for as long as its lease, or it leaves──────┴──> ended
 
 A replica is heard of with every message; away, it has the rest of its lease to come back, for its turns are
-computed all the same.  When the service itself begins, the sessions that had not ended are away.  Where it
-was stopped for a while (a paused process, a machine that slept), what was sent meanwhile is read afterwards,
-so that time counts for nobody.  All of it belongs to the loop, but `is_connected`, which any thread may ask.
+computed all the same.  Another one that cannot reach it may end it sooner, but not before it has been away
+for a moment: a stream may break for no reason of its replica's, and comes back at once then.  When the
+service itself begins, the sessions that had not ended are away.  Where it was stopped for a while (a paused
+process, a machine that slept), what was sent meanwhile is read afterwards, so that time counts for nobody.
+All of it belongs to the loop, but `may_be_back`, which any thread may ask.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from dataclasses import dataclass, field
 from pensieve.store.owners import Session
 from pensieve.v1 import history_pb2 as pb
 
+BREAK_SECONDS_MAX = 3.0  # that a stream takes to come back, at most
+BREAK_SHARE = 4  # of them in a lease, at least
 RECENT_SECONDS = 600.0  # since a conversation's last turn: it counts as its replica's load
 RECENT_MAX = 100_000
 SHARE_MAX = 1.25  # of the mean, that a replica has of the conversations in use
@@ -32,6 +36,8 @@ class Present:
 
     session: Session
     heard_at: float
+    away_since: float = 0.0  # while it has no stream
+    follows: int | None = None  # the session that its replica had before; not known after a start
     outgoing: asyncio.Queue[pb.ServeResponse] | None = None
     task: asyncio.Task[None] | None = None  # that reads its stream
     is_draining: bool = False
@@ -58,14 +64,16 @@ class Present:
 class Presence:
     def __init__(self, lease_seconds: float, now: Callable[[], float]) -> None:
         self.lease_seconds = lease_seconds
+        self.break_seconds = min(BREAK_SECONDS_MAX, lease_seconds / BREAK_SHARE)
         self._now = now
         self._present: dict[int, Present] = {}
         self._connected: set[int] = set()
 
     def begin(self, sessions: Iterable[Session], running: Mapping[int, Iterable[int]]) -> None:
         """Those that had not ended when the service began, and their turns: away, with a whole lease."""
+        now = self._now()
         for session in sessions:
-            present = self._present[session.number] = Present(session, self._now())
+            present = self._present[session.number] = Present(session, now, now)
             present.running.update(running.get(session.number, ()))
 
     def all(self) -> list[Present]:
@@ -76,6 +84,13 @@ class Presence:
 
     def is_connected(self, number: int) -> bool:
         return number in self._connected
+
+    def may_be_back(self, number: int) -> bool:
+        """It is connected, or was so a moment ago."""
+        present = self._present.get(number)
+        return number in self._connected or (
+            present is not None and self._now() - present.away_since < self.break_seconds
+        )
 
     def connect(self, session: Session, outgoing: asyncio.Queue[pb.ServeResponse]) -> Present:
         """The stream of a session, in the place of the one that it had."""
@@ -96,6 +111,7 @@ class Presence:
         """Its stream ended; unless it has another one by now."""
         if present.outgoing is outgoing:
             present.outgoing = present.task = None
+            present.away_since = self._now()
             self._connected.discard(present.session.number)
 
     def remove(self, number: int) -> Present | None:
@@ -128,8 +144,10 @@ class Presence:
 
     def excuse(self, seconds: float) -> None:
         """The service itself was away for so long, and has heard of nobody."""
-        for each in self._present.values():
-            each.heard_at += seconds
+        now = self._now()
+        for each in self._present.values():  # some have been heard of since
+            each.heard_at = min(now, each.heard_at + seconds)
+            each.away_since = min(now, each.away_since + seconds)
 
     def overdue(self) -> list[Present]:
         """Not heard of for as long as the lease."""

@@ -11,6 +11,10 @@ asks again when it is back; what it asks again while it still waits in line is n
 A session ends in the store's thread, between two groups; what its replica still has in the line is refused
 there.  So from the end of a session on nothing of it is written, whatever is under way.
 
+A replica that begins a session ends the one that its name had.  Who had that one, and comes back with it, is
+another daemon of the same name and is refused for as long as the newer one lasts; only where the newer one
+followed the very session that is named may it be the caller's own, of whose beginning it has not heard.
+
 Everything that changes whose a conversation is goes to `record`, in the order of the commits.
 """
 
@@ -24,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pensieve.errors import InvalidArgument, PensieveError, StoreError, Unavailable
+from pensieve.errors import AlreadyExists, InvalidArgument, PensieveError, StoreError, Unavailable
 from pensieve.history.connection import PROTOCOL_VERSION
 from pensieve.history.presence import Presence, Present
 from pensieve.service.threads import Threads
@@ -69,7 +73,7 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         self.num_groups = 0
         self._store, self._threads = store, threads
         self._reader: HistoryReader = store.reader()
-        self._calls = Calls(store, self.presence.is_connected)
+        self._calls = Calls(store, self.presence.may_be_back)
         self._line: deque[Call] = deque()
         self._is_at_work = False
         self._is_late = False  # what `watch` does, and the log says so
@@ -125,6 +129,8 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         session, goes_on = await self._opened(opening.open)
         outgoing: asyncio.Queue[pb.ServeResponse] = asyncio.Queue()
         present = self.presence.connect(session, outgoing)
+        if not goes_on:
+            present.follows = opening.open.session
         opened = pb.Opened(
             session=session.number, goes_on=goes_on, lease_seconds=self.presence.lease_seconds
         )
@@ -198,7 +204,10 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
             raise InvalidArgument("replica", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
         known = self.presence.find(opening.session)
         if known is not None and known.session.replica == opening.replica:
-            return known.session, True
+            await self._moved(known, opening)
+            if self.presence.find(opening.session) is known:
+                return known.session, True
+        self._refuse_namesake(opening)
         session = Session(
             NOBODY,
             opening.replica,
@@ -214,14 +223,29 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         self._note(event="opened", session=opened.number, replica=opened.replica)
         return opened, False
 
+    def _refuse_namesake(self, opening: pb.OpenSession) -> None:
+        """Another daemon has its name, and began later than the session that it wants to go on with."""
+        for present in self.presence.all():
+            if (
+                present.session.replica == opening.replica
+                and opening.session != NOBODY
+                and present.follows not in (None, opening.session)
+            ):
+                raise AlreadyExists(
+                    f"another daemon has the name {opening.replica!r} now"
+                    f" ({present.session.address or 'it has no address yet'}): each needs its own"
+                )
+
     async def _moved(self, present: Present, opening: pb.OpenSession) -> None:
-        present.session = replace(
+        moved = replace(
             present.session,
             address=opening.address,
             http_address=opening.http_address,
             metrics_address=opening.metrics_address,
         )
-        await self._threads.in_store("", self._store.owners.move_session, present.session)
+        if moved != present.session:
+            await self._threads.in_store("", self._store.owners.move_session, moved)
+            present.session = moved
 
     async def _end(self, present: Present, why: str) -> None:
         number = present.session.number

@@ -254,11 +254,14 @@ class Conversations:
                 if ask.expected_revision is not None:
                     raise
                 continue  # another turn or rewind came between; look again
-            if isinstance(found, Begun):
-                return await self._submit(found, arrived_at)
-            if found.reply is not None:
-                return replayed(found.turn, found.reply)
             live = self.turns.of_turn(found.turn.turn_id)
+            if isinstance(found, Begun):
+                if (
+                    live is None or live.attempt != found.turn.attempts
+                ):  # else known; its answer was lost
+                    return await self._submit(found, arrived_at)
+            elif found.reply is not None:
+                return replayed(found.turn, found.reply)
             if live is not None and live.phase is not Phase.INTERRUPTING:
                 return live
             num_drafts += 1

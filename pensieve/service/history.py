@@ -229,7 +229,8 @@ class History:
             return None
         request = self._request(ask, ask.request_id)
         begun = self._store.begin_turn(ask.conversation_id, request, tenant=ask.tenant)
-        assert not begun.must_run
+        if begun.must_run and begun.turn.attempts != stored.attempts:  # it had ended meanwhile
+            self._store.interrupt_turn(begun.turn.turn_id, begun.turn.attempts)
         return self._known(begun.turn)
 
     def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft | Outdated:

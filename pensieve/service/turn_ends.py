@@ -5,7 +5,8 @@
     interrupt   nobody waits for it any more, or the engine is gone
 
 Awaited by the loop.  `finish` and `fail` raise what the store raises; an `interrupt` that fails is logged,
-because the store takes such a turn for interrupted all the same.
+because the store takes such a turn for interrupted all the same; a history that is another process's hears
+of it as soon as it is back (history/connection.py).
 """
 
 from __future__ import annotations

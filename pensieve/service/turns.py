@@ -142,7 +142,9 @@ class Turns:
         return self._live.get(number)
 
     def of_turn(self, turn_id: int) -> LiveTurn | None:
-        return self._first(lambda live: live.turn_id == turn_id)
+        """In its latest attempt; one that was given up may still be on its way out."""
+        attempts = [live for live in self._live.values() if live.turn_id == turn_id]
+        return max(attempts, key=lambda live: live.attempt, default=None)
 
     # -- a turn's life --
 

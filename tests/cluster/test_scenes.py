@@ -199,3 +199,22 @@ def test_a_conversation_of_a_daemon_that_nobody_reaches_is_an_error_that_names_i
     finally:
         cluster.do(cluster.world.replicas[0].peer_link.heal)
     assert saying.wait().revision == 1
+
+
+@pytest.mark.timeout(600)
+def test_what_a_killed_daemon_ran_is_begun_again_elsewhere_before_its_lease_is_over(
+    cluster: Cluster,
+) -> None:
+    """Meanwhile, while it might only have lost its stream, a call is refused in a way that is repeated."""
+    replica = cluster.world.replicas[0]
+    saying = Saying(cluster.clients[0], "killed", "r", LONG)
+    assert saying.begun.wait(120)
+    (lost,) = {each["session"] for each in cluster.events("begun", conversation_id="killed")}
+    cluster.run(replica.kill())
+    there = Saying(cluster.clients[1], "killed", "r", LONG).wait()
+    cluster.run(replica.start())
+    here = saying.wait()
+    assert (here.text, here.revision) == (there.text, there.revision) == (there.text, 1)
+    assert cluster.texts("killed") == ["tell me more", there.text]
+    (ended,) = [each for each in cluster.events("ended", session=lost) if "why" in each]
+    assert ended["why"] == "another replica could not reach it"

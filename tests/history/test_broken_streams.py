@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pensieve.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from pensieve.history.connection import PROTOCOL_VERSION
+from pensieve.history.connection import PROTOCOL_VERSION, Connection
 from pensieve.store import NewConversation, TurnRequest, TurnState
 from pensieve.store.remote.methods import METHODS
 from pensieve.v1 import history_pb2 as pb
@@ -126,6 +127,73 @@ def test_a_call_that_was_given_up_before_it_was_sent_is_never_sent(rig: ServiceR
         call(one, "get_conversation", "c")
 
 
+ENDS = {"finish_turn": FINISH, "fail_turn": ("NAN_LOGITS",), "interrupt_turn": ()}
+
+
+def _end_in_vain(rig: ServiceRig, one: Connection, turn: int, end: str, attempt: int) -> None:
+    """The service is away for longer than the end of the turn waits; and then it is back."""
+    rig.do(rig.link.refuse)
+    wait_for(lambda: not rig.replicas()[0].connected)
+    with impatient(one), pytest.raises(StoreUnavailable):
+        call(one, end, turn, *ENDS[end], attempt=attempt)
+    rig.do(rig.link.heal)
+
+
+@pytest.mark.parametrize("end", ["fail_turn", "interrupt_turn"])
+def test_a_turn_whose_end_was_given_up_before_it_was_sent_ends_and_begins_again(
+    rig: ServiceRig, end: str
+) -> None:
+    one = rig.connect()
+    call(one, "create_conversation", NEW)
+    turn = call(one, "begin_turn", "c", request()).turn.turn_id
+    _end_in_vain(rig, one, turn, end, 1)
+    again = call(one, "begin_turn", "c", request())
+    assert (again.turn.turn_id, again.turn.attempts, again.must_run) == (turn, 2, True)
+    assert call(one, "finish_turn", turn, *FINISH, attempt=2) == 1
+    assert [each["how"] for each in rig.events("ended")] == [end, "finish_turn"]
+
+
+def test_a_reply_that_was_given_up_before_it_was_sent_is_there_for_who_repeats_the_request(
+    rig: ServiceRig,
+) -> None:
+    """Who waited for it was told that it failed; the turn is not computed twice."""
+    one = rig.connect()
+    call(one, "create_conversation", NEW)
+    turn = call(one, "begin_turn", "c", request()).turn.turn_id
+    _end_in_vain(rig, one, turn, "finish_turn", 1)
+    _, stored, _ = call(one, "look_up", "c", "r", 1)
+    assert (stored.turn_id, stored.state) == (turn, TurnState.COMPLETED)
+    again = call(one, "begin_turn", "c", request())
+    assert (again.turn.turn_id, again.turn.attempts, again.must_run) == (turn, 1, False)
+    messages = call(one, "messages", "c")
+    assert [each.content for each in messages] == ["say", "hello"]
+    assert call(one, "begin_turn", "c", request("r-2")).must_run
+
+
+def test_a_reply_that_was_given_up_is_not_written_into_the_session_that_follows(
+    tmp_path: Path,
+) -> None:
+    """Where the turn has begun again, and is another attempt."""
+    with ServiceRig(tmp_path, lease_seconds=0.5) as rig:
+        one = rig.connect()
+        call(one, "create_conversation", NEW)
+        turn = call(one, "begin_turn", "c", request()).turn.turn_id
+        rig.do(rig.link.refuse)
+        with impatient(one), pytest.raises(StoreUnavailable):
+            call(one, "finish_turn", turn, *FINISH, attempt=1)
+        wait_for(lambda: not rig.replicas())
+        first = one.session
+        rig.do(rig.link.heal)
+        wait_for(lambda: one.session != first)
+        again = call(one, "begin_turn", "c", request())
+        assert (again.turn.turn_id, again.turn.attempts, again.must_run) == (turn, 2, True)
+        with pytest.raises(Unavailable):
+            call(one, "finish_turn", turn, *FINISH, attempt=1)
+        assert call(one, "finish_turn", turn, *FINISH, attempt=2) == 1
+        ends = [each["how"] for each in rig.events("ended") if "turn_id" in each]
+        assert ends == ["finish_turn"]
+
+
 def test_a_turn_that_was_begun_for_nobody_begins_again_for_who_repeats_it(rig: ServiceRig) -> None:
     """The call was given up, but had been sent; the next one waits until it is known what became of it."""
     one = rig.connect()
@@ -194,6 +262,64 @@ def test_a_session_that_was_lost_fails_its_calls_and_says_so_before_the_next_one
         assert call(one, "get_turn", turn).state is TurnState.INTERRUPTED
 
 
+def test_a_daemon_whose_stream_breaks_for_a_moment_keeps_what_another_one_wants_to_take(
+    tmp_path: Path,
+) -> None:
+    """Its turn goes on; one that stays away is ended, long before its lease is over."""
+    with ServiceRig(tmp_path, lease_seconds=8.0) as rig:
+        one, other = rig.connect(), Raw(rig)
+        call(one, "create_conversation", NEW)
+        turn = call(one, "begin_turn", "c", request()).turn.turn_id
+        rig.do(rig.link.refuse)
+        wait_for(lambda: not {each.name: each.connected for each in rig.replicas()}["one"])
+        assert other.answer(1, "take", "c").failed
+        rig.do(rig.link.heal)
+        assert call(one, "finish_turn", turn, *FINISH, attempt=1) == 1
+        session = one.session
+        assert call(one, "begin_turn", "c", request("r-2")).must_run
+        rig.do(rig.link.refuse)
+        numbers = itertools.count(2)
+        wait_for(lambda: not other.answer(next(numbers), "take", "c").failed)
+        rig.do(rig.link.heal)
+        other.end()
+        (ended,) = [each for each in rig.events("ended") if "why" in each]
+        assert (ended["session"], ended["why"]) == (session, "another replica could not reach it")
+        assert rig.events("claimed")[-1]["session"] == other.opened.session
+
+
+def test_what_a_daemon_says_of_itself_while_its_stream_is_broken_is_known_when_it_is_back(
+    rig: ServiceRig,
+) -> None:
+    one, other = rig.connect(), Raw(rig)
+    call(one, "create_conversation", NEW)
+    session = one.session
+    rig.do(rig.link.refuse)
+    wait_for(lambda: not {each.name: each.connected for each in rig.replicas()}["one"])
+    one.announce("host:1", "host:2", "host:3")
+    one.drain()
+    rig.do(rig.link.heal)
+    wait_for(lambda: {each.name: each.connected for each in rig.replicas()}["one"])
+    found = next(each for each in rig.replicas() if each.name == "one")
+    assert (found.address, found.http_address) == ("host:1", "host:2")
+    assert (found.metrics_address, found.session) == ("host:3", session)
+    wait_for(lambda: next(each for each in rig.service.presence.all()).is_draining)
+    claimed = other.answer(1, "claim", "c")
+    assert (claimed.failed, claimed.previous_address) == (False, "host:1")
+    other.end()
+
+
+def test_an_address_that_is_announced_while_a_stream_is_opened_is_known(rig: ServiceRig) -> None:
+    one = rig.connect()
+    rig.do(rig.link.refuse)
+    wait_for(lambda: not rig.replicas()[0].connected)
+    one.announce("host:1")
+    with store_stopped(rig):
+        rig.do(rig.link.heal)
+        wait_for(lambda: rig.do(lambda: rig.threads.store_waiting.num_jobs) == 2)
+        one.announce("host:2")  # the opening has said the other one, and waits for the store
+    wait_for(lambda: rig.replicas()[0].address == "host:2")
+
+
 def test_a_service_that_stood_still_for_longer_than_the_lease_ends_no_session(
     tmp_path: Path,
 ) -> None:
@@ -224,9 +350,12 @@ class Raw:
         self._requests.put(pb.ServeRequest(**given))
 
     def call(self, number: int, name: str, *given: Any) -> None:
-        """And its answer."""
+        """That succeeds."""
+        assert not self.answer(number, name, *given).failed
+
+    def answer(self, number: int, name: str, *given: Any) -> pb.Answer:
         self.send_call(number, name, *given)
-        assert not next(self.stream).answer.failed
+        return next(self.stream).answer
 
     def send_call(self, number: int, name: str, *given: Any) -> None:
         arguments, parts = METHODS[name].write_arguments(given, {})
@@ -263,6 +392,60 @@ def test_a_replica_hears_at_once_that_its_session_has_ended(rig: ServiceRig) -> 
     assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
     for each in (old, new):
         each.end()
+
+
+def test_of_two_daemons_of_one_name_the_later_one_is_let_in_and_the_other_hears_why(
+    tmp_path: Path,
+) -> None:
+    """And is let in when the later one has left; they do not end each other's sessions for ever."""
+    with ServiceRig(tmp_path, lease_seconds=0.5) as rig:
+        one = rig.connect("same")
+        call(one, "create_conversation", NEW)
+        lost: list[int] = []
+        one.on_lost = lambda: lost.append(one.session)
+        first = one.session
+        two = rig.connect("same")
+        wait_for(lambda: lost)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable) as refused:
+                call(one, "get_conversation", "c")
+            assert "another daemon has the name 'same' now (same:1)" in str(refused.value)
+        assert call(two, "begin_turn", "c", request()).must_run
+        assert [each["session"] for each in rig.events("opened")] == [first, two.session]
+        assert (one.session, lost) == (first, [first])
+        two.leave()
+        two.close()
+        wait_for(lambda: one.session != first)
+        assert call(one, "begin_turn", "c", request()).turn.attempts == 2
+
+
+def test_a_daemon_that_did_not_hear_of_its_new_session_gets_another_one(rig: ServiceRig) -> None:
+    """The stream breaks before it has the number; nobody else has its name."""
+    first = Raw(rig)
+    session = first.opened.session
+    first.send(leave=pb.Leave())
+    wait_for(lambda: not rig.replicas())
+    streams = [Raw(rig, session) for _ in range(3)]
+    numbers = [each.opened.session for each in streams]
+    assert numbers == sorted({session, *numbers})[1:]
+    assert not any(each.opened.goes_on for each in streams)
+    with pytest.raises(grpc.RpcError) as refused:
+        Raw(rig, numbers[0])
+    assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    for each in (first, *streams):
+        each.end()
+
+
+def test_a_session_of_before_the_service_began_shuts_nobody_out(tmp_path: Path) -> None:
+    """It is not known then what it followed, and it may be the daemon's own."""
+    with ServiceRig(tmp_path) as rig:
+        old = Raw(rig)
+        new = Raw(rig)
+        assert new.opened.session > old.opened.session
+    with ServiceRig(tmp_path) as rig:
+        again = Raw(rig, old.opened.session)
+        assert again.opened.session > new.opened.session
+        again.end()
 
 
 def test_turns_are_counted_right_when_the_service_begins_anew(tmp_path: Path) -> None:

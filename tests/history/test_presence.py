@@ -67,6 +67,52 @@ def test_a_stream_that_ends_late_does_not_take_the_new_one_away() -> None:
     assert not there.is_connected(1)
 
 
+def test_one_whose_stream_broke_a_moment_ago_may_be_back() -> None:
+    """2.5 s of a lease of 10, since its stream broke and not since it said something."""
+    there, clock = presence()
+    one = connected(there, 1)
+    clock.now = 5.0
+    assert one.outgoing is not None
+    there.away(one, one.outgoing)
+    clock.now = 7.4
+    assert not there.is_connected(1)
+    assert there.may_be_back(1)
+    clock.now = 7.6
+    assert not there.may_be_back(1)
+    connected(there, 1)
+    assert there.may_be_back(1)
+    there.remove(1)
+    assert not there.may_be_back(1)
+    assert [Presence(lease, lambda: 0.0).break_seconds for lease in (2.0, 60.0)] == [0.5, 3.0]
+
+
+def test_sessions_of_before_may_be_back_for_a_moment_after_the_service_has_begun() -> None:
+    there, clock = presence()
+    clock.now = 100.0
+    there.begin([Session(7, "r7")], {})
+    clock.now = 102.4
+    assert there.may_be_back(7)
+    assert not there.may_be_back(8)
+    clock.now = 102.6
+    assert not there.may_be_back(7)
+
+
+def test_time_that_the_service_was_away_counts_for_nobody_and_is_given_to_nobody_twice() -> None:
+    there, clock = presence()
+    early, late, away = (connected(there, number) for number in (1, 2, 3))
+    assert away.outgoing is not None
+    there.away(away, away.outgoing)
+    clock.now = 3601.0
+    there.heard(late)  # what it said meanwhile is read before the service looks at the clock
+    there.excuse(3600.0)
+    assert there.overdue() == []
+    assert there.may_be_back(3)
+    clock.now = 3610.5
+    assert there.overdue() == [early, away]
+    clock.now = 3611.5
+    assert there.overdue() == [early, late, away]
+
+
 @pytest.mark.parametrize(("counts", "given_up"), [((100, 0), 30), ((60, 60), 0), ((20, 0), 0)])
 def test_who_has_too_much_gives_up_what_was_used_least(
     counts: tuple[int, int], given_up: int

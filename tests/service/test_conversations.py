@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import StaleRevision
 from pensieve.service.draft import Ask, Draft
+from pensieve.service.live_turn import Begun, Known
+from pensieve.store.records import TurnState
 from pensieve.text import Message
 from tests.service.in_process import Runtime
 from tests.service.rig import ask, finish, started, step, write_model
@@ -73,6 +76,43 @@ def test_a_draft_does_not_begin_on_another_conversation_of_the_same_name(runtime
     assert runtime.store.get_conversation("named").revision == draft.conversation.revision
     with pytest.raises(StaleRevision):
         conversations.begin(draft, draft.prompt())
+
+
+def test_a_turn_that_ended_while_it_was_looked_up_is_begun_by_the_next_draft(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look whether a request says the same begins its turn where it runs no more, for nobody."""
+    conversations, store = runtime.conversations, runtime.store
+    conversations.create("ends")
+    wanted = Ask(
+        *("ends", (Message("user", "one"),), TurnOptions(Sampling(max_tokens=2))), request_id="r"
+    )
+    draft = conversations.draft(wanted)
+    assert isinstance(draft, Draft)
+    first = begun(conversations.history.begin(draft, draft.prompt())).turn
+    look_up = store.look_up
+
+    def look_before_it_ends(*given: Any, **named: Any) -> Any:
+        found = look_up(*given, **named)
+        store.interrupt_turn(first.turn_id)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "look_up", look_before_it_ends)
+        known = conversations.draft(wanted)
+    assert isinstance(known, Known)
+    assert (known.turn.turn_id, known.reply) == (first.turn_id, None)
+    assert store.get_turn(first.turn_id).state is TurnState.INTERRUPTED
+    again = conversations.draft(wanted)
+    assert isinstance(again, Draft)
+    third = begun(conversations.history.begin(again, again.prompt())).turn
+    assert (third.turn_id, third.attempts) == (first.turn_id, 3)
+    store.interrupt_turn(first.turn_id)
+
+
+def begun(found: object) -> Begun:
+    assert isinstance(found, Begun)
+    return found
 
 
 def test_each_attempt_has_a_number_of_its_own(runtime: Runtime) -> None:

@@ -6,13 +6,18 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
+from pensieve.service.draft import Ask
+from pensieve.service.live_turn import LiveTurn
+from pensieve.store.records import Begun
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
+from tests.service.rig_daemon import ECHO, DaemonRig, said, wait_for
 from tests.service.test_tenants import TokensRig
 
 SHORT = pb.Sampling(max_tokens=4, ignore_eos=True)
@@ -132,6 +137,46 @@ def _refused(rig: TokensRig, number: int) -> None:
     except grpc.RpcError:
         return
     raise AssertionError("a second turn at once")
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["looked_up", "begun_meanwhile"])
+def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool
+) -> None:
+    """A history that begins anew between a call and its repetition knows only that the turn runs."""
+    with DaemonRig(tmp_path / "data", program=SLOW) as rig:
+        sampling = pb.Sampling(max_tokens=100, ignore_eos=True)
+        stream = rig.send("c", "hello", request_id="r", sampling=sampling)
+        assert next(stream).HasField("started")
+        daemon = rig.daemon
+
+        async def running() -> LiveTurn:
+            (live,) = daemon.conversations.turns.all_live()
+            return live
+
+        live = rig.call(running())
+        assert live.ask is not None
+        begin, look_up = daemon.store.begin_turn, daemon.store.look_up
+
+        def begin_again(*given: Any, **named: Any) -> Begun:
+            request = replace(given[1], expected_revision=None, expected_created_at=None)
+            return begin(given[0], request, **named)._replace(must_run=True)
+
+        def look_before(*given: Any, **named: Any) -> Any:
+            conversation, _, log_end = look_up(*given, **named)
+            return replace(conversation, running_turn_id=None), None, log_end
+
+        monkeypatch.setattr(daemon.store, "begin_turn", begin_again)
+        if not is_seen:
+            monkeypatch.setattr(daemon.store, "look_up", look_before)
+
+        async def found(ask: Ask) -> list[LiveTurn | None]:
+            conversations = daemon.conversations
+            return [await conversations.begin(ask), await conversations.known(ask)]
+
+        assert rig.call(found(live.ask)) == [live, live]
+        assert rig.num_live == 1
+        assert said(stream).completed.revision == 1
 
 
 def test_what_a_tenants_requests_hold_while_they_wait_is_bounded(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pensieve.errors import (
 )
 from pensieve.store import ConversationStore, NewMessage
 from pensieve.store.records import NewConversation, TurnRequest, TurnState
-from pensieve.store.remote import wire
+from pensieve.store.remote import remote_store, wire
 from pensieve.store.remote.calls import Call
 from tests.store.faulty import FaultyDriver
 from tests.store.remote_session import SharedHistory, answer_of, caller_of, method
@@ -123,6 +123,32 @@ def test_it_is_taken_only_where_no_turn_runs(shared: SharedHistory) -> None:
     assert b.came_from == {("", "tea"): "a:1"}  # which may have its KV
     with pytest.raises(OwnedElsewhere):
         a.begin_turn("tea", turn_request("more", "r2"))
+
+
+def test_whence_a_conversation_came_is_remembered_for_its_next_turn_and_of_no_other_epoch(
+    shared: SharedHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = shared.replica("a"), shared.replica("b")
+    for name in ("tea", "cup", "pot"):
+        create(a, name)
+    b.take("tea")
+    b.take("cup")
+    b.claim("tea")  # is of the same epoch
+    assert b.came_from == {("", "tea"): "a:1", ("", "cup"): "a:1"}
+    b.delete_conversation("cup")
+    assert b.came_from == {("", "tea"): "a:1"}
+    a.take("tea")
+    monkeypatch.setattr(shared.calls, "_is_connected", lambda session: False)
+    shared.calls.end_session(caller_of(a).session)
+    b.claim("tea")  # who had it has left
+    assert b.came_from == {}
+    monkeypatch.undo()
+    monkeypatch.setattr(remote_store, "CAME_FROM_MAX", 2)
+    again = shared.replica("a")
+    for name in ("one", "two", "three"):
+        create(again, name)
+        b.take(name)
+    assert b.came_from == {("", "two"): "a:1", ("", "three"): "a:1"}
 
 
 def test_a_conversation_that_is_given_up_is_the_next_ones(shared: SharedHistory) -> None:

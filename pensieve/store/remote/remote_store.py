@@ -12,8 +12,9 @@ is no exception: the next one has other epochs; that its turns run no more is sa
 a thread of the connection's.  The same is done for declared prefixes, whose epoch is the time of their
 declaration.
 
-**Whence.**  Where another daemon had the conversation and goes on, its address is in `came_from` until the
-next claim: it may still have KV of it.
+**Whence.**  Where another daemon had the conversation and goes on, its address is in `came_from`: it may
+still have KV of it.  It is taken from there with the next turn, or dropped when the conversation is deleted
+or is claimed in another epoch.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pensieve.store.write_figures import WriteFigures
 P = ParamSpec("P")
 T = TypeVar("T")
 EPOCHS_MAX = 200_000  # conversations whose epochs are remembered
+CAME_FROM_MAX = 20_000  # conversations that have moved here and had no turn since
 TRIES_MAX = 8  # to change what others change, too
 ELSEWHERE = "the history is another process's (`pensieve history`), which has its backups"
 
@@ -258,7 +260,7 @@ class RemoteStore:
         self.interrupted_at_open: tuple[Any, ...] = ()
         self.on_stale: Callable[[str, str], None] = lambda tenant, conversation_id: None
         self.on_lost: Callable[[], None] = lambda: None
-        self.came_from: dict[tuple[str, str], str] = {}
+        self.came_from: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.chains, self.responses = RemoteChains(self), RemoteResponses(self)
         self.prefixes, self.changes = RemotePrefixes(self), RemoteChanges(self)
         self.erasure, self.forgetting = RemoteErasure(self), RemoteForgetting()
@@ -348,16 +350,22 @@ class RemoteStore:
         if method.kind is Kind.CREATE:
             created: Conversation = answer.value
             self._compare(created.tenant, created.conversation_id, answer.epoch)
+            self.came_from.pop((created.tenant, created.conversation_id), None)
             if method.name == "fork_conversation":
                 self._compare(tenant, arguments["source_id"], answer.source_epoch)
         elif method.name == "prefixes.num_shared_tokens":
             of: Conversation = arguments["conversation"]
             self._compare(of.tenant, stored_id(of.prefix_id), answer.source_epoch)
         else:
-            name = arguments["conversation_id"]
-            self._compare(tenant, name, answer.epoch)
-            if answer.previous_address:
-                self.came_from[tenant, name] = answer.previous_address
+            key = tenant, arguments["conversation_id"]
+            is_gone = method.name == "delete_conversation"
+            if is_gone or self._epochs.get(key) != answer.epoch:
+                self.came_from.pop(key, None)
+            self._compare(*key, answer.epoch)
+            if answer.previous_address and not is_gone:
+                self.came_from[key] = answer.previous_address
+                if len(self.came_from) > CAME_FROM_MAX:
+                    self.came_from.popitem(last=False)
 
     def _compare(self, tenant: str, conversation_id: str, epoch: int) -> None:
         """Have it forgotten if others have written to it since it was here."""
