@@ -67,15 +67,15 @@ class Forward:
         self,
         method: Method,
         request: bytes,
-        asked: Any,
+        requested: Any,
         context: Any,
         gone: asyncio.Future[None],
     ) -> AsyncIterator[bytes]:
         """The messages of a stream, in the proxy; UNAVAILABLE when its replica is `gone`.
 
-        `asked` has the metadata of the call, and `context` gets what comes of it.
+        `requested` has the metadata of the call, and `context` gets what comes of it.
         """
-        call = self._begin(method, request, asked)
+        call = self._begin(method, request, requested)
         gone.add_done_callback(lambda _: call.cancel())
         try:
             async for data in call:

@@ -85,8 +85,7 @@ class History:
     ) -> None:
         """`random_bits` draws the seeds and the request ids that clients leave to us."""
         self._store = store
-        self._template = texts.template
-        self._fingerprint = texts.fingerprint
+        self._template, self._fingerprint = texts.template, texts.fingerprint
         self._context_max = context_max
         self.check_settings = SettingsCheck(self._template, context_max)
         self._template.tokenizer.tokens_max = context_max

@@ -101,7 +101,7 @@ class Calls:
         store: ConversationStore,
         is_connected: Callable[[int], bool] = lambda session: True,
     ) -> None:
-        """`is_connected`: a session's stream is there; any thread may ask."""
+        """`is_connected`: a session's stream is there, or was so a moment ago; any thread may ask."""
         self._store = store
         self._is_connected = is_connected
         self._answered: dict[int, Outcome] = {}  # by session: its last writing call
