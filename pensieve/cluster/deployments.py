@@ -28,6 +28,7 @@ from pensieve.cluster.child_process import ChildProcess
 from pensieve.cluster.replica import START_SECONDS, Replica, add_methods, forward_http
 from pensieve.cluster.settings import (
     HISTORY,
+    LOOPBACK,
     REPLICA,
     ClusterSettings,
     data_folder,
@@ -56,7 +57,7 @@ async def http_application(scope: Any, receive: Any, send: Any) -> None:
 
 
 def _host(settings: ClusterSettings) -> str:
-    return "127.0.0.1" if settings.local else str(ray.util.get_node_ip_address())
+    return LOOPBACK if settings.local else str(ray.util.get_node_ip_address())
 
 
 async def _end_with(child: ChildProcess) -> None:

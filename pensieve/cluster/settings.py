@@ -3,6 +3,11 @@
 They are the `args` of the application in the YAML file, so `serve deploy`, KubeRay and `pensieve cluster
 up` read the same thing.  Whatever Ray decides (where, how many, with which resources) may also stand under
 `deployments`, in Ray's own words.
+
+**Who may call.**  Where the nodes are several machines, daemons listen on the network between them, without
+TLS (`--insecure`): that network is private, as it has to be for Ray itself.  Ray's proxies, which others
+reach, ask Replica.may_call; a daemon's own port asks for tokens alone.  So such a cluster has tokens, or says
+`insecure`.
 """
 
 from __future__ import annotations
@@ -22,6 +27,10 @@ from pensieve.errors import ConfigError
 REPLICA = "Replica"  # the deployment of replicas
 HISTORY = "History"  # that of the history service
 OURS = frozenset({"model", "address", "http", "ready_file", "data", "store", "replica", "insecure"})
+LOOPBACK = "127.0.0.1"
+NO_TLS = (
+    "Ray's proxies speak no TLS, nor do its replicas to their daemons: put a balancer before them"
+)
 OURS_OF_HISTORY = OURS | {"history_address", "history_secret"}  # the secret is that of `serve`
 
 
@@ -62,11 +71,16 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
         raise ConfigError(
             f"args: history is {settings.history!r}, and has to be a whole path or a URL"
         )
+    for name in ("tls_cert", "tls_key", "tls_client_ca"):
+        if name in settings.serve:
+            raise ConfigError(f"args: serve.{name}: {NO_TLS}")
     _check("serve", settings.serve, (*SERVING, *SETTINGS), OURS)
     _check("history_serve", settings.history_serve, HISTORY_SETTINGS, OURS_OF_HISTORY)
     token_file = settings.serve.get("token_file")
     if token_file and not Path(str(token_file)).is_absolute():
         raise ConfigError("args: serve.token_file has to be a whole path")
+    if not settings.local:
+        _check_exposure(settings)
     return settings
 
 
@@ -77,7 +91,7 @@ def replica_command(
     command = [*_program("serve"), "--address", f"{host}:0", "--http", f"{host}:0", "--data", data]
     command += ["--store", history, "--replica", name]
     command += _flags(settings.serve, (*SERVING, *SETTINGS))
-    if settings.insecure:
+    if settings.insecure or host != LOOPBACK:
         command.append("--insecure")
     return [*command, settings.model] if settings.model else command
 
@@ -87,7 +101,7 @@ def history_command(settings: ClusterSettings, host: str, folder: str) -> list[s
     command = [*_program("history"), "--address", f"{host}:{settings.history_port}"]
     if secret := settings.serve.get("history_secret"):
         command += ["--history-secret", str(secret)]
-    if host != "127.0.0.1":
+    if host != LOOPBACK:
         command.append("--insecure")  # between nodes of a cluster, whose network is private
     command += _flags(settings.history_serve, HISTORY_SETTINGS)
     if "://" in settings.history:
@@ -100,6 +114,15 @@ def data_folder(settings: ClusterSettings) -> Path:
     if settings.history and "://" not in settings.history:
         return Path(settings.history)
     return default_data_folder(os.environ) / "cluster"
+
+
+def _check_exposure(settings: ClusterSettings) -> None:
+    """Of a cluster whose daemons other machines reach."""
+    if not settings.needs_tokens and not settings.insecure:
+        raise ConfigError(
+            "args: whoever reaches a node can call its daemon: give serve.token_file, or say "
+            "`insecure: true` (`local: true` where all nodes are this machine)"
+        )
 
 
 def _program(command: str) -> tuple[str, ...]:

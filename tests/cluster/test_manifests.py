@@ -11,9 +11,12 @@ import pytest
 yaml = pytest.importorskip("yaml")
 schema = pytest.importorskip("ray.serve.schema")
 
+from pensieve.cli.main import parser  # noqa: E402
 from pensieve.cluster.serve_config import checked, local, with_next_generation  # noqa: E402
-from pensieve.cluster.settings import settings_of  # noqa: E402
+from pensieve.cluster.settings import replica_command, settings_of  # noqa: E402
+from pensieve.config import resolve  # noqa: E402
 from pensieve.errors import ConfigError  # noqa: E402
+from pensieve.launch.daemon import setup_to_serve  # noqa: E402
 from tests.cluster.ray_service import problems_of  # noqa: E402
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "cluster"
@@ -37,6 +40,30 @@ def test_ray_serve_takes_the_configuration() -> None:
 def test_the_manifest_deploys_the_same_configuration() -> None:
     service, _ = manifests()
     assert yaml.safe_load(service["spec"]["serveConfigV2"]) == serve_yaml()
+
+
+def token_file(folder: Path) -> Path:
+    path = folder / "tokens.toml"
+    path.write_text(f'[[token]]\nname = "ada"\nsha256 = "{"0" * 64}"\ntenant = "ada"\n')
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("host", ["10.0.0.5", "127.0.0.1"])
+def test_the_daemon_takes_the_command_line_of_a_replica(tmp_path: Path, host: str) -> None:
+    for found in (serve_yaml(), yaml.safe_load(manifests()[0]["spec"]["serveConfigV2"])):
+        args = found["applications"][0]["args"]
+        args["serve"]["token_file"] = str(token_file(tmp_path))
+        command = replica_command(
+            settings_of(args), "ada", host, str(tmp_path), f"history://{host}:50060"
+        )
+        arguments = parser().parse_args(command[3:])
+        names = [setting.name for table in arguments.tables for setting in table]
+        flags = {name: getattr(arguments, name) for name in names}
+        resolved = resolve(flags, {}, None, arguments.tables)
+        setup = setup_to_serve(resolved, resolved.serving)
+        assert setup.listening.address == setup.listening.http == f"{host}:0"
+        assert len(setup.listening.tokens) == 1
 
 
 def test_kuberay_takes_the_manifest() -> None:

@@ -29,6 +29,11 @@ from pensieve.errors import ConfigError
             "args: history_serve.history_address is the cluster's to decide",
         ),
         ({"history_serve": 2}, "args: history_serve is 2, and has to be of type dict"),
+        (
+            {"serve": {"tls_cert": "/etc/pensieve/cert.pem"}},
+            "args: serve.tls_cert: Ray's proxies speak no TLS",
+        ),
+        ({}, "args: whoever reaches a node can call its daemon: give serve.token_file, or say"),
         ({"history": "data"}, "args: history is 'data', and has to be a whole path or a URL"),
     ],
 )
@@ -39,7 +44,11 @@ def test_an_error_names_the_argument_that_is_wrong(arguments: dict[str, Any], me
 
 def test_a_replica_is_an_ordinary_daemon() -> None:
     settings = settings_of(
-        {"model": "smollm2", "serve": {"threads": 2, "check_kv": True, "reflection": False}}
+        {
+            "model": "smollm2",
+            "local": True,
+            "serve": {"threads": 2, "check_kv": True, "reflection": False},
+        }
     )
     history = "history://127.0.0.1:50060"
     command = replica_command(settings, "ada", "127.0.0.1", "/data/ada", history)
@@ -53,7 +62,11 @@ def test_a_replica_is_an_ordinary_daemon() -> None:
 
 def test_the_history_service_gets_settings_of_its_own() -> None:
     settings = settings_of(
-        {"history": "/data", "history_serve": {"lease": 4.0, "event_log": "/data/events.jsonl"}}
+        {
+            "history": "/data",
+            "local": True,
+            "history_serve": {"lease": 4.0, "event_log": "/data/events.jsonl"},
+        }
     )
     command = history_command(settings, "127.0.0.1", "/elsewhere")
     assert command[:4] == [sys.executable, "-m", "pensieve", "history"]
