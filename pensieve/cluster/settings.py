@@ -80,7 +80,7 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
     if token_file and not Path(str(token_file)).is_absolute():
         raise ConfigError("args: serve.token_file has to be a whole path")
     if not settings.local:
-        _check_exposure(settings)
+        _check_several(settings)
     return settings
 
 
@@ -116,12 +116,16 @@ def data_folder(settings: ClusterSettings) -> Path:
     return default_data_folder(os.environ) / "cluster"
 
 
-def _check_exposure(settings: ClusterSettings) -> None:
-    """Of a cluster whose daemons other machines reach."""
+def _check_several(settings: ClusterSettings) -> None:
+    """What a cluster of several machines has to say."""
     if not settings.needs_tokens and not settings.insecure:
         raise ConfigError(
             "args: whoever reaches a node can call its daemon: give serve.token_file, or say "
             "`insecure: true` (`local: true` where all nodes are this machine)"
+        )
+    if not settings.history:
+        raise ConfigError(
+            "args: history: say where it is kept: a folder of Ray's head that outlives it, or a URL"
         )
 
 

@@ -38,7 +38,7 @@ def test_ray_serve_takes_the_configuration() -> None:
 
 
 def test_the_manifest_deploys_the_same_configuration() -> None:
-    service, _ = manifests()
+    service = manifests()[0]
     assert yaml.safe_load(service["spec"]["serveConfigV2"]) == serve_yaml()
 
 
@@ -106,6 +106,18 @@ def test_workers_have_what_a_replica_needs_and_time_to_drain() -> None:
     for spec in (cluster["headGroupSpec"]["template"]["spec"], pod):
         names = {each["name"]: each.get("value") for each in spec["containers"][0]["env"]}
         assert "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" in names
+
+
+def test_the_history_outlives_the_container_of_rays_head() -> None:
+    service, claim, _ = manifests()
+    folder = serve_yaml()["applications"][0]["args"]["history"]
+    assert claim["kind"] == "PersistentVolumeClaim"
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    mounted = {each["mountPath"]: each["name"] for each in head["containers"][0]["volumeMounts"]}
+    volumes = {each["name"]: each for each in head["volumes"]}
+    of_the_history = volumes[mounted[folder]]["persistentVolumeClaim"]
+    assert of_the_history == {"claimName": claim["metadata"]["name"]}
+    assert service["spec"]["upgradeStrategy"] == {"type": "None"}  # two clusters cannot have it
 
 
 def test_the_configuration_of_a_first_try_is_one_that_ray_takes(tmp_path: Path) -> None:

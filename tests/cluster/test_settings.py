@@ -34,6 +34,7 @@ from pensieve.errors import ConfigError
             "args: serve.tls_cert: Ray's proxies speak no TLS",
         ),
         ({}, "args: whoever reaches a node can call its daemon: give serve.token_file, or say"),
+        ({"insecure": True}, "args: history: say where it is kept: a folder of Ray's head"),
         ({"history": "data"}, "args: history is 'data', and has to be a whole path or a URL"),
     ],
 )
