@@ -133,7 +133,7 @@ def build(args: dict[str, Any]) -> serve.Application:
             request_router_class=ROUTER, request_routing_stats_period_s=STATS_SECONDS
         ),
     )
-    if settings.history.startswith(("history://", "historys://")):
+    if settings.is_elsewhere:
         return replica.bind(settings, settings.history)
     history = serve.deployment(
         HistoryOnRay,

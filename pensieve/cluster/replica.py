@@ -68,8 +68,7 @@ class Replica:
 
     def routing_stats(self) -> dict[str, str]:
         """For the routers (locate.py)."""
-        secret = str(self.settings.serve.get("history_secret") or "")
-        return {"history": getattr(self, "history", ""), "secret": secret}
+        return {"history": getattr(self, "history", ""), "secret": self.settings.history_secret}
 
     async def check_daemon(self) -> None:
         """Raises when the daemon does not serve."""

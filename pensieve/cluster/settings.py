@@ -6,8 +6,8 @@ up` read the same thing.  Whatever Ray decides (where, how many, with which reso
 
 **Who may call.**  Where the nodes are several machines, daemons listen on the network between them, without
 TLS (`--insecure`): that network is private, as it has to be for Ray itself.  Ray's proxies, which others
-reach, ask Replica.may_call; a daemon's own port asks for tokens alone.  So such a cluster has tokens, or says
-`insecure`.
+reach, ask Replica.may_call; a daemon's own port asks for tokens alone, and the history service for the secret
+that it shares with the daemons.  So such a cluster has both, or says `insecure`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,15 @@ class ClusterSettings:
     def needs_tokens(self) -> bool:
         return bool(self.serve.get("token_file"))
 
+    @property
+    def history_secret(self) -> str:
+        return str(self.serve.get("history_secret") or "")
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the history service is none of the cluster's."""
+        return self.history.startswith(("history://", "historys://"))
+
 
 def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
     """The arguments, checked; an error names the one that is wrong."""
@@ -76,9 +85,9 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
             raise ConfigError(f"args: serve.{name}: {NO_TLS}")
     _check("serve", settings.serve, (*SERVING, *SETTINGS), OURS)
     _check("history_serve", settings.history_serve, HISTORY_SETTINGS, OURS_OF_HISTORY)
-    token_file = settings.serve.get("token_file")
-    if token_file and not Path(str(token_file)).is_absolute():
-        raise ConfigError("args: serve.token_file has to be a whole path")
+    for name in ("token_file", "history_secret", "history_ca"):
+        if (file := settings.serve.get(name)) and not Path(str(file)).is_absolute():
+            raise ConfigError(f"args: serve.{name} has to be a whole path")
     if not settings.local:
         _check_several(settings)
     return settings
@@ -99,8 +108,8 @@ def replica_command(
 def history_command(settings: ClusterSettings, host: str, folder: str) -> list[str]:
     """`pensieve history`; without a folder of its own the history is in the user's."""
     command = [*_program("history"), "--address", f"{host}:{settings.history_port}"]
-    if secret := settings.serve.get("history_secret"):
-        command += ["--history-secret", str(secret)]
+    if settings.history_secret:
+        command += ["--history-secret", settings.history_secret]
     if host != LOOPBACK:
         command.append("--insecure")  # between nodes of a cluster, whose network is private
     command += _flags(settings.history_serve, HISTORY_SETTINGS)
@@ -122,6 +131,11 @@ def _check_several(settings: ClusterSettings) -> None:
         raise ConfigError(
             "args: whoever reaches a node can call its daemon: give serve.token_file, or say "
             "`insecure: true` (`local: true` where all nodes are this machine)"
+        )
+    if not settings.insecure and not settings.is_elsewhere and not settings.history_secret:
+        raise ConfigError(
+            "args: whoever reaches Ray's head can read and write the history: give serve.history_secret, a "
+            "file that all nodes have, or say `insecure: true`"
         )
     if not settings.history:
         raise ConfigError(

@@ -39,7 +39,7 @@ CONTAINER = {
 }
 VOLUME = {
     "name": str,
-    "secret": Optional({"secretName": str}),
+    "secret": Optional({"secretName": str, "defaultMode": Optional(int)}),
     "persistentVolumeClaim": Optional({"claimName": str}),
     "emptyDir": Optional({}),
 }

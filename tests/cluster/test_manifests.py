@@ -51,9 +51,13 @@ def token_file(folder: Path) -> Path:
 
 @pytest.mark.parametrize("host", ["10.0.0.5", "127.0.0.1"])
 def test_the_daemon_takes_the_command_line_of_a_replica(tmp_path: Path, host: str) -> None:
+    secret = tmp_path / "history"
+    secret.write_text("0123456789abcdef\n")
+    secret.chmod(0o600)
     for found in (serve_yaml(), yaml.safe_load(manifests()[0]["spec"]["serveConfigV2"])):
         args = found["applications"][0]["args"]
         args["serve"]["token_file"] = str(token_file(tmp_path))
+        args["serve"]["history_secret"] = str(secret)
         command = replica_command(
             settings_of(args), "ada", host, str(tmp_path), f"history://{host}:50060"
         )
@@ -118,6 +122,16 @@ def test_the_history_outlives_the_container_of_rays_head() -> None:
     of_the_history = volumes[mounted[folder]]["persistentVolumeClaim"]
     assert of_the_history == {"claimName": claim["metadata"]["name"]}
     assert service["spec"]["upgradeStrategy"] == {"type": "None"}  # two clusters cannot have it
+
+
+def test_secrets_of_the_manifest_have_a_mode_that_the_daemon_takes() -> None:
+    """They are root's, and the pod's group reads them."""
+    cluster = manifests()[0]["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
+        pod = group["template"]["spec"]
+        (tokens,) = (each["secret"] for each in pod["volumes"] if "secret" in each)
+        assert tokens["defaultMode"] == 0o440
+        assert pod["securityContext"] == {"fsGroup": 1000}
 
 
 def test_the_configuration_of_a_first_try_is_one_that_ray_takes(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ from pensieve.errors import ConfigError
             "args: serve.tls_cert: Ray's proxies speak no TLS",
         ),
         ({}, "args: whoever reaches a node can call its daemon: give serve.token_file, or say"),
+        (
+            {"serve": {"token_file": "/tokens"}, "history": "/data"},
+            "args: whoever reaches Ray's head can read and write the history: give serve.history_sec",
+        ),
+        ({"serve": {"history_ca": "ca.pem"}}, "args: serve.history_ca has to be a whole path"),
         ({"insecure": True}, "args: history: say where it is kept: a folder of Ray's head"),
         ({"history": "data"}, "args: history is 'data', and has to be a whole path or a URL"),
     ],
@@ -75,3 +80,18 @@ def test_the_history_service_gets_settings_of_its_own() -> None:
         *("--address", "127.0.0.1:50060", "--lease", "4.0"),
         *("--event-log", "/data/events.jsonl", "--data", "/data/history"),
     ]
+
+
+def test_the_secret_of_the_history_is_the_daemons_and_the_services() -> None:
+    serve = {"token_file": "/etc/tokens.toml", "history_secret": "/etc/history"}
+    settings = settings_of({"history": "/data", "serve": serve})
+    service = history_command(settings, "10.0.0.5", "/elsewhere")
+    daemon = replica_command(settings, "ada", "10.0.0.6", "/data/ada", "history://10.0.0.5:50060")
+    for command in (service, daemon):
+        at = command.index("--history-secret")
+        assert command[at + 1] == "/etc/history"
+
+
+def test_a_history_that_is_not_the_clusters_has_its_own_rules() -> None:
+    serve = {"token_file": "/etc/tokens.toml"}
+    assert settings_of({"history": "historys://10.0.0.9:50060", "serve": serve}).is_elsewhere
