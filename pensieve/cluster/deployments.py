@@ -33,6 +33,7 @@ from pensieve.cluster.settings import (
     ClusterSettings,
     data_folder,
     history_command,
+    history_environment,
     settings_of,
 )
 
@@ -75,7 +76,8 @@ class HistoryOnRay:
 
     async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]
         command = history_command(settings, _host(settings), str(data_folder(settings)))
-        self._service = ChildProcess(command, {"PENSIEVE_LOG_FORMAT": "text"})
+        environment = {"PENSIEVE_LOG_FORMAT": "text", **history_environment(settings)}
+        self._service = ChildProcess(command, environment)
         found = await self._service.start(START_SECONDS)
         self._address = f"history://{found['history']}"
         self._ending = asyncio.create_task(_end_with(self._service))

@@ -13,6 +13,7 @@ that it shares with the daemons.  So such a cluster has both, or says `insecure`
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.config import HISTORY as HISTORY_SETTINGS
-from pensieve.config import SERVING, SETTINGS, default_data_folder
+from pensieve.config import SERVING, SETTINGS, STORE, default_data_folder
 from pensieve.config.setting import Table
 from pensieve.errors import ConfigError
 
@@ -31,6 +32,7 @@ LOOPBACK = "127.0.0.1"
 NO_TLS = (
     "Ray's proxies speak no TLS, nor do its replicas to their daemons: put a balancer before them"
 )
+PASSWORD = re.compile(r"//[^/?@]*:[^/?@]*@|[?&](?:ssl)?password=")
 OURS_OF_HISTORY = OURS | {"history_address", "history_secret"}  # the secret is that of `serve`
 
 
@@ -83,6 +85,11 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
     for name in ("tls_cert", "tls_key", "tls_client_ca"):
         if name in settings.serve:
             raise ConfigError(f"args: serve.{name}: {NO_TLS}")
+    if PASSWORD.search(settings.history):
+        raise ConfigError(
+            "args: history has a password, and Ray shows args to whoever asks it: put that into a file of "
+            "Ray's head (~/.pgpass, or PGPASSFILE in its environment; docs/postgresql.md)"
+        )
     _check("serve", settings.serve, (*SERVING, *SETTINGS), OURS)
     _check("history_serve", settings.history_serve, HISTORY_SETTINGS, OURS_OF_HISTORY)
     for name in ("token_file", "history_secret", "history_ca"):
@@ -114,8 +121,13 @@ def history_command(settings: ClusterSettings, host: str, folder: str) -> list[s
         command.append("--insecure")  # between nodes of a cluster, whose network is private
     command += _flags(settings.history_serve, HISTORY_SETTINGS)
     if "://" in settings.history:
-        return [*command, "--data", folder, "--store", settings.history]
+        return [*command, "--data", folder]
     return [*command, "--data", str(Path(settings.history or folder) / "history")]
+
+
+def history_environment(settings: ClusterSettings) -> dict[str, str]:
+    """Of the same process: the table of processes shows command lines to everybody."""
+    return {STORE.variable: settings.history} if "://" in settings.history else {}
 
 
 def data_folder(settings: ClusterSettings) -> Path:

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from pensieve.cluster.settings import history_command, replica_command, settings_of
+from pensieve.cli.main import parser
+from pensieve.cluster.settings import (
+    history_command,
+    history_environment,
+    replica_command,
+    settings_of,
+)
+from pensieve.config import resolve
 from pensieve.errors import ConfigError
 
 
@@ -40,6 +47,11 @@ from pensieve.errors import ConfigError
         ),
         ({"serve": {"history_ca": "ca.pem"}}, "args: serve.history_ca has to be a whole path"),
         ({"insecure": True}, "args: history: say where it is kept: a folder of Ray's head"),
+        (
+            {"history": "postgresql://u:pw@db/pensieve"},
+            "args: history has a password, and Ray shows args to whoever asks it: put that into a f",
+        ),
+        ({"history": "postgresql://db/pensieve?password=pw"}, "args: history has a password"),
         ({"history": "data"}, "args: history is 'data', and has to be a whole path or a URL"),
     ],
 )
@@ -95,3 +107,14 @@ def test_the_secret_of_the_history_is_the_daemons_and_the_services() -> None:
 def test_a_history_that_is_not_the_clusters_has_its_own_rules() -> None:
     serve = {"token_file": "/etc/tokens.toml"}
     assert settings_of({"history": "historys://10.0.0.9:50060", "serve": serve}).is_elsewhere
+
+
+def test_the_address_of_a_database_is_in_no_command_line() -> None:
+    settings = settings_of({"local": True, "history": "postgresql://ada@db:5432/pensieve"})
+    command = history_command(settings, "127.0.0.1", "/data")
+    assert command[4:] == ["--address", "127.0.0.1:50060", "--data", "/data"]
+    environment = history_environment(settings)
+    assert environment == {"PENSIEVE_STORE": "postgresql://ada@db:5432/pensieve"}
+    arguments = parser().parse_args(command[3:])
+    assert resolve({}, environment, None, arguments.tables).values["store"] == settings.history
+    assert history_environment(settings_of({"local": True, "history": "/data"})) == {}
