@@ -3,7 +3,8 @@
 Ray's proxy routes by the header `x-session-id` and looks at nothing else.  This middleware
 (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names `middlewares`) adds that header to a request without it,
 and `ADDED` beside it, so that the replica takes both away again.  Without the middleware everything works;
-requests without `x-session-id` then go to any replica.
+requests without `x-session-id` then go to any replica.  Ray reads the header as UTF-8, so whatever a client
+has sent as its key becomes that.
 
 The key is, in this order: the header of another program for the same thing; in the path, the conversation;
 in the body, `conversation`, `previous_response_id` or `prompt_cache_key`; else a digest of how the messages
@@ -35,6 +36,12 @@ SYSTEM = re.compile(r'"(?:system|instructions)"\s*:\s*')
 TEXT = re.compile(r'"(?:prompt|input)"\s*:\s*(?=")')
 
 
+NO_VALUE = (
+    ValueError,
+    RecursionError,
+)  # not JSON, or too deep: the daemon says what is wrong with it
+
+
 def middlewares() -> list[Any]:
     """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     from starlette.middleware import Middleware
@@ -53,17 +60,20 @@ class HttpEdge:
         headers = [each for each in scope["headers"] if each[0] != ADDED]
         named = dict(headers)
         if SESSION in named:
+            headers = [
+                (name, _utf8(value) if name == SESSION else value) for name, value in headers
+            ]
             await self._app({**scope, "headers": headers}, receive, send)
             return
         first: list[Any] = []
-        key = next((named[each].decode("latin-1") for each in HEADERS if each in named), "")
+        key = next((_utf8(named[each]).decode() for each in HEADERS if each in named), "")
         if not key and (match := CONVERSATION_PATH.match(scope["path"])):
             key = match[1]
         if not key and scope["method"] == "POST" and scope["path"] in CHATS:
             first = await _head(receive)
             key = key_of_body(b"".join(each.get("body", b"") for each in first))
         if key:
-            headers += [(SESSION, key.encode("latin-1", "replace")), (ADDED, b"1")]
+            headers += [(SESSION, key.encode("utf-8", "replace")), (ADDED, b"1")]
 
         more: dict[str, Any] = {"headers": headers}
         if first and not first[-1].get("more_body", False):
@@ -80,7 +90,7 @@ def key_of_body(head: bytes) -> str:
     text = head.decode("utf-8", "replace")
     try:
         whole = json.loads(text)
-    except ValueError:
+    except NO_VALUE:
         whole = None
     if isinstance(whole, dict):
         for name in NAMED:
@@ -89,6 +99,10 @@ def key_of_body(head: bytes) -> str:
             if isinstance(value, str) and value:
                 return value
     return _digest_of_beginning(text)
+
+
+def _utf8(value: bytes) -> bytes:
+    return value.decode("utf-8", "replace").encode()
 
 
 async def _head(receive: Any) -> list[Any]:
@@ -128,7 +142,7 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
         at += 1
     try:
         return json.JSONDecoder().raw_decode(text, at)
-    except ValueError:
+    except NO_VALUE:
         return None
 
 

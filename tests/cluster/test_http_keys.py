@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from pensieve.cluster.http_edge import ADDED, BODY, HEAD_BYTES, HttpEdge, key_of_body
+from pensieve.cluster.http_edge import ADDED, BODY, HEAD_BYTES, SESSION, HttpEdge, key_of_body
 
 CHAT = "/v1/chat/completions"
 
@@ -16,6 +16,7 @@ def seen(
     headers: dict[str, str] | None = None,
     chunks: tuple[bytes, ...] = (),
     method: str = "POST",
+    encoding: str = "utf-8",
 ) -> tuple[dict[str, str], bytes, dict[str, Any]]:
     """Headers, body and scope that come out of the middleware."""
     messages = [
@@ -40,11 +41,12 @@ def seen(
         "type": "http",
         "method": method,
         "path": path,
-        "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
+        "headers": [(k.encode(), v.encode(encoding)) for k, v in (headers or {}).items()],
     }
     asyncio.run(HttpEdge(app)(scope, receive, None))
     out, body = found
-    return {k.decode(): v.decode() for k, v in out["headers"]}, body, out
+    assert all(v.decode() for k, v in out["headers"] if k == SESSION), "as Ray decodes it"
+    return {k.decode(): v.decode("utf-8", "replace") for k, v in out["headers"]}, body, out
 
 
 def chat(*texts: str, **more: Any) -> bytes:
@@ -123,3 +125,24 @@ def test_a_conversation_in_the_path_is_the_key() -> None:
     assert headers["x-session-id"] == "conv-7"
     headers, _, _ = seen(path="/v1/models", method="GET")
     assert headers == {}
+
+
+def test_ray_can_read_keys_that_are_not_ascii() -> None:
+    headers, _, _ = seen(chunks=(chat("Hello.", prompt_cache_key="Jürgen"),))
+    assert headers["x-session-id"] == "Jürgen"
+    headers, _, _ = seen(chunks=(chat("Hello.", prompt_cache_key="\ud800"),))
+    assert headers["x-session-id"] == "?"
+    headers, _, _ = seen(path="/v1/conversations/café", method="GET")
+    assert headers["x-session-id"] == "café"
+    for name in ("x-openwebui-chat-id", "x-session-id"):
+        headers, _, _ = seen(headers={name: "é"}, chunks=(chat("Hello."),))
+        assert headers["x-session-id"] == "é"
+        headers, _, _ = seen(headers={name: "é"}, chunks=(chat("Hello."),), encoding="latin-1")
+        assert headers["x-session-id"] == "\ufffd"
+
+
+def test_a_body_that_is_nested_too_deeply_has_no_key() -> None:
+    for body in (b"[" * 60_000, b'{"messages": [' + b"[" * 60_000):
+        headers, sent, _ = seen(chunks=(body,))
+        assert headers == {}
+        assert sent == body
