@@ -7,11 +7,15 @@ out).
 
 **Cancellation**: Ray cancels the task of a method whose client left; the daemon's call is cancelled with it.
 
+**A stream that watches** has no end of its own, and Ray waits for the end of all calls before a replica may
+end.  So a replica that is to end ends these, as UNAVAILABLE: who watches comes back, and is sent elsewhere.
+
 One channel per replica, to a daemon of the same machine, used by one event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -31,6 +35,9 @@ NOT_FORWARDED = frozenset(
 )
 
 
+ENDING = "the replica is about to end; another one can be watched"
+
+
 class Response(NamedTuple):
     """Bytes that Ray takes for a message."""
 
@@ -44,9 +51,17 @@ class Forward:
     def __init__(self, address: str, name: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._trailing = ((REPLICA, name),)
+        self._watching: set[Any] = set()  # calls of the daemon
+        self._is_ending = False
 
     async def close(self) -> None:
         await self._channel.close()
+
+    def end_watching(self) -> None:
+        """All streams that watch, and those that come from now on."""
+        self._is_ending = True
+        for call in self._watching:
+            call.cancel()
 
     async def unary(self, method: Method, request: Any, context: Any) -> Response:
         call = self._begin(method, request, context)
@@ -61,15 +76,26 @@ class Forward:
         return Response(data)
 
     async def stream(self, method: Method, request: Any, context: Any) -> AsyncIterator[Response]:
+        if method.watches and self._is_ending:
+            yield self.refuse(context, grpc.StatusCode.UNAVAILABLE, ENDING)
+            return
         call = self._begin(method, request, context)
         self._end(context, ())
+        if method.watches:
+            self._watching.add(call)
         try:
             async for data in call:
                 yield Response(data)
         except grpc.aio.AioRpcError as error:
             self._fail(context, error)
             yield Response(b"")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not (method.watches and self._is_ending) or (task and task.cancelling()):
+                raise  # the client left
+            yield self.refuse(context, grpc.StatusCode.UNAVAILABLE, ENDING)
         finally:
+            self._watching.discard(call)
             call.cancel()
 
     def refuse(self, context: Any, code: grpc.StatusCode, details: str) -> Response:

@@ -6,7 +6,8 @@ Ray starts, places, counts, checks and ends replicas; what a replica does is
     calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py)
     health     the daemon's own: it runs, answers, and serves; to restart its engine it has RESTART_SECONDS;
                everything else makes Ray replace the replica
-    end        Ray has stopped sending and waited for what runs; the daemon drains what is left, and exits
+    end        Ray sends nothing more, and waits for what runs: streams that watch end at once; then the
+               daemon drains, so that turns have its drain_timeout, and its end is the end of all calls
 
 A replica that is killed takes its daemon with it (tied.py).  A daemon that dies makes the health check
 fail, and the calls in flight end as UNAVAILABLE.
@@ -16,6 +17,7 @@ This class knows Ray's conventions and imports nothing of it; deployments.py mak
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import time
@@ -37,6 +39,8 @@ log = logging.getLogger("ray.serve")
 START_SECONDS = 1800.0  # a large model from a slow disk
 HEALTH_SECONDS = 5.0
 RESTART_SECONDS = 600.0
+ROUTERS_SECONDS = 2.0  # until none of them sends anything more to a replica that is to end
+EXIT_SECONDS = 20.0  # of a daemon whose turns have ended
 STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
 
 
@@ -84,10 +88,16 @@ class Replica:
         elif time.monotonic() - self._served > RESTART_SECONDS:
             raise Unavailable(f"its engine has not served for {RESTART_SECONDS:g} s")
 
-    async def end_daemon(self, seconds: float) -> None:
+    async def begin_end(self) -> None:
+        """It is to end, and calls may still run."""
+        self.grpc.end_watching()
+        await asyncio.sleep(ROUTERS_SECONDS)
+        await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)
+
+    async def end_daemon(self) -> None:
         if not hasattr(self, "daemon"):
             return
-        await self.daemon.stop(seconds)
+        await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)
         if hasattr(self, "grpc"):
             await self.grpc.close()
             await self.http.close()

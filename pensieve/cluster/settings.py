@@ -29,6 +29,7 @@ REPLICA = "Replica"  # the deployment of replicas
 HISTORY = "History"  # that of the history service
 OURS = frozenset({"model", "address", "http", "ready_file", "data", "store", "replica", "insecure"})
 LOOPBACK = "127.0.0.1"
+DRAIN = next(each for each in SERVING if each.name == "drain_timeout")
 NO_TLS = (
     "Ray's proxies speak no TLS, nor do its replicas to their daemons: put a balancer before them"
 )
@@ -52,6 +53,11 @@ class ClusterSettings:
     @property
     def needs_tokens(self) -> bool:
         return bool(self.serve.get("token_file"))
+
+    @property
+    def drain_seconds(self) -> float:
+        """How long turns of a replica that is to end may go on."""
+        return float(self.serve.get("drain_timeout", DRAIN.default))
 
     @property
     def history_secret(self) -> str:
@@ -95,6 +101,10 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
     for name in ("token_file", "history_secret", "history_ca"):
         if (file := settings.serve.get(name)) and not Path(str(file)).is_absolute():
             raise ConfigError(f"args: serve.{name} has to be a whole path")
+    try:
+        DRAIN.parse(str(settings.serve.get("drain_timeout", DRAIN.default)))
+    except ValueError as error:
+        raise ConfigError(f"args: serve.drain_timeout {error}") from None
     if not settings.local:
         _check_several(settings)
     return settings

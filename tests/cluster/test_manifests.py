@@ -12,6 +12,7 @@ yaml = pytest.importorskip("yaml")
 schema = pytest.importorskip("ray.serve.schema")
 
 from pensieve.cli.main import parser  # noqa: E402
+from pensieve.cluster.deployments import shutdown_seconds  # noqa: E402
 from pensieve.cluster.serve_config import checked, local, with_next_generation  # noqa: E402
 from pensieve.cluster.settings import replica_command, settings_of  # noqa: E402
 from pensieve.config import resolve  # noqa: E402
@@ -105,7 +106,8 @@ def test_workers_have_what_a_replica_needs_and_time_to_drain() -> None:
     requests = pod["containers"][0]["resources"]["requests"]
     assert int(requests["nvidia.com/gpu"]) == args["gpus"]
     assert int(requests["cpu"]) >= args["cpus"]
-    assert pod["terminationGracePeriodSeconds"] > args["serve"]["drain_timeout"]
+    assert shutdown_seconds(settings_of(args)) == 102.0 > args["serve"]["drain_timeout"]
+    assert pod["terminationGracePeriodSeconds"] > shutdown_seconds(settings_of(args))
     assert cluster["authOptions"] == {"mode": "token"}
     for spec in (cluster["headGroupSpec"]["template"]["spec"], pod):
         names = {each["name"]: each.get("value") for each in spec["containers"][0]["env"]}

@@ -30,6 +30,7 @@ from pensieve.errors import ConfigError
         ({"serve": {"address": "x"}}, "args: serve.address is the cluster's to decide"),
         ({"serve": {"threads": [1]}}, "args: serve.threads is [1], and has to be one value"),
         ({"serve": {"token_file": "tokens"}}, "args: serve.token_file has to be a whole path"),
+        ({"serve": {"drain_timeout": "soon"}}, "args: serve.drain_timeout is a number"),
         ({"history_serve": {"leese": 2}}, "args: `pensieve history` has no setting 'leese'"),
         (
             {"history_serve": {"history_address": "x"}},
