@@ -52,9 +52,13 @@ class ChildProcess:
             raise Unavailable(f"it was not ready after {seconds:g} s: {self._tail()}") from None
 
     async def stop(self, seconds: float) -> None:
-        """Drain it; what has not ended after `seconds` is killed."""
-        self._is_stopping = True
-        self._signal(signal.SIGTERM)
+        """Drain it; what has not ended after `seconds` is killed.
+
+        It is told once, however many ask for its end: a daemon takes the second signal for haste.
+        """
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), seconds)
         self._signal(signal.SIGKILL)

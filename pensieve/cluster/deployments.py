@@ -10,6 +10,9 @@ replicas know its address from when they started, so Ray has to restart it on th
 An actor ends when its child has ended by itself.  Ray notices at its next health check, at most
 HEALTH_PERIOD later, and routers with their next call; a check that reported the dead child would have to fail
 three times first, and calls would go there meanwhile.
+
+A replica that Ray wants to end drains by itself (ending.py): Ray waits for its calls, and would kill it while
+one runs.  What Ray is told to wait is longer than that takes.
 """
 
 from __future__ import annotations
@@ -25,13 +28,23 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from pensieve.cluster.child_process import ChildProcess
-from pensieve.cluster.replica import START_SECONDS, Replica, add_methods, forward_http
+from pensieve.cluster.ending import is_wanted_to_end
+from pensieve.cluster.replica import (
+    EXIT_SECONDS,
+    ROUTERS_SECONDS,
+    START_SECONDS,
+    Replica,
+    add_methods,
+    forward_http,
+)
 from pensieve.cluster.settings import (
     HISTORY,
+    LOOPBACK,
     REPLICA,
     ClusterSettings,
     data_folder,
     history_command,
+    history_environment,
     settings_of,
 )
 
@@ -40,7 +53,8 @@ ROUTER = "pensieve.cluster.router:HomeRouter"
 ONGOING_MAX = (
     100_000  # requests per replica: the daemon has its own limits, and says so in its errors
 )
-DRAIN_SECONDS = 60.0
+HISTORY_SECONDS = 60.0  # for the history service to end
+LOOK_SECONDS = 0.25
 HEALTH_PERIOD = 2.0
 STATS_SECONDS = 2.0
 ON_HEAD = {"node:__internal_head__": 0.001}  # a resource that Ray gives its head
@@ -56,7 +70,7 @@ async def http_application(scope: Any, receive: Any, send: Any) -> None:
 
 
 def _host(settings: ClusterSettings) -> str:
-    return "127.0.0.1" if settings.local else str(ray.util.get_node_ip_address())
+    return LOOPBACK if settings.local else str(ray.util.get_node_ip_address())
 
 
 async def _end_with(child: ChildProcess) -> None:
@@ -74,7 +88,8 @@ class HistoryOnRay:
 
     async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]
         command = history_command(settings, _host(settings), str(data_folder(settings)))
-        self._service = ChildProcess(command, {"PENSIEVE_LOG_FORMAT": "text"})
+        environment = {"PENSIEVE_LOG_FORMAT": "text", **history_environment(settings)}
+        self._service = ChildProcess(command, environment)
         found = await self._service.start(START_SECONDS)
         self._address = f"history://{found['history']}"
         self._ending = asyncio.create_task(_end_with(self._service))
@@ -88,7 +103,7 @@ class HistoryOnRay:
 
     async def __del__(self) -> None:
         if hasattr(self, "_service"):
-            await self._service.stop(DRAIN_SECONDS)
+            await self._service.stop(HISTORY_SECONDS)
 
 
 class ReplicaOnRay(Replica):
@@ -98,6 +113,12 @@ class ReplicaOnRay(Replica):
         address = history if isinstance(history, str) else await history.address.remote()
         await self.start_daemon(settings, context.replica_id.unique_id, _host(settings), address)
         self._ending = asyncio.create_task(_end_with(self.daemon))
+        self._until_wanted = asyncio.create_task(self._end_when_wanted())
+
+    async def _end_when_wanted(self) -> None:
+        while not is_wanted_to_end():
+            await asyncio.sleep(LOOK_SECONDS)
+        await self.begin_end()
 
     def record_routing_stats(self) -> dict[str, Any]:
         return self.routing_stats()
@@ -106,10 +127,15 @@ class ReplicaOnRay(Replica):
         await self.check_daemon()
 
     async def __del__(self) -> None:
-        await self.end_daemon(DRAIN_SECONDS)
+        await self.end_daemon()
 
 
 add_methods(ReplicaOnRay)
+
+
+def shutdown_seconds(settings: ClusterSettings) -> float:
+    """After which Ray kills a replica that has not ended."""
+    return ROUTERS_SECONDS + settings.drain_seconds + 2 * EXIT_SECONDS
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -121,7 +147,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         name=REPLICA,
         num_replicas=settings.replicas,
         max_ongoing_requests=ONGOING_MAX,
-        graceful_shutdown_timeout_s=DRAIN_SECONDS + 10.0,
+        graceful_shutdown_timeout_s=shutdown_seconds(settings),
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=HEALTH_PERIOD,
         health_check_timeout_s=30.0,
@@ -132,13 +158,13 @@ def build(args: dict[str, Any]) -> serve.Application:
             request_router_class=ROUTER, request_routing_stats_period_s=STATS_SECONDS
         ),
     )
-    if settings.history.startswith(("history://", "historys://")):
+    if settings.is_elsewhere:
         return replica.bind(settings, settings.history)
     history = serve.deployment(
         HistoryOnRay,
         name=HISTORY,
         num_replicas=1,
-        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_timeout_s=HISTORY_SECONDS,
         health_check_period_s=HEALTH_PERIOD,
         ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
     )

@@ -10,7 +10,8 @@ token is a message.  So of a stream Ray carries one message, which says where th
 Ray sees a call that runs: it counts it for its choice of replicas and for scaling, and waits for it before it
 ends a replica.  Neither side outlives the other: the replica ends Ray's call when the connection of the hold
 is closed (the stream has ended, or the proxy is gone), or when none came within HOLD_SECONDS; the proxy ends
-the stream, as UNAVAILABLE, when the replica closes it.
+the stream, as UNAVAILABLE, when the replica closes it.  A stream that watches has no end of its own, and Ray
+waits for the end of all calls before a replica may end: so a replica that is to end closes these.
 
 The daemon decides who may call, by the client's own metadata; without tokens the replica has decided before
 it says where the daemon is.  A ticket opens nothing: it ends a call at most.
@@ -22,7 +23,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ def way_of(metadata: Any) -> Way:
 
 @dataclass(eq=False)
 class _Hold:
+    watches: bool
+    writer: asyncio.StreamWriter | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -61,7 +64,7 @@ class Holds:
         self.address = ""
         self._server: asyncio.Server | None = None
         self._holds: dict[str, _Hold] = {}  # by ticket
-        self._open: set[asyncio.StreamWriter] = set()
+        self.ends_watching = False
 
     @property
     def num_open(self) -> int:
@@ -72,10 +75,10 @@ class Holds:
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def ticket(self) -> str:
-        """For one stream; `hold` takes it."""
+    def ticket(self, *, watches: bool = False) -> str:
+        """For one stream, of a kind that watches or another; `hold` takes it."""
         ticket = secrets.token_hex(16)
-        self._holds[ticket] = _Hold()
+        self._holds[ticket] = _Hold(watches)
         return ticket
 
     async def hold(self, ticket: str) -> None:
@@ -89,33 +92,38 @@ class Holds:
         finally:
             del self._holds[ticket]
 
-    def end(self) -> None:
-        """The streams end, as UNAVAILABLE."""
-        for each in tuple(self._open):
-            each.close()
+    def end_watching(self) -> None:
+        """Streams that watch end, as UNAVAILABLE: they have no end of their own."""
+        self.ends_watching = True
+        self._end([each for each in self._holds.values() if each.watches])
 
     async def close(self) -> None:
-        self.end()
+        self._end(list(self._holds.values()))
         if self._server is not None:
             self._server.close()
 
+    def _end(self, holds: Iterable[_Hold]) -> None:
+        for each in holds:
+            if each.writer is not None:
+                each.writer.close()
+
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
         hold: _Hold | None = None
         try:
             _keep_alive(writer.get_extra_info("socket"))
             async with asyncio.timeout(HOLD_SECONDS):
                 line = await reader.readuntil(b"\n")
             hold = self._holds.get(line.decode("ascii").strip())
-            if hold is not None:
+            if hold is not None and not (hold.watches and self.ends_watching):
+                hold.writer = writer
                 hold.begun.set()
                 await reader.read(1)
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError):
             pass  # it is closed, or was no proxy's
         finally:
             if hold is not None:
+                hold.begun.set()
                 hold.ended.set()
-            self._open.discard(writer)
             writer.close()
 
 

@@ -15,6 +15,7 @@ REPLICA = "pensieve-replica"
 CONVERSATION = "conversation_id"
 PREFIX = "prefix_id"
 CREATE = "CreateConversation"
+WATCHING = ("WatchJob", "WatchStats", "Watch")  # streams that end when their client wants it
 HEALTH = "grpc.health.v1.Health"
 SERVICES = (
     conversation_pb2.DESCRIPTOR.services_by_name["ConversationService"],
@@ -33,6 +34,10 @@ class Method(NamedTuple):
     def name(self) -> str:
         """As Ray calls it: the last part of the path."""
         return self.path.rsplit("/", 1)[1]
+
+    @property
+    def watches(self) -> bool:
+        return self.name in WATCHING
 
 
 def methods() -> Iterator[Method]:

@@ -7,7 +7,13 @@ even if loads have changed and the history service does not answer.  One that be
 goes to the prefix's home, while that has room: all routers agree on it, for it follows from the names alone.
 
 At most KEYS_MAX keys are remembered; the least recently used are forgotten and placed anew, which costs
-nothing when their owner can be located.  All of this belongs to one event loop.
+nothing when their owner can be located.  The bound on loads counts those alone that were used in the last
+ACTIVE_SECONDS: who comes back is not known, and a new replica would get all new conversations until it
+had as many as the others ever had.  So keys are kept in two orders of use, one of them cut off by age at its
+front with each key that is placed.
+
+Which replicas run may change while an owner is located, so that is asked for behind it: what went away
+meanwhile is no home, and is counted nowhere.  All of this belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ Locate = Callable[[str], Awaitable[str | None]]  # a key to its owner's name
 
 KEYS_MAX = 100_000
 BEHIND = "\x1f"  # between a key and the prefix that it begins with, in what Ray carries as the session id
+ACTIVE_SECONDS = 300.0
 LOCATED_SECONDS = 5.0
 LOCATE_TIMEOUT = 0.25
 
@@ -32,18 +39,22 @@ class Homes:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._remembered: OrderedDict[str, str] = OrderedDict()
+        self._active: OrderedDict[str, tuple[str, float]] = OrderedDict()  # home, and when used
         self._located: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
         self._placement = Placement()
         self._counts = Loads()
 
-    async def of(self, named: str, running: Collection[str], locate: Locate | None) -> str | None:
+    async def of(
+        self, named: str, running_now: Callable[[], Collection[str]], locate: Locate | None
+    ) -> str | None:
         """The replica for this key, or key and prefix (`named`); None when none runs."""
+        key, _, prefix = named.partition(BEHIND)
+        owner = await self._owner(key, locate) if key else None
+        running = running_now()
         if not running:
             return None
-        key, _, prefix = named.partition(BEHIND)
         if not key:  # its id will be the replica's choice
             return self._new_home(key, prefix, running)
-        owner = await self._owner(key, locate)
         if owner in running:
             assert owner is not None
             self._remember(key, owner)
@@ -59,6 +70,7 @@ class Homes:
 
     def _new_home(self, key: str, prefix: str, running: Collection[str]) -> str:
         self._see(running)
+        self._expire()
         parent = self._placement.home(prefix) if prefix else ""
         return self._placement.home(key, self._counts, parent=parent)
 
@@ -66,18 +78,24 @@ class Homes:
         """A replica went away: its keys are placed anew, nobody else's."""
         for key in [key for key, at in self._remembered.items() if at == name]:
             del self._remembered[key]
+            self._active.pop(key, None)
         self._counts.forget(name)
         for key in [key for key, (at, _) in self._located.items() if at == name]:
             del self._located[key]
 
     def load(self, name: str) -> int:
+        """How many of its conversations are active."""
+        self._expire()
         return self._counts.of(name)
 
     def check(self) -> None:
-        """Raises AssertionError when the counts are not those of what is remembered."""
+        """Raises AssertionError when the counts are not those of what is active, or that is out of order."""
         counts: dict[str, int] = {}
-        for name in self._remembered.values():
+        for key, (name, _) in self._active.items():
             counts[name] = counts.get(name, 0) + 1
+            assert self._remembered[key] == name, key
+        times = [when for _, when in self._active.values()]
+        assert times == sorted(times)
         for name in {*counts, *self._placement.serving}:
             assert counts.get(name, 0) == self._counts.of(name), name
         assert sum(counts.values()) == self._counts.total
@@ -105,13 +123,25 @@ class Homes:
         return owner
 
     def _remember(self, key: str, name: str) -> None:
-        before = self._remembered.get(key)
-        if before != name:
-            if before is not None:
-                self._counts.add(before, -1)
-            self._counts.add(name)
         self._remembered[key] = name
         self._remembered.move_to_end(key)
+        self._deactivate(key)
+        self._active[key] = (name, self._now())
+        self._counts.add(name)
         if len(self._remembered) > KEYS_MAX:
-            _, oldest = self._remembered.popitem(last=False)
-            self._counts.add(oldest, -1)
+            oldest, _ = self._remembered.popitem(last=False)
+            self._deactivate(oldest)
+
+    def _expire(self) -> None:
+        """What was not used for long counts no more; each use is looked at once."""
+        since = self._now() - ACTIVE_SECONDS
+        while self._active:
+            key, (_, when) = next(iter(self._active.items()))
+            if when > since:
+                return
+            self._deactivate(key)
+
+    def _deactivate(self, key: str) -> None:
+        before = self._active.pop(key, None)
+        if before is not None:
+            self._counts.add(before[0], -1)

@@ -7,7 +7,8 @@ Ray starts, places, counts, checks and ends replicas; what a replica does is
                stream, say where the daemon is, and stay until it has ended (direct.py)
     health     the daemon's own: it runs, answers, and serves; to restart its engine it has RESTART_SECONDS;
                everything else makes Ray replace the replica
-    end        Ray has stopped sending and waited for what runs; the daemon drains what is left, and exits
+    end        Ray sends nothing more, and waits for what runs: streams that watch end at once; then the
+               daemon drains, so that turns have its drain_timeout, and its end is the end of all calls
 
 A replica that is killed takes its daemon with it (tied.py).  A daemon that dies makes the health check
 fail, and the calls in flight end as UNAVAILABLE.
@@ -17,6 +18,7 @@ This class knows Ray's conventions and imports nothing of it; deployments.py mak
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import time
@@ -27,7 +29,7 @@ import grpc
 
 from pensieve.cluster.child_process import ChildProcess
 from pensieve.cluster.direct import DIRECT, Holds, Way
-from pensieve.cluster.grpc_forward import Forward, Response
+from pensieve.cluster.grpc_forward import ENDING, Forward, Response
 from pensieve.cluster.grpc_methods import HEALTH, REPLICA, Method, methods
 from pensieve.cluster.http_forward import HttpForward
 from pensieve.cluster.settings import ClusterSettings, data_folder, replica_command
@@ -39,6 +41,8 @@ log = logging.getLogger("ray.serve")
 START_SECONDS = 1800.0  # a large model from a slow disk
 HEALTH_SECONDS = 5.0
 RESTART_SECONDS = 600.0
+ROUTERS_SECONDS = 2.0  # until none of them sends anything more to a replica that is to end
+EXIT_SECONDS = 20.0  # of a daemon whose turns have ended
 STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
 
 
@@ -72,8 +76,7 @@ class Replica:
 
     def routing_stats(self) -> dict[str, str]:
         """For the routers (locate.py)."""
-        secret = str(self.settings.serve.get("history_secret") or "")
-        return {"history": getattr(self, "history", ""), "secret": secret}
+        return {"history": getattr(self, "history", ""), "secret": self.settings.history_secret}
 
     async def check_daemon(self) -> None:
         """Raises when the daemon does not serve."""
@@ -89,10 +92,16 @@ class Replica:
         elif time.monotonic() - self._served > RESTART_SECONDS:
             raise Unavailable(f"its engine has not served for {RESTART_SECONDS:g} s")
 
-    async def end_daemon(self, seconds: float) -> None:
+    async def begin_end(self) -> None:
+        """It is to end, and calls may still run."""
+        self.holds.end_watching()
+        await asyncio.sleep(ROUTERS_SECONDS)
+        await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)
+
+    async def end_daemon(self) -> None:
         if not hasattr(self, "daemon"):
             return
-        await self.daemon.stop(seconds)
+        await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)
         if hasattr(self, "holds"):
             await self.holds.close()
         if hasattr(self, "grpc"):
@@ -128,10 +137,14 @@ def _streaming(method: Method) -> Any:
         if not self.may_call(grpc_context.peer()):
             yield self.grpc.refuse(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
             return
-        way = Way(self.address, self.holds.address, self.holds.ticket(), self.name)
+        if method.watches and self.holds.ends_watching:
+            yield self.grpc.refuse(grpc_context, grpc.StatusCode.UNAVAILABLE, ENDING)
+            return
+        ticket = self.holds.ticket(watches=method.watches)
+        way = Way(self.address, self.holds.address, ticket, self.name)
         grpc_context.set_trailing_metadata([(DIRECT, way.written()), (REPLICA, self.name)])
         yield Response(b"")
-        await self.holds.hold(way.ticket)
+        await self.holds.hold(ticket)
 
     return call
 

@@ -49,8 +49,12 @@ class HomeRouter(RequestRouter):  # type: ignore[misc]
         key = pending_request.metadata.session_id
         if not key:
             return [candidate_replicas]
-        running = {each.replica_id.unique_id: each for each in candidate_replicas}
-        name = await self._homes.of(key, running.keys(), locate_from(candidate_replicas))
+        candidates = {each.replica_id.unique_id: each for each in candidate_replicas}
+
+        def running_now() -> set[str]:
+            return candidates.keys() & {each.unique_id for each in self._replica_id_set}
+
+        name = await self._homes.of(key, running_now, locate_from(candidate_replicas))
         if name is None:
             return [candidate_replicas]
-        return [[running[name]]] * HOME_ATTEMPTS + [candidate_replicas]
+        return [[candidates[name]]] * HOME_ATTEMPTS + [candidate_replicas]

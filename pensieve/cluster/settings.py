@@ -3,11 +3,17 @@
 They are the `args` of the application in the YAML file, so `serve deploy`, KubeRay and `pensieve cluster
 up` read the same thing.  Whatever Ray decides (where, how many, with which resources) may also stand under
 `deployments`, in Ray's own words.
+
+**Who may call.**  Where the nodes are several machines, daemons listen on the network between them, without
+TLS (`--insecure`): that network is private, as it has to be for Ray itself.  Ray's proxies, which others
+reach, ask Replica.may_call; a daemon's own port asks for tokens alone, and the history service for the secret
+that it shares with the daemons.  So such a cluster has both, or says `insecure`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -15,13 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.config import HISTORY as HISTORY_SETTINGS
-from pensieve.config import SERVING, SETTINGS, default_data_folder
+from pensieve.config import SERVING, SETTINGS, STORE, default_data_folder
 from pensieve.config.setting import Table
 from pensieve.errors import ConfigError
 
 REPLICA = "Replica"  # the deployment of replicas
 HISTORY = "History"  # that of the history service
 OURS = frozenset({"model", "address", "http", "ready_file", "data", "store", "replica", "insecure"})
+LOOPBACK = "127.0.0.1"
+DRAIN = next(each for each in SERVING if each.name == "drain_timeout")
+NO_TLS = (
+    "Ray's proxies speak no TLS, nor do its replicas to their daemons: put a balancer before them"
+)
+PASSWORD = re.compile(r"//[^/?@]*:[^/?@]*@|[?&](?:ssl)?password=")
 OURS_OF_HISTORY = OURS | {"history_address", "history_secret"}  # the secret is that of `serve`
 
 
@@ -41,6 +53,20 @@ class ClusterSettings:
     @property
     def needs_tokens(self) -> bool:
         return bool(self.serve.get("token_file"))
+
+    @property
+    def drain_seconds(self) -> float:
+        """How long turns of a replica that is to end may go on."""
+        return float(self.serve.get("drain_timeout", DRAIN.default))
+
+    @property
+    def history_secret(self) -> str:
+        return str(self.serve.get("history_secret") or "")
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the history service is none of the cluster's."""
+        return self.history.startswith(("history://", "historys://"))
 
 
 def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
@@ -62,11 +88,25 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
         raise ConfigError(
             f"args: history is {settings.history!r}, and has to be a whole path or a URL"
         )
+    for name in ("tls_cert", "tls_key", "tls_client_ca"):
+        if name in settings.serve:
+            raise ConfigError(f"args: serve.{name}: {NO_TLS}")
+    if PASSWORD.search(settings.history):
+        raise ConfigError(
+            "args: history has a password, and Ray shows args to whoever asks it: put that into a file of "
+            "Ray's head (~/.pgpass, or PGPASSFILE in its environment; docs/postgresql.md)"
+        )
     _check("serve", settings.serve, (*SERVING, *SETTINGS), OURS)
     _check("history_serve", settings.history_serve, HISTORY_SETTINGS, OURS_OF_HISTORY)
-    token_file = settings.serve.get("token_file")
-    if token_file and not Path(str(token_file)).is_absolute():
-        raise ConfigError("args: serve.token_file has to be a whole path")
+    for name in ("token_file", "history_secret", "history_ca"):
+        if (file := settings.serve.get(name)) and not Path(str(file)).is_absolute():
+            raise ConfigError(f"args: serve.{name} has to be a whole path")
+    try:
+        DRAIN.parse(str(settings.serve.get("drain_timeout", DRAIN.default)))
+    except ValueError as error:
+        raise ConfigError(f"args: serve.drain_timeout {error}") from None
+    if not settings.local:
+        _check_several(settings)
     return settings
 
 
@@ -77,7 +117,7 @@ def replica_command(
     command = [*_program("serve"), "--address", f"{host}:0", "--http", f"{host}:0", "--data", data]
     command += ["--store", history, "--replica", name]
     command += _flags(settings.serve, (*SERVING, *SETTINGS))
-    if settings.insecure:
+    if settings.insecure or host != LOOPBACK:
         command.append("--insecure")
     return [*command, settings.model] if settings.model else command
 
@@ -85,14 +125,19 @@ def replica_command(
 def history_command(settings: ClusterSettings, host: str, folder: str) -> list[str]:
     """`pensieve history`; without a folder of its own the history is in the user's."""
     command = [*_program("history"), "--address", f"{host}:{settings.history_port}"]
-    if secret := settings.serve.get("history_secret"):
-        command += ["--history-secret", str(secret)]
-    if host != "127.0.0.1":
+    if settings.history_secret:
+        command += ["--history-secret", settings.history_secret]
+    if host != LOOPBACK:
         command.append("--insecure")  # between nodes of a cluster, whose network is private
     command += _flags(settings.history_serve, HISTORY_SETTINGS)
     if "://" in settings.history:
-        return [*command, "--data", folder, "--store", settings.history]
+        return [*command, "--data", folder]
     return [*command, "--data", str(Path(settings.history or folder) / "history")]
+
+
+def history_environment(settings: ClusterSettings) -> dict[str, str]:
+    """Of the same process: the table of processes shows command lines to everybody."""
+    return {STORE.variable: settings.history} if "://" in settings.history else {}
 
 
 def data_folder(settings: ClusterSettings) -> Path:
@@ -100,6 +145,24 @@ def data_folder(settings: ClusterSettings) -> Path:
     if settings.history and "://" not in settings.history:
         return Path(settings.history)
     return default_data_folder(os.environ) / "cluster"
+
+
+def _check_several(settings: ClusterSettings) -> None:
+    """What a cluster of several machines has to say."""
+    if not settings.needs_tokens and not settings.insecure:
+        raise ConfigError(
+            "args: whoever reaches a node can call its daemon: give serve.token_file, or say "
+            "`insecure: true` (`local: true` where all nodes are this machine)"
+        )
+    if not settings.insecure and not settings.is_elsewhere and not settings.history_secret:
+        raise ConfigError(
+            "args: whoever reaches Ray's head can read and write the history: give serve.history_secret, a "
+            "file that all nodes have, or say `insecure: true`"
+        )
+    if not settings.history:
+        raise ConfigError(
+            "args: history: say where it is kept: a folder of Ray's head that outlives it, or a URL"
+        )
 
 
 def _program(command: str) -> tuple[str, ...]:

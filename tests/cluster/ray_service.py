@@ -37,11 +37,18 @@ CONTAINER = {
     "resources": Optional({"requests": Rest(str), "limits": Rest(str)}),
     "volumeMounts": Optional([{"name": str, "mountPath": str, "readOnly": Optional(bool)}]),
 }
+VOLUME = {
+    "name": str,
+    "secret": Optional({"secretName": str, "defaultMode": Optional(int)}),
+    "persistentVolumeClaim": Optional({"claimName": str}),
+    "emptyDir": Optional({}),
+}
 POD = {
     "spec": {
         "containers": [CONTAINER],
         "terminationGracePeriodSeconds": Optional(int),
-        "volumes": Optional([{"name": str, "secret": Optional({"secretName": str})}]),
+        "securityContext": Optional({"fsGroup": int}),
+        "volumes": Optional([VOLUME]),
     }
 }
 RAY_SERVICE = {
@@ -49,6 +56,7 @@ RAY_SERVICE = {
     "kind": Is("RayService"),
     "metadata": {"name": str},
     "spec": {
+        "upgradeStrategy": Optional({"type": str}),
         "serveConfigV2": str,
         "rayClusterConfig": {
             "rayVersion": Optional(str),

@@ -56,6 +56,23 @@ def test_an_end_that_nobody_wanted_is_told_from_one_that_somebody_did() -> None:
     asyncio.run(scenario())
 
 
+def test_one_that_is_stopped_twice_is_told_once() -> None:
+    """A daemon would interrupt its turns at the second signal."""
+    code = (
+        "import signal; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(1)); "
+        + READY
+        + "time.sleep(1.5); time.sleep(1.5); sys.exit(len(told))"
+    )
+
+    async def scenario() -> None:
+        child = ChildProcess(program(code))
+        await child.start(60.0)
+        await asyncio.gather(child.stop(60.0), child.stop(60.0))
+        assert child.exit_code == 1
+
+    asyncio.run(scenario())
+
+
 def test_one_that_does_not_start_says_why() -> None:
     async def scenario() -> None:
         child = ChildProcess(program("raise SystemExit('the disk is full')"))

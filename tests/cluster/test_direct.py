@@ -76,13 +76,30 @@ def test_a_proxy_that_never_comes_does_not_keep_rays_call(monkeypatch: pytest.Mo
     run(work)
 
 
-def test_a_replica_that_is_to_end_ends_its_streams() -> None:
+def test_a_replica_that_is_to_end_ends_streams_that_watch_and_no_others() -> None:
     async def work(holds: Holds) -> None:
-        way = way_to(holds)
+        turn = way_to(holds)
+        watching = turn._replace(ticket=holds.ticket(watches=True))
+        holding = [asyncio.create_task(holds.hold(each.ticket)) for each in (turn, watching)]
+        async with held(turn) as turn_gone, held(watching) as watch_gone:
+            await asyncio.sleep(0.05)
+            holds.end_watching()
+            assert holds.ends_watching
+            await watch_gone
+            await holding[1]
+            await asyncio.sleep(0.05)
+            assert not turn_gone.done()
+        await holding[0]
+
+    run(work)
+
+
+def test_a_stream_that_watches_and_comes_when_they_are_ended_ends_at_once() -> None:
+    async def work(holds: Holds) -> None:
+        way = Way("127.0.0.1:1", holds.address, holds.ticket(watches=True), "one")
         holding = asyncio.create_task(holds.hold(way.ticket))
+        holds.end_watching()
         async with held(way) as gone:
-            await until(lambda: holding.done() or bool(holds._open))
-            holds.end()
             await gone
         await holding
 
@@ -204,7 +221,7 @@ def test_a_stream_whose_replica_ends_is_unavailable(daemon: DaemonRig) -> None:
             SEND, way, long.SerializeToString(), call, rays(holds, way, call)
         )
         async for _ in messages:
-            holds.end()
+            await holds.close()
         assert context.said["code"] is grpc.StatusCode.UNAVAILABLE
         assert context.said["details"] == GONE
         await until(lambda: daemon.num_live == 0)  # the daemon saw its client leave

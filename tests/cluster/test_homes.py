@@ -8,7 +8,7 @@ import math
 import pytest
 
 from pensieve.cluster import homes as homes_module
-from pensieve.cluster.homes import BEHIND, LOCATED_SECONDS, Homes
+from pensieve.cluster.homes import ACTIVE_SECONDS, BEHIND, LOCATED_SECONDS, Homes
 from pensieve.errors import Unavailable
 
 NAMES = ("ada", "bob", "cleo")
@@ -32,7 +32,7 @@ class Table:
 
     def of(self, key: str, running: tuple[str, ...] = NAMES) -> str | None:
         try:
-            return asyncio.run(self.homes.of(key, running, self.locate))
+            return asyncio.run(self.homes.of(key, lambda: running, self.locate))
         finally:
             self.homes.check()
 
@@ -106,6 +106,53 @@ def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     for index in range(50):
         table.of(f"c-{index}")
     assert sum(table.homes.load(name) for name in NAMES) == 10
+
+
+def test_a_replica_that_comes_gets_its_share_of_the_new_conversations_and_not_all() -> None:
+    table = Table()
+    for index in range(3000):
+        table.of(f"c-{index}", ("ada", "bob"))
+    table.now += ACTIVE_SECONDS + 1.0  # nobody goes on with these
+    new = [table.of(f"new-{index}") for index in range(900)]
+    assert max(new.count(name) for name in NAMES) <= math.ceil(1.25 * 900 / 3) + 1
+    assert sum(table.homes.load(name) for name in NAMES) == 900
+    assert table.of("c-7") in ("ada", "bob")  # it is still known where that was
+
+
+def test_what_is_used_again_stays_active() -> None:
+    table = Table()
+    at = table.of("trip-42")
+    table.of("c-1")
+    table.now += ACTIVE_SECONDS - 1.0
+    table.of("trip-42")
+    table.now += 2.0
+    assert sum(table.homes.load(name) for name in NAMES) == table.homes.load(str(at)) == 1
+    table.homes.check()
+
+
+def test_a_replica_that_dies_while_an_owner_is_located_is_no_home() -> None:
+    homes, running = Homes(lambda: 0.0), {"ada", "bob"}
+
+    async def scenario() -> list[str | None]:
+        answered = asyncio.Event()
+
+        async def locate(key: str) -> str:
+            await answered.wait()
+            return "ada"
+
+        asked = [
+            asyncio.create_task(homes.of(f"c-{index}", lambda: running, locate))
+            for index in range(50)
+        ]
+        await asyncio.sleep(0)
+        running.remove("ada")
+        homes.forget("ada")
+        answered.set()
+        return await asyncio.gather(*asked)
+
+    assert asyncio.run(scenario()) == ["bob"] * 50
+    assert (homes.load("ada"), homes.load("bob")) == (0, 50)
+    homes.check()
 
 
 def test_without_replicas_there_is_no_home() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from pensieve.cluster.http_edge import ADDED, BODY, HEAD_BYTES, HttpEdge, key_of_body
+from pensieve.cluster.http_edge import ADDED, BODY, HEAD_BYTES, SESSION, HttpEdge, key_of_body
 
 CHAT = "/v1/chat/completions"
 
@@ -16,6 +16,7 @@ def seen(
     headers: dict[str, str] | None = None,
     chunks: tuple[bytes, ...] = (),
     method: str = "POST",
+    encoding: str = "utf-8",
 ) -> tuple[dict[str, str], bytes, dict[str, Any]]:
     """Headers, body and scope that come out of the middleware."""
     messages = [
@@ -40,11 +41,12 @@ def seen(
         "type": "http",
         "method": method,
         "path": path,
-        "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
+        "headers": [(k.encode(), v.encode(encoding)) for k, v in (headers or {}).items()],
     }
     asyncio.run(HttpEdge(app)(scope, receive, None))
     out, body = found
-    return {k.decode(): v.decode() for k, v in out["headers"]}, body, out
+    assert all(v.decode() for k, v in out["headers"] if k == SESSION), "as Ray decodes it"
+    return {k.decode(): v.decode("utf-8", "replace") for k, v in out["headers"]}, body, out
 
 
 def chat(*texts: str, **more: Any) -> bytes:
@@ -75,7 +77,8 @@ def test_a_chat_has_one_key_however_long_it_grows() -> None:
     assert first
     assert key_of_body(chat("Hello.", "Hi.", "And then?")) == first
     assert key_of_body(chat("Good day.", "Hi.", "And then?")) != first
-    assert key_of_body(chat("Hello.", system="Be brief.")) != first
+    assert key_of_body(b'{"system": "Be brief.", ' + chat("Hello.")[1:]) != first
+    assert key_of_body(chat("Hello.", system="Be brief.")) == first  # a longer one would lose it
 
 
 def test_a_body_larger_than_what_is_looked_at_has_the_key_of_its_beginning() -> None:
@@ -123,3 +126,124 @@ def test_a_conversation_in_the_path_is_the_key() -> None:
     assert headers["x-session-id"] == "conv-7"
     headers, _, _ = seen(path="/v1/models", method="GET")
     assert headers == {}
+
+
+def test_ray_can_read_keys_that_are_not_ascii() -> None:
+    headers, _, _ = seen(chunks=(chat("Hello.", prompt_cache_key="Jürgen"),))
+    assert headers["x-session-id"] == "Jürgen"
+    headers, _, _ = seen(chunks=(chat("Hello.", prompt_cache_key="\ud800"),))
+    assert headers["x-session-id"] == "?"
+    headers, _, _ = seen(path="/v1/conversations/café", method="GET")
+    assert headers["x-session-id"] == "café"
+    for name in ("x-openwebui-chat-id", "x-session-id"):
+        headers, _, _ = seen(headers={name: "é"}, chunks=(chat("Hello."),))
+        assert headers["x-session-id"] == "é"
+        headers, _, _ = seen(headers={name: "é"}, chunks=(chat("Hello."),), encoding="latin-1")
+        assert headers["x-session-id"] == "\ufffd"
+
+
+def test_a_body_that_is_nested_too_deeply_has_no_key() -> None:
+    for body in (b"[" * 60_000, b'{"messages": [' + b"[" * 60_000):
+        headers, sent, _ = seen(chunks=(body,))
+        assert headers == {}
+        assert sent == body
+
+
+def test_a_chat_keeps_the_name_behind_its_messages_when_it_grows_beyond_what_is_looked_at() -> None:
+    replies = ["x" * 2000] * 80
+    for more in (
+        {"prompt_cache_key": "chat-7"},
+        {"conversation": {"id": "chat-7"}, "stream": True},
+    ):
+        assert key_of_body(chat("Hello.", **more)) == "chat-7"
+        assert key_of_body(chat("Hello.", *replies, **more)) == "chat-7"
+    long = chat("Hello.", *replies)
+    assert key_of_body(b'{"prompt_cache_key": "chat-7", ' + long[1:]) == "chat-7"
+    assert key_of_body(b'{"conversation": {"id": "chat-7"}, ' + long[1:]) == "chat-7"
+    chunks = tuple(
+        each[at : at + 65_536]
+        for each in [chat("Hello.", *replies, prompt_cache_key="chat-7")]
+        for at in range(0, len(each), 65_536)
+    )
+    headers, body, _ = seen(chunks=chunks)
+    assert headers["x-session-id"] == "chat-7"
+    assert body == b"".join(chunks)
+
+
+def test_a_name_within_something_else_of_a_long_body_is_none() -> None:
+    replies = ["x" * 2000] * 80
+    digest = key_of_body(chat("Hello.", *replies))
+    said = '"prompt_cache_key": "mine", {"prompt_cache_key": "mine"}'
+    assert key_of_body(chat("Hello.", *replies, said)) == digest
+    assert key_of_body(chat("Hello.", said, *replies)) == digest
+    inner = {"prompt_cache_key": "mine", "conversation": {"id": "mine"}}
+    assert key_of_body(chat("Hello.", *replies, metadata=inner)) == digest
+    outer = b'{"metadata": ' + json.dumps(inner).encode() + b", " + chat("Hello.", *replies)[1:]
+    assert key_of_body(outer) == digest
+
+
+def test_a_first_message_longer_than_what_is_looked_at_has_one_key_in_all_turns() -> None:
+    document = "A document. " * 8000
+    keys = {key_of_body(chat(document, *more)) for more in ((), ("Yes.", "No?"), ("x" * 90_000,))}
+    assert len(keys) == 1 != keys.pop() != ""
+    assert key_of_body(chat(document)) != key_of_body(chat("Another. " * 8000))
+    completion = b'{"prompt": "' + document.encode() + b'", "max_tokens": '
+    assert key_of_body(completion + b"1}") == key_of_body(completion + b"2}") != ""
+    system = {"role": "system", "content": "Be brief."}
+    of_users = [
+        key_of_body(json.dumps({"messages": [system, {"role": "user", "content": text}]}).encode())
+        for text in (document, "Another. " * 8000)
+    ]
+    assert of_users[0] != of_users[1]
+
+
+def test_a_system_prompt_alone_is_what_a_chat_begins_with() -> None:
+    one = [{"role": "system", "content": "Be brief."}]
+    first = key_of_body(json.dumps({"messages": one, "model": "a"}).encode())
+    assert first == key_of_body(json.dumps({"messages": one, "stream": True}).encode()) != ""
+
+
+def test_nothing_of_a_body_is_held_back_but_its_beginning() -> None:
+    chunks = tuple(b" " * (1 << 20) for _ in range(12))
+    _, body, _ = seen(chunks=chunks)
+    assert len(body) == 12 << 20
+
+
+def answered(edge: HttpEdge, request: dict[str, Any], out: list[Any]) -> None:
+    """Sends a request for a response; the key that it got is appended to `out`."""
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(request).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/responses", "headers": []}
+    asyncio.run(edge({**scope, "out": out}, receive, send))
+
+
+def test_responses_that_go_on_from_one_another_share_the_key_of_the_first() -> None:
+    number = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal number
+        number += 1
+        scope["out"].append(dict(scope["headers"])[b"x-session-id"].decode())
+        answer = b'event: response.created\ndata: {"response": {"id": "resp_%d", ' % number
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for at in range(0, len(answer), 10):
+            body = answer[at : at + 10]
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    edge, keys = HttpEdge(app), list[str]()
+    answered(edge, {"input": "Hello."}, keys)
+    for each in range(1, 5):
+        answered(edge, {"input": "More.", "previous_response_id": f"resp_{each}"}, keys)
+    assert len(set(keys)) == 1
+    answered(edge, {"input": "x", "previous_response_id": "resp_of_another_proxy"}, keys)
+    assert keys[-1] == "resp_of_another_proxy"
+
+
+def test_a_very_long_name_is_remembered_by_a_short_key() -> None:
+    headers, _, _ = seen(chunks=(chat("Hello.", prompt_cache_key="x" * 5000),))
+    assert len(headers["x-session-id"]) == 32

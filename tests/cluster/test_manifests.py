@@ -11,9 +11,13 @@ import pytest
 yaml = pytest.importorskip("yaml")
 schema = pytest.importorskip("ray.serve.schema")
 
+from pensieve.cli.main import parser  # noqa: E402
+from pensieve.cluster.deployments import shutdown_seconds  # noqa: E402
 from pensieve.cluster.serve_config import checked, local, with_next_generation  # noqa: E402
-from pensieve.cluster.settings import settings_of  # noqa: E402
+from pensieve.cluster.settings import replica_command, settings_of  # noqa: E402
+from pensieve.config import resolve  # noqa: E402
 from pensieve.errors import ConfigError  # noqa: E402
+from pensieve.launch.daemon import setup_to_serve  # noqa: E402
 from tests.cluster.ray_service import problems_of  # noqa: E402
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "cluster"
@@ -35,8 +39,36 @@ def test_ray_serve_takes_the_configuration() -> None:
 
 
 def test_the_manifest_deploys_the_same_configuration() -> None:
-    service, _ = manifests()
+    service = manifests()[0]
     assert yaml.safe_load(service["spec"]["serveConfigV2"]) == serve_yaml()
+
+
+def token_file(folder: Path) -> Path:
+    path = folder / "tokens.toml"
+    path.write_text(f'[[token]]\nname = "ada"\nsha256 = "{"0" * 64}"\ntenant = "ada"\n')
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("host", ["10.0.0.5", "127.0.0.1"])
+def test_the_daemon_takes_the_command_line_of_a_replica(tmp_path: Path, host: str) -> None:
+    secret = tmp_path / "history"
+    secret.write_text("0123456789abcdef\n")
+    secret.chmod(0o600)
+    for found in (serve_yaml(), yaml.safe_load(manifests()[0]["spec"]["serveConfigV2"])):
+        args = found["applications"][0]["args"]
+        args["serve"]["token_file"] = str(token_file(tmp_path))
+        args["serve"]["history_secret"] = str(secret)
+        command = replica_command(
+            settings_of(args), "ada", host, str(tmp_path), f"history://{host}:50060"
+        )
+        arguments = parser().parse_args(command[3:])
+        names = [setting.name for table in arguments.tables for setting in table]
+        flags = {name: getattr(arguments, name) for name in names}
+        resolved = resolve(flags, {}, None, arguments.tables)
+        setup = setup_to_serve(resolved, resolved.serving)
+        assert setup.listening.address == setup.listening.http == f"{host}:0"
+        assert len(setup.listening.tokens) == 1
 
 
 def test_kuberay_takes_the_manifest() -> None:
@@ -74,11 +106,34 @@ def test_workers_have_what_a_replica_needs_and_time_to_drain() -> None:
     requests = pod["containers"][0]["resources"]["requests"]
     assert int(requests["nvidia.com/gpu"]) == args["gpus"]
     assert int(requests["cpu"]) >= args["cpus"]
-    assert pod["terminationGracePeriodSeconds"] > args["serve"]["drain_timeout"]
+    assert shutdown_seconds(settings_of(args)) == 102.0 > args["serve"]["drain_timeout"]
+    assert pod["terminationGracePeriodSeconds"] > shutdown_seconds(settings_of(args))
     assert cluster["authOptions"] == {"mode": "token"}
     for spec in (cluster["headGroupSpec"]["template"]["spec"], pod):
         names = {each["name"]: each.get("value") for each in spec["containers"][0]["env"]}
         assert "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" in names
+
+
+def test_the_history_outlives_the_container_of_rays_head() -> None:
+    service, claim, _ = manifests()
+    folder = serve_yaml()["applications"][0]["args"]["history"]
+    assert claim["kind"] == "PersistentVolumeClaim"
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    mounted = {each["mountPath"]: each["name"] for each in head["containers"][0]["volumeMounts"]}
+    volumes = {each["name"]: each for each in head["volumes"]}
+    of_the_history = volumes[mounted[folder]]["persistentVolumeClaim"]
+    assert of_the_history == {"claimName": claim["metadata"]["name"]}
+    assert service["spec"]["upgradeStrategy"] == {"type": "None"}  # two clusters cannot have it
+
+
+def test_secrets_of_the_manifest_have_a_mode_that_the_daemon_takes() -> None:
+    """They are root's, and the pod's group reads them."""
+    cluster = manifests()[0]["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
+        pod = group["template"]["spec"]
+        (tokens,) = (each["secret"] for each in pod["volumes"] if "secret" in each)
+        assert tokens["defaultMode"] == 0o440
+        assert pod["securityContext"] == {"fsGroup": 1000}
 
 
 def test_the_configuration_of_a_first_try_is_one_that_ray_takes(tmp_path: Path) -> None:

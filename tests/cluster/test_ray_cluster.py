@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
                     "local": True,
                     "history": str(folder / "history"),
                     "history_port": free_port(),
-                    "serve": {"engine": "echo", "echo_seconds": 0.01},
+                    "serve": {"engine": "echo", "echo_seconds": 0.01, "drain_timeout": 5},
                 },
             }
         ],
@@ -342,6 +343,38 @@ def test_y_a_roll_replaces_all_replicas_and_loses_no_turn(cluster: RayCluster) -
         for number, each in enumerate(talking):
             stored = client.conversation(f"roll-{number}").messages()
             assert [message.text for message in stored] == each.spoken
+
+
+def test_y_calls_that_would_never_end_do_not_keep_a_replica_from_draining(
+    cluster: RayCluster, stub: Any
+) -> None:
+    """A stream that watches ends at once; a turn has the drain_timeout, and the daemon says why it ends."""
+    at = send(stub, "endless", "0")
+    request = pb.SendMessageRequest(
+        conversation_id="endless",
+        request_id="endless-1",
+        messages=[pb.NewMessage(content="x")],
+        sampling=pb.Sampling(max_tokens=50_000, ignore_eos=True),
+    )
+    turn = stub.SendMessage(request, timeout=200)
+    assert next(turn).WhichOneof("event") == "started"
+    with grpc.insecure_channel(cluster.address) as channel:
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        watches = [watch(b"", timeout=200) for _ in range(6)]
+        for each in watches:
+            next(each)
+        began = time.monotonic()
+        rolling = threading.Thread(target=cluster.command, args=("roll",), daemon=True)
+        rolling.start()
+        for each in (turn, *watches):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(each)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE, caught.value
+            assert "is gone" not in caught.value.details()
+            assert replica_of(caught.value)
+        rolling.join(180)
+    assert at not in cluster.replicas()
+    assert time.monotonic() - began < 60  # Ray would have killed each replica after 47 s
 
 
 def test_z_when_a_replica_is_killed_only_its_conversations_move(

@@ -1,0 +1,37 @@
+"""Whose the file of a secret is, and who may read it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pensieve.config.shared_secret import read_secret
+from pensieve.errors import ConfigError
+
+SECRET = "0123456789abcdef"
+
+
+def file(folder: Path, mode: int, owner: int) -> Path:
+    path = folder / "secret"
+    path.write_text(SECRET + "\n")
+    path.chmod(mode)
+    if os.stat(path).st_uid != owner:
+        if os.geteuid():
+            pytest.skip("only root may give files away")
+        os.chown(path, owner, -1)
+    return path
+
+
+@pytest.mark.parametrize(("mode", "owner"), [(0o600, 0), (0o440, 0), (0o400, 1000), (0o600, 1000)])
+def test_a_secret_is_its_owners_or_of_root_and_a_group(
+    tmp_path: Path, mode: int, owner: int
+) -> None:
+    assert read_secret(file(tmp_path, mode, owner)) == SECRET
+
+
+@pytest.mark.parametrize(("mode", "owner"), [(0o444, 0), (0o460, 0), (0o440, 1000), (0o604, 1000)])
+def test_a_secret_that_others_read_is_none(tmp_path: Path, mode: int, owner: int) -> None:
+    with pytest.raises(ConfigError, match="can be read by others: `chmod 600` it"):
+        read_secret(file(tmp_path, mode, owner))
