@@ -31,7 +31,7 @@ OPTIONS = (
 NOT_FORWARDED = frozenset(
     {"user-agent", "application", "request_id", "multiplexed_model_id", KEY, TIMEOUT}
 )
-GONE = "the replica that had this call is gone; another one takes its calls"
+GONE = "the replica that had this call is gone or is about to end; another one takes its calls"
 ENDING = "the replica is about to end; another one can be watched"
 
 
