@@ -31,9 +31,16 @@ URL = re.compile(r"(?P<scheme>grpc|https?|history)://(?P<place>[^\s,\"]+)")
 
 
 class ChildProcess:
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """`pass_fds`: open files that it shares with the actor (slots.py)."""
         self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}
+        self._pass_fds = tuple(pass_fds)
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[dict[str, str]] = self._loop.create_future()
         self._ended = asyncio.Event()
@@ -91,6 +98,7 @@ class ChildProcess:
         self._process = subprocess.Popen(
             [*tied, *self._command],
             env=self._environment,
+            pass_fds=self._pass_fds,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -19,7 +19,12 @@ from ray.serve._private import api as serve_api
 from ray.serve.config import gRPCOptions
 from ray.serve.schema import ServeDeploySchema
 
-from pensieve.cluster.serve_config import APPLICATION, with_next_generation
+from pensieve.cluster.serve_config import (
+    APPLICATION,
+    check_options,
+    with_generation_of,
+    with_next_generation,
+)
 from pensieve.cluster.settings import REPLICA
 from pensieve.errors import Unavailable
 
@@ -69,7 +74,16 @@ def connected(address: str) -> Iterator[None]:
 
 
 def deploy(config: ServeDeploySchema) -> None:
-    """Hands it to Ray's controller.  What runs already and is the same stays as it is."""
+    """Hands it to Ray's controller.  What runs already and is the same stays as it is.
+
+    How Ray's proxies listen is settled when Serve starts, and Ray says nothing of another wish.  Replicas
+    that a roll has made stay, too, although the file knows nothing of the roll.
+    """
+    if (running := serve_api._get_global_client(raise_if_no_controller_running=False)) is not None:
+        details = running.get_serve_details()
+        check_options(config, details)
+        application = details["applications"].get(APPLICATION) or {}
+        config = with_generation_of(application.get("deployed_app_config"), config)
     client = serve_api.serve_start(
         http_options=config.http_options.model_dump(),
         grpc_options=gRPCOptions(**config.grpc_options.model_dump()),

@@ -58,12 +58,8 @@ TURNS = re.compile(r'"(?:messages|input)"\s*:\s*\[')
 SYSTEM = re.compile(r'"(?:system|instructions)"\s*:\s*')
 COMMA = re.compile(r"\s*,")
 TEXT = re.compile(r'"(?:prompt|input)"\s*:\s*(?=")')
-
-
-NO_VALUE = (
-    ValueError,
-    RecursionError,
-)  # not JSON, or too deep: the daemon says what is wrong with it
+# Not JSON, or nested too deeply: the daemon says what is wrong with it.
+NO_VALUE = (ValueError, RecursionError)
 
 
 def middlewares() -> list[Any]:
@@ -98,8 +94,8 @@ class HttpEdge:
             key = match[1]
         if not key and scope["method"] == "POST" and scope["path"] in CHATS:
             first, body = await _beginning(receive)
-            key = key_of_body(body)
             is_whole = first[-1]["type"] == "http.request" and not first[-1].get("more_body", False)
+            key = key_of_body(body, is_whole)
             if is_whole and len(body) <= HEAD_BYTES:
                 scope = {**scope, BODY: body}
         key = self._keys.get(key, key)
@@ -136,11 +132,11 @@ class HttpEdge:
             self._keys.popitem(last=False)
 
 
-def key_of_body(body: bytes) -> str:
+def key_of_body(body: bytes, is_whole: bool = True) -> str:
     """The key in a JSON body, or in its beginning; "" for none."""
     text = body[:HEAD_BYTES].decode("utf-8", "replace")
     if len(body) > HEAD_BYTES:
-        tail = body[max(HEAD_BYTES, len(body) - TAIL_BYTES) :].decode("utf-8", "replace")
+        tail = body[-TAIL_BYTES:].decode("utf-8", "replace") if is_whole else ""
         return _named_in(text, tail) or _digest_of_beginning(text, is_cut=True)
     try:
         whole = json.loads(text)

@@ -2,63 +2,103 @@
 
 Where that service listens, replicas say in their routing statistics, which Ray brings to every router.  The
 owner's name is the one that its daemon has, and that is the id of its replica in Ray (settings.py).  What is
-asked for is a conversation without a tenant: a router does not know whose a call is, and a tenant's
-conversation goes where it was sent before, or by its hash.
+asked for is a conversation without a tenant: a router does not know whose a call is, and the history finds
+conversations by a digest of tenant and id together.  A tenant's conversation goes where this router has sent
+it before, or by its hash; a call that comes to another replica than the owner's is passed on.
+
+The files of the secret and of the authority are those that the daemons read; this process may be on a node
+that lacks them.  Whatever keeps it from asking is logged once, until it works again: calls go by hash then.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
-from pensieve.cluster.homes import Locate
+from pensieve.cluster.homes import LOCATE_TIMEOUT, Locate
 from pensieve.config.shared_secret import read_secret
 from pensieve.errors import ConfigError, Unavailable
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
 
-_locators: dict[
-    tuple[str, str], Locate
-] = {}  # of a router's process, by address and file of the secret
+log = logging.getLogger("ray.serve")
+
+
+class Service(NamedTuple):
+    """Where the history service is, and what is needed to ask it."""
+
+    address: str
+    secret: str = ""  # files
+    ca: str = ""
+
+
+_locators: dict[Service, Locate] = {}  # of a router's process
 
 
 def locate_from(replicas: Sequence[Any]) -> Locate | None:
     """None while no replica has said where the history service is."""
     for each in replicas:
         stats = each.routing_stats or {}
-        address, secret = stats.get("history", ""), stats.get("secret", "")
-        if address:
-            if (address, secret) not in _locators:
-                _locators[address, secret] = _locator(address, secret)
-            return _locators[address, secret]
+        if stats.get("history"):
+            service = Service(stats["history"], stats.get("secret", ""), stats.get("ca", ""))
+            if service not in _locators:
+                _locators[service] = Locator(service)
+            return _locators[service]
     return None
 
 
-def _locator(address: str, secret_file: str) -> Locate:
-    scheme, _, target = address.partition("://")
-    options = (("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_retries", 0))
-    channel = (
-        grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), options)
-        if scheme == "historys"
-        else grpc.aio.insecure_channel(target, options)
-    )
-    stub = history_pb2_grpc.HistoryServiceStub(channel)
-    try:
-        secret = read_secret(Path(secret_file)) if secret_file else ""
-    except ConfigError:  # it is on the replicas' nodes alone
-        secret = ""
-    metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
+class Locator:
+    def __init__(self, service: Service) -> None:
+        self._address = service.address
+        self._is_failing = False
+        scheme, _, target = service.address.partition("://")
+        options = (("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_retries", 0))
+        channel = (
+            grpc.aio.secure_channel(target, self._credentials(service.ca), options)
+            if scheme == "historys"
+            else grpc.aio.insecure_channel(target, options)
+        )
+        self._stub = history_pb2_grpc.HistoryServiceStub(channel)
+        secret = self._secret(service.secret)
+        self._metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
 
-    async def locate(key: str) -> str | None:
+    async def __call__(self, key: str) -> str | None:
         request = pb.LocateRequest(conversation_id=key)
         try:
-            call: Any = stub.Locate(request, metadata=metadata)
+            # A bit less than routers wait, so that its end is known here.
+            call: Any = self._stub.Locate(
+                request, metadata=self._metadata, timeout=0.9 * LOCATE_TIMEOUT
+            )
             found: pb.LocateResponse = await call
         except grpc.aio.AioRpcError as error:
+            self._fails(error.details() or error.code().name)
             raise Unavailable(f"the history service: {error.details()}") from error
+        self._is_failing = False
         return found.replica or None
 
-    return locate
+    def _credentials(self, ca: str) -> grpc.ChannelCredentials:
+        try:
+            return grpc.ssl_channel_credentials(Path(ca).read_bytes() if ca else None)
+        except OSError as error:
+            self._fails(f"cannot read {ca}: {error.strerror}")
+            return grpc.ssl_channel_credentials()
+
+    def _secret(self, file: str) -> str:
+        try:
+            return read_secret(Path(file)) if file else ""
+        except ConfigError as error:
+            self._fails(str(error))
+            return ""
+
+    def _fails(self, why: str) -> None:
+        if not self._is_failing:
+            log.warning(
+                "the router cannot ask %s who owns a conversation, and goes by hash: %s",
+                self._address,
+                why,
+            )
+        self._is_failing = True

@@ -2,7 +2,8 @@
 
 Ray starts, places, counts, checks and ends replicas; what a replica does is
 
-    start      run the daemon under Ray's name for this replica, and wait until it serves
+    start      run the daemon under Ray's name for this replica, in a folder that another one may have had
+               (slots.py), and wait until it serves
     calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py); of a gRPC
                stream, say where the daemon is, and stay until it has ended (direct.py)
     health     the daemon's own: it runs, answers, and serves; to restart its engine it has RESTART_SECONDS;
@@ -33,6 +34,7 @@ from pensieve.cluster.grpc_forward import ENDING, Forward, Response
 from pensieve.cluster.grpc_methods import HEALTH, REPLICA, Method, methods
 from pensieve.cluster.http_forward import HttpForward
 from pensieve.cluster.settings import ClusterSettings, data_folder, replica_command
+from pensieve.cluster.slots import Slot, take_slot
 from pensieve.errors import Unavailable
 from pensieve.v1 import status_pb2
 
@@ -51,6 +53,7 @@ class Replica:
 
     settings: ClusterSettings
     daemon: ChildProcess
+    slot: Slot
     grpc: Forward
     http: HttpForward
 
@@ -61,9 +64,10 @@ class Replica:
         self.settings = settings
         self.name = name
         self.history = history
-        folder = str(data_folder(settings) / "replicas" / name)
-        command = replica_command(settings, name, host, folder, history)
-        self.daemon = ChildProcess(command, {"PENSIEVE_LOG_FORMAT": "text"})
+        self.slot = take_slot(data_folder(settings) / "replicas")  # this process's until it ends
+        command = replica_command(settings, name, host, str(self.slot.folder), history)
+        environment = {"PENSIEVE_LOG_FORMAT": "text"}
+        self.daemon = ChildProcess(command, environment, pass_fds=(self.slot.lock,))
         found = await self.daemon.start(START_SECONDS)
         log.info("replica %s serves %s", name, found)
         self.address = found["grpc"]
@@ -76,7 +80,11 @@ class Replica:
 
     def routing_stats(self) -> dict[str, str]:
         """For the routers (locate.py)."""
-        return {"history": getattr(self, "history", ""), "secret": self.settings.history_secret}
+        return {
+            "history": getattr(self, "history", ""),
+            "secret": self.settings.history_secret,
+            "ca": str(self.settings.serve.get("history_ca") or ""),
+        }
 
     async def check_daemon(self) -> None:
         """Raises when the daemon does not serve."""

@@ -7,6 +7,7 @@ The same file works with `serve deploy`, and as `serveConfigV2` of KubeRay's Ray
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ APPLICATION = "pensieve"
 GENERATION = "PENSIEVE_GENERATION"
 BUILD = "pensieve.cluster.deployments:build"
 SERVICES = "pensieve.cluster.grpc_edge:add_services"
+
+LISTENING = ("host", "port")
 
 
 def read(path: Path) -> ServeDeploySchema:
@@ -85,8 +88,60 @@ def local(
     }
 
 
+def check_options(config: ServeDeploySchema, details: Mapping[str, Any]) -> None:
+    """ConfigError where Serve runs with other options of its proxies; `details` are what Ray says of it.
+
+    What the file does not name has Ray's default, which Ray may have changed by its environment; where
+    proxies listen is compared all the same, since `up` says it.
+    """
+    differs = []
+    location = details.get("proxy_location")
+    if location is not None and _plain(location) != _plain(config.proxy_location):
+        differs.append("proxy_location")
+    for name in ("http_options", "grpc_options"):
+        wanted, found = getattr(config, name), details.get(name) or {}
+        differs += [
+            f"{name}.{each}"
+            for each in sorted({*wanted.model_fields_set, *LISTENING})
+            if each in found and found[each] != getattr(wanted, each)
+        ]
+    if differs:
+        raise ConfigError(
+            f"{', '.join(differs)}: Ray Serve runs with other values, which cannot be changed while it "
+            "does: `pensieve cluster down` first"
+        )
+
+
 def with_next_generation(application: dict[str, Any]) -> dict[str, Any]:
     """The configuration of an application, changed where only new processes notice it."""
+    return _with_generation(application, int(_generation(application) or "0") + 1)
+
+
+def with_generation_of(
+    running: Mapping[str, Any] | None, config: ServeDeploySchema
+) -> ServeDeploySchema:
+    """The configuration, with the generation of the application that runs: without it all would be new."""
+    generation = _generation(running or {})
+    if not generation:
+        return config
+    written = config.model_dump(exclude_unset=True)
+    written["applications"] = [
+        _with_generation(each, int(generation)) for each in written["applications"]
+    ]
+    return ServeDeploySchema.model_validate(written)
+
+
+def _generation(application: Mapping[str, Any]) -> str:
+    """ "" for the first one."""
+    for each in application.get("deployments") or ():
+        if each["name"] == REPLICA:
+            options = each.get("ray_actor_options") or {}
+            variables = (options.get("runtime_env") or {}).get("env_vars") or {}
+            return str(variables.get(GENERATION, ""))
+    return ""
+
+
+def _with_generation(application: Mapping[str, Any], generation: int) -> dict[str, Any]:
     deployments = [dict(each) for each in application.get("deployments") or ()]
     replica = next((each for each in deployments if each["name"] == REPLICA), None)
     if replica is None:
@@ -95,12 +150,16 @@ def with_next_generation(application: dict[str, Any]) -> dict[str, Any]:
     options = dict(replica.get("ray_actor_options") or {})
     environment = dict(options.get("runtime_env") or {})
     variables = dict(environment.get("env_vars") or {})
-    variables[GENERATION] = str(int(variables.get(GENERATION, "0")) + 1)
+    variables[GENERATION] = str(generation)
     replica["ray_actor_options"] = {
         **options,
         "runtime_env": {**environment, "env_vars": variables},
     }
     return {**application, "deployments": deployments}
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
 
 
 def _first(error: Exception) -> str:

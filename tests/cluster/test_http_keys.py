@@ -170,6 +170,17 @@ def test_a_chat_keeps_the_name_behind_its_messages_when_it_grows_beyond_what_is_
     assert body == b"".join(chunks)
 
 
+def test_a_name_is_found_wherever_the_beginning_of_a_body_ends() -> None:
+    for size in range(HEAD_BYTES - 160, HEAD_BYTES + 40, 4):
+        assert key_of_body(chat("Hello.", "x" * size, prompt_cache_key="chat-7")) == "chat-7"
+
+
+def test_what_is_not_the_end_of_a_body_is_not_taken_for_it() -> None:
+    body = b'{"messages": [{"role": "user", "content": "Hello."}], "x": "' + b"x" * HEAD_BYTES
+    body += b'", "metadata": {"prompt_cache_key": "mine"}'
+    assert key_of_body(body, is_whole=False) == key_of_body(chat("Hello."))
+
+
 def test_a_name_within_something_else_of_a_long_body_is_none() -> None:
     replies = ["x" * 2000] * 80
     digest = key_of_body(chat("Hello.", *replies))

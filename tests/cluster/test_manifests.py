@@ -13,7 +13,13 @@ schema = pytest.importorskip("ray.serve.schema")
 
 from pensieve.cli.main import parser  # noqa: E402
 from pensieve.cluster.deployments import shutdown_seconds  # noqa: E402
-from pensieve.cluster.serve_config import checked, local, with_next_generation  # noqa: E402
+from pensieve.cluster.serve_config import (  # noqa: E402
+    check_options,
+    checked,
+    local,
+    with_generation_of,
+    with_next_generation,
+)
 from pensieve.cluster.settings import replica_command, settings_of  # noqa: E402
 from pensieve.config import resolve  # noqa: E402
 from pensieve.errors import ConfigError  # noqa: E402
@@ -174,3 +180,44 @@ def test_a_roll_changes_the_replicas_and_nothing_else() -> None:
     assert variables == [{"PENSIEVE_GENERATION": "1"}, {"PENSIEVE_GENERATION": "2"}]
     assert {**twice, "deployments": 0} == {**application, "deployments": 0}
     assert "ray_actor_options" not in application["deployments"][0]
+
+
+def test_what_a_roll_has_replaced_stays_when_the_unchanged_file_is_deployed() -> None:
+    config = checked(serve_yaml(), "serve.yaml")
+    rolled = with_next_generation(with_next_generation(serve_yaml()["applications"][0]))
+    again = with_generation_of(rolled, config)
+    assert again.model_dump(exclude_unset=True)["applications"] == [rolled]
+    assert with_generation_of(serve_yaml()["applications"][0], config) == config
+    assert with_generation_of(None, config) == config
+
+
+def running(**changed: Any) -> dict[str, Any]:
+    """What Ray says of a Serve that was started with serve.yaml."""
+    details = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": 8000, "keep_alive_timeout_s": 77},
+        "grpc_options": {
+            "port": 50051,
+            "grpc_servicer_functions": ["pensieve.cluster.grpc_edge:add_services"],
+        },
+    }
+    return {**details, **changed}
+
+
+def test_options_of_proxies_that_run_are_compared_with_those_of_the_file() -> None:
+    config = checked(serve_yaml(), "serve.yaml")
+    check_options(config, running())
+    for changed, named in (
+        ({"proxy_location": "HeadOnly"}, "proxy_location: Ray Serve runs with other values"),
+        (
+            {"http_options": {"host": "127.0.0.1", "port": 80}},
+            "http_options.host, http_options.port:",
+        ),
+        ({"grpc_options": {"port": 50052}}, "grpc_options.port: .* `pensieve cluster down` first"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            check_options(config, running(**changed))
+    found = serve_yaml()
+    del found["grpc_options"]["port"]
+    with pytest.raises(ConfigError, match=r"grpc_options.port: "):  # Ray's own one is 9000
+        check_options(checked(found, "serve.yaml"), running())

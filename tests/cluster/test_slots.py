@@ -1,0 +1,62 @@
+"""Which data folder a replica gets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from pensieve.cluster.child_process import ChildProcess
+from pensieve.cluster.slots import take_slot
+from pensieve.errors import Unavailable
+from pensieve.store.folder import DataFolder
+
+READY = (
+    "import sys, time; print('ready grpc://127.0.0.1:7', file=sys.stderr, flush=True); time.sleep"
+)
+
+
+def test_replicas_that_start_at_once_get_folders_of_their_own(tmp_path: Path) -> None:
+    slots = [take_slot(tmp_path / "replicas") for _ in range(3)]
+    assert [each.folder for each in slots] == [tmp_path / "replicas" / name for name in "012"]
+
+
+def test_who_follows_a_replica_goes_on_with_its_folder(tmp_path: Path) -> None:
+    slots = [take_slot(tmp_path) for _ in range(3)]
+    (slots[1].folder / "jobs").mkdir(parents=True)
+    os.close(slots[1].lock)
+    again = take_slot(tmp_path)
+    assert again.folder == tmp_path / "1"
+    assert (again.folder / "jobs").is_dir()
+
+
+def test_a_folder_is_its_daemons_until_that_has_ended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        slot = take_slot(tmp_path)
+        child = ChildProcess([sys.executable, "-c", READY + "(600)"], pass_fds=(slot.lock,))
+        await child.start(60.0)
+        os.close(slot.lock)  # as it is when the replica is killed
+        other = take_slot(tmp_path)
+        assert other.folder == tmp_path / "1"
+        os.kill(child.pid, signal.SIGKILL)
+        await child.lost()
+        assert take_slot(tmp_path).folder == tmp_path / "0"
+
+    asyncio.run(scenario())
+
+
+def test_a_folder_that_somebody_elses_daemon_holds_is_passed_over(tmp_path: Path) -> None:
+    held = DataFolder.open(tmp_path / "0", "pensieve serve", has_database=False)
+    assert take_slot(tmp_path).folder == tmp_path / "1"
+    held.close(clean=True)
+    assert take_slot(tmp_path).folder == tmp_path / "0"
+
+
+def test_a_node_without_room_for_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "replicas").write_text("a file")
+    with pytest.raises(Unavailable, match=r"replicas of this node cannot be used: File exists"):
+        take_slot(tmp_path / "replicas")
