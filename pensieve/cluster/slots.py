@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pensieve.errors import Unavailable
-from pensieve.store.folder import LOCK_NAME
+
+LOCK_NAME = "lock"  # in a daemon's data folder (store/folder.py)
 
 
 class Slot(NamedTuple):

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from pensieve.cluster.child_process import ChildProcess
-from pensieve.cluster.slots import take_slot
+from pensieve.cluster.slots import LOCK_NAME, take_slot
 from pensieve.errors import Unavailable
+from pensieve.store import folder
 from pensieve.store.folder import DataFolder
 
 READY = (
@@ -60,3 +61,7 @@ def test_a_node_without_room_for_it_says_so(tmp_path: Path) -> None:
     (tmp_path / "replicas").write_text("a file")
     with pytest.raises(Unavailable, match=r"replicas of this node cannot be used: File exists"):
         take_slot(tmp_path / "replicas")
+
+
+def test_the_lock_that_is_looked_at_is_the_daemons() -> None:
+    assert LOCK_NAME == folder.LOCK_NAME
