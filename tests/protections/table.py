@@ -6,6 +6,7 @@ from tests.protections import (
     Protection,
     backup,
     chat,
+    cluster,
     engine,
     models,
     postgres,
@@ -25,6 +26,7 @@ PROTECTIONS: tuple[Protection, ...] = (
     *engine.PROTECTIONS,
     *models.PROTECTIONS,
     *chat.PROTECTIONS,
+    *cluster.PROTECTIONS,
 )
 
 # By one of the tests that the row names: why taking something out would mean nothing.

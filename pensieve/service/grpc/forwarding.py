@@ -74,7 +74,7 @@ class Forwarder:
                 raise
             owner = elsewhere
         if isinstance(request, pb.SendMessageRequest) and not request.request_id:
-            request.request_id = f"{secrets.randbits(128):032x}"  # of both tries, if it takes two
+            request.request_id = f"{secrets.randbits(128):032x}"  # of two tries
         try:
             self.num_forwarded += 1
             return await self._forwarded(owner.address, method, request, context)
