@@ -31,7 +31,7 @@ def test_the_command_simulates_a_cluster(costs: str, capsys: pytest.CaptureFixtu
     found = json.loads(out)
     assert [row["phase"] for row in found["phases"]] == ["before", "after fail 1", "after join 1"]
     assert [row["replicas"] for row in found["phases"]] == [6, 5, 6]
-    assert found["history"]["regions"][0]["first_token_seconds"] == pytest.approx(0.4)
+    assert found["history"]["regions"][0]["first_token_seconds"] == pytest.approx(0.2)
     assert found["history"]["stores"][0]["store_turns_per_second"] == 50
     assert "6 replicas, 1 of them with the daemon's scheduler, of the other 5 turns" in err
     assert main([*SMALL, "--cost", costs]) == 0

@@ -97,8 +97,10 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 outcome.problems.append(f"{talker.conversation_id} failed: {error!r}")
         outcome.problems += [f"{len(hung)} talkers never ended"] if hung else []
-        await _read_back(talkers, clients, storm, outcome)
-        for client in clients:
+        # Patient ones: those of the talkers may still keep away from what has just come back.
+        readers = [AsyncClient(address) for address in world.addresses]
+        await _read_back(talkers, readers, storm, outcome)
+        for client in (*clients, *readers):
             await client.close()
         outcome.problems += await asyncio.to_thread(_verified, world)
         statuses = await world.stop()
