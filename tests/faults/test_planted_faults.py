@@ -1,7 +1,7 @@
 """Would the search notice?  Each fault is planted in the real code, and some world must find it.
 
 Core and cache have theirs in tests/core/test_planted_faults.py; these lie where the engine, the
-conversations and the store meet.  The last two are bugs that the search has found.
+conversations and the store meet.  The last one is a bug that the search has found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.heartbeat import Heartbeat
 from pensieve.service.turns import Turns
 from pensieve.store import conversation_store, message_rows, turn_rows
-from pensieve.store.running_rows import RunningRows
 from tests.faults.disk import shelf
 from tests.faults.world import run
 
@@ -108,10 +107,6 @@ def keep_what_lies_behind_the_history(
     original(self, turn, now)
 
 
-def look_closer_when_it_is_too_late(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RunningRows, "is_dead", lambda self, turn_id: False)
-
-
 FAULTS: dict[str, Plant] = {
     "an answer is told before it is stored": around(
         Conversations, "_commit", tell_before_it_is_stored
@@ -141,7 +136,6 @@ FAULTS: dict[str, Plant] = {
         Scheduler, "_release", keep_what_lies_behind_the_history
     ),
     "an engine that hangs is not noticed": around(Heartbeat, "tick", never),
-    "a turn that is dead is said to run": look_closer_when_it_is_too_late,
 }
 
 
