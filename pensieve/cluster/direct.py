@@ -76,7 +76,7 @@ class Holds:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def ticket(self, *, watches: bool = False) -> str:
-        """For one stream, of a kind that watches or another; `hold` takes it."""
+        """For one stream, of a kind that watches or another; until `forget`."""
         ticket = secrets.token_hex(16)
         self._holds[ticket] = _Hold(watches)
         return ticket
@@ -89,8 +89,9 @@ class Holds:
             await hold.ended.wait()
         except TimeoutError:
             pass  # the proxy is gone, or its client left before
-        finally:
-            del self._holds[ticket]
+
+    def forget(self, ticket: str) -> None:
+        self._holds.pop(ticket, None)
 
     def end_watching(self) -> None:
         """Streams that watch end, as UNAVAILABLE: they have no end of their own."""

@@ -151,8 +151,11 @@ def _streaming(method: Method) -> Any:
         ticket = self.holds.ticket(watches=method.watches)
         way = Way(self.address, self.holds.address, ticket, self.name)
         grpc_context.set_trailing_metadata([(DIRECT, way.written()), (REPLICA, self.name)])
-        yield Response(b"")
-        await self.holds.hold(ticket)
+        try:
+            yield Response(b"")
+            await self.holds.hold(ticket)
+        finally:  # Ray may end the call before it is held
+            self.holds.forget(ticket)
 
     return call
 

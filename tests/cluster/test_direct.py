@@ -16,9 +16,17 @@ from pensieve.cluster.direct import DIRECT, Holds, Way, held, way_of
 from pensieve.cluster.grpc_edge import Call, DirectStreams
 from pensieve.cluster.grpc_forward import GONE
 from pensieve.cluster.grpc_methods import TIMEOUT, methods
+from pensieve.cluster.replica import Replica, add_methods
+from pensieve.cluster.settings import ClusterSettings
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import ECHO, DaemonRig
 
+
+class ReplicaWithMethods(Replica):
+    SendMessage: Any
+
+
+add_methods(ReplicaWithMethods)
 SEND = next(each for each in methods() if each.name == "SendMessage")
 
 
@@ -33,6 +41,14 @@ def run(work: Callable[[Holds], Awaitable[None]]) -> None:
             await holds.close()
 
     asyncio.run(with_holds())
+
+
+async def hold(holds: Holds, ticket: str) -> None:
+    """As a replica does."""
+    try:
+        await holds.hold(ticket)
+    finally:
+        holds.forget(ticket)
 
 
 def way_to(holds: Holds, daemon: str = "127.0.0.1:1") -> Way:
@@ -52,7 +68,7 @@ def test_a_way_is_written_in_one_value_of_metadata() -> None:
 def test_rays_call_stays_open_until_the_stream_has_ended() -> None:
     async def work(holds: Holds) -> None:
         way = way_to(holds)
-        holding = asyncio.create_task(holds.hold(way.ticket))
+        holding = asyncio.create_task(hold(holds, way.ticket))
         async with held(way) as gone:
             await asyncio.sleep(0.1)
             assert not holding.done()
@@ -68,7 +84,7 @@ def test_a_proxy_that_never_comes_does_not_keep_rays_call(monkeypatch: pytest.Mo
 
     async def work(holds: Holds) -> None:
         way = way_to(holds)
-        await holds.hold(way.ticket)
+        await hold(holds, way.ticket)
         assert holds.num_open == 0
         async with held(way) as gone:  # too late
             await gone
@@ -80,7 +96,7 @@ def test_a_replica_that_is_to_end_ends_streams_that_watch_and_no_others() -> Non
     async def work(holds: Holds) -> None:
         turn = way_to(holds)
         watching = turn._replace(ticket=holds.ticket(watches=True))
-        holding = [asyncio.create_task(holds.hold(each.ticket)) for each in (turn, watching)]
+        holding = [asyncio.create_task(hold(holds, each.ticket)) for each in (turn, watching)]
         async with held(turn) as turn_gone, held(watching) as watch_gone:
             await asyncio.sleep(0.05)
             holds.end_watching()
@@ -97,7 +113,7 @@ def test_a_replica_that_is_to_end_ends_streams_that_watch_and_no_others() -> Non
 def test_a_stream_that_watches_and_comes_when_they_are_ended_ends_at_once() -> None:
     async def work(holds: Holds) -> None:
         way = Way("127.0.0.1:1", holds.address, holds.ticket(watches=True), "one")
-        holding = asyncio.create_task(holds.hold(way.ticket))
+        holding = asyncio.create_task(hold(holds, way.ticket))
         holds.end_watching()
         async with held(way) as gone:
             await gone
@@ -110,7 +126,7 @@ def test_a_stream_that_watches_and_comes_when_they_are_ended_ends_at_once() -> N
 def test_a_stranger_at_the_port_ends_nothing(sent: bytes) -> None:
     async def work(holds: Holds) -> None:
         way = way_to(holds)
-        holding = asyncio.create_task(holds.hold(way.ticket))
+        holding = asyncio.create_task(hold(holds, way.ticket))
         host, _, port = holds.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         with suppress(ConnectionError):
@@ -156,7 +172,7 @@ class Context:
 
 async def rays(holds: Holds, way: Way, call: Call) -> AsyncIterator[bytes]:
     """What Ray has of a call: nothing more, until the hold is let go; then it says how that ended."""
-    await holds.hold(way.ticket)
+    await hold(holds, way.ticket)
     assert call.code() is grpc.StatusCode.OK
     call.set_code(grpc.StatusCode.OK)
     call.set_details("Ray's own")
@@ -261,5 +277,19 @@ def test_a_client_that_leaves_ends_the_daemons_call_and_rays(daemon: DaemonRig) 
         with pytest.raises(asyncio.CancelledError):
             await reading
         await until(lambda: holds.num_open == 0 and daemon.num_live == 0)
+
+    run(work)
+
+
+def test_a_call_that_ray_ends_before_it_is_held_leaves_nothing() -> None:
+    async def work(holds: Holds) -> None:
+        replica: Any = Replica()
+        replica.settings = ClusterSettings(insecure=True)
+        replica.address, replica.name, replica.holds = "127.0.0.1:1", "one", holds
+        stream = ReplicaWithMethods.SendMessage(replica, b"", Context())
+        assert (await anext(stream)).data == b""
+        assert holds.num_open == 1
+        await stream.aclose()
+        assert holds.num_open == 0
 
     run(work)
