@@ -63,6 +63,15 @@ class RayCluster:
         )
         return {name: int(pid) for name, pid in found}
 
+    def wait_until_replaced(self, killed: str) -> None:
+        """Both replicas run, as one look at Ray sees them: it lists one that was killed for a while."""
+
+        def is_whole() -> bool:
+            names = self.replicas().keys()
+            return len(names) == 2 and killed not in names
+
+        wait_for(is_whole)
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
@@ -295,7 +304,7 @@ def test_y_a_turn_whose_replica_is_killed_ends_as_unavailable(
     with pytest.raises(grpc.RpcError) as caught:
         list(events)
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    wait_for(lambda: len(cluster.replicas()) == 2 and killed not in cluster.replicas())
+    cluster.wait_until_replaced(killed)
 
 
 class Talking(threading.Thread):
@@ -401,8 +410,7 @@ def test_z_when_a_replica_is_killed_only_its_conversations_move(
         wait_for(lambda each=conversation: after.update({each: tried(stub, each)}) or after[each])
     moved = {each for each in before if before[each] != after[each]}
     assert moved == {each for each in before if before[each] == killed}
-    wait_for(lambda: len(cluster.replicas()) == 2)
-    assert killed not in cluster.replicas()
+    cluster.wait_until_replaced(killed)
 
 
 def tried(stub: Any, conversation_id: str) -> str:
