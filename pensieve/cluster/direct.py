@@ -1,17 +1,19 @@
-"""A stream that goes past Ray: from Ray's proxy straight to the daemon, while Ray counts it as a call.
+"""A response that goes past Ray: from the daemon straight to Ray's proxy, while Ray counts it as a call.
 
 Each message of a stream costs Ray a task in the proxy and one in the replica, some 2.4 ms of a core in all; a
-token is a message.  So of a stream Ray carries one message, which says where the daemon is:
+token is a message.  So of a stream of gRPC's, and of an HTTP response, Ray carries one message, which says
+where the daemon is:
 
     client ──> proxy ──Ray──> replica          "the daemon is at A; the hold is at H, under this ticket"
                  ├──connection to H──> replica keeps Ray's call open until this closes
-                 └──gRPC to A──> daemon        the messages
+                 └──gRPC or HTTP to A──> daemon    the request and its messages
 
 Ray sees a call that runs: it counts it for its choice of replicas and for scaling, and waits for it before it
 ends a replica.  Neither side outlives the other: the replica ends Ray's call when the connection of the hold
-is closed (the stream has ended, or the proxy is gone), or when none came within HOLD_SECONDS; the proxy ends
-the stream, as UNAVAILABLE, when the replica closes it.  A stream that watches has no end of its own, and Ray
-waits for the end of all calls before a replica may end: so a replica that is to end closes these.
+is closed (the response has ended, or the proxy is gone), or when none came within HOLD_SECONDS; the proxy
+ends the response when the replica closes it, as it does when Ray ends the call.  A stream that watches has no
+end of its own, and Ray waits for the end of all calls before a replica may end: so a replica that is to end
+closes these.
 
 The daemon decides who may call, by the client's own metadata; without tokens the replica has decided before
 it says where the daemon is.  A ticket opens nothing: it ends a call at most.
@@ -27,7 +29,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-DIRECT = "pensieve-direct"  # trailing metadata of the one message
+DIRECT = "pensieve-direct"  # trailing metadata of the one message, or a header of the response
 HOLD_SECONDS = 10.0
 # A proxy whose machine is gone closes nothing: found out after some 30 s.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -46,7 +48,12 @@ class Way(NamedTuple):
 
 
 def way_of(metadata: Any) -> Way:
-    return Way(*next(value for name, value in metadata if name == DIRECT).split(" "))
+    """What is written in trailing metadata."""
+    return read(next(value for name, value in metadata if name == DIRECT))
+
+
+def read(written: str) -> Way:
+    return Way(*written.split(" "))
 
 
 @dataclass(eq=False)
@@ -91,7 +98,9 @@ class Holds:
             pass  # the proxy is gone, or its client left before
 
     def forget(self, ticket: str) -> None:
-        self._holds.pop(ticket, None)
+        """Ray's call has ended."""
+        if hold := self._holds.pop(ticket, None):
+            self._end([hold])
 
     def end_watching(self) -> None:
         """Streams that watch end, as UNAVAILABLE: they have no end of their own."""
@@ -141,7 +150,8 @@ async def held(way: Way) -> AsyncIterator[asyncio.Future[None]]:
     What it gives is done when the replica wants that no more.  OSError where the replica cannot be reached.
     """
     host, _, port = way.hold.rpartition(":")
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    opened = asyncio.open_connection(host.strip("[]"), int(port))
+    reader, writer = await asyncio.wait_for(opened, HOLD_SECONDS)
     _keep_alive(writer.get_extra_info("socket"))
     gone = asyncio.ensure_future(_until_closed(reader))
     try:

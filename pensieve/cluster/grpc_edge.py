@@ -13,8 +13,7 @@ its own, which routes the call to a replica; around that we put what Ray does no
   with an exception.  So a replica ends a failed call with an empty message whose context has the error
   (grpc_forward.py); here that message is taken out again.
 * **A replica that died** is UNAVAILABLE, which clients send again, and not Ray's INTERNAL.  An error that
-  a message brought came from a daemon and stays as it is.  (The trailing metadata alone do not tell: each
-  message of a stream brings them, so they are there when a replica dies in the middle of one.)
+  a message brought came from a daemon and stays as it is.
 
 Nothing is kept between calls but channels to the daemons.
 """

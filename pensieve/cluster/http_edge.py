@@ -23,8 +23,8 @@ with an id of its own, stay with one replica.  Another proxy knows nothing of it
 the key: that is right, since any replica takes a conversation over, but the conversation moves when its
 client changes proxies.
 
-The body's messages go on as they came; a body that is whole in the head also goes with the request's scope,
-which saves the replica the way back to the proxy to fetch it (several ms before the first token).
+A request without a body, or with one that has been read whole, goes to the daemon past Ray (http_direct.py);
+another body's messages go on through Ray as they came.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ import re
 from collections import OrderedDict
 from typing import Any
 
-SESSION = b"x-session-id"
-ADDED = b"x-pensieve-key-added"
-BODY = "pensieve.body"  # in the scope
+from pensieve.cluster.http_direct import HttpDirect
+from pensieve.cluster.http_forward import ADDED, SESSION, has_body
+
 HEADERS = (b"x-smg-routing-key", b"x-openwebui-chat-id")
 NAMED = ("conversation", "previous_response_id", "prompt_cache_key")
 HEAD_BYTES = 64 << 10
@@ -74,42 +74,46 @@ class HttpEdge:
 
     def __init__(self, app: Any) -> None:
         self._app = app
+        self._direct = HttpDirect(app)
         self._keys: OrderedDict[str, str] = OrderedDict()  # of responses, by their ids
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        is_chat = scope["method"] == "POST" and scope["path"] in CHATS
+        first, body = await _beginning(receive) if is_chat else ([], b"")
+        is_whole = bool(first) and first[-1]["type"] == "http.request" and not _goes_on(first[-1])
         headers = [each for each in scope["headers"] if each[0] != ADDED]
         named = dict(headers)
         if SESSION in named:
             headers = [
-                (name, _utf8(value) if name == SESSION else value) for name, value in headers
+                (each, _utf8(value) if each == SESSION else value) for each, value in headers
             ]
-            await self._app({**scope, "headers": headers}, receive, send)
-            return
-        first: list[Any] = []
-        key = next((_utf8(named[each]).decode() for each in HEADERS if each in named), "")
-        if not key and (match := CONVERSATION_PATH.match(scope["path"])):
-            key = match[1]
-        if not key and scope["method"] == "POST" and scope["path"] in CHATS:
-            first, body = await _beginning(receive)
-            is_whole = first[-1]["type"] == "http.request" and not first[-1].get("more_body", False)
-            key = key_of_body(body, is_whole)
-            if is_whole and len(body) <= HEAD_BYTES:
-                scope = {**scope, BODY: body}
-        key = self._keys.get(key, key)
-        if len(key) > CHARACTERS:  # routers remember it
-            key = hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
-        if key:
+        elif key := self._key(scope, named, body, is_whole):
             headers += [(SESSION, key.encode("utf-8", "replace")), (ADDED, b"1")]
-            if scope["method"] == "POST" and scope["path"] == RESPONSES:
+            if is_chat and scope["path"] == RESPONSES:
                 send = self._learning(send, key)
 
         async def again() -> Any:
             return first.pop(0) if first else await receive()
 
-        await self._app({**scope, "headers": headers}, again, send)
+        scope = {**scope, "headers": headers}
+        if is_whole or not has_body(scope):
+            await self._direct(scope, body if is_whole else None, again, send)
+        else:
+            await self._app(scope, again, send)
+
+    def _key(self, scope: Any, named: dict[bytes, bytes], body: bytes, is_whole: bool) -> str:
+        """What names it, or an empty string."""
+        key = next((_utf8(named[each]).decode() for each in HEADERS if each in named), "")
+        if not key and (match := CONVERSATION_PATH.match(scope["path"])):
+            key = match[1]
+        key = key or key_of_body(body, is_whole)
+        key = self._keys.get(key, key)
+        if len(key) > CHARACTERS:  # routers remember it
+            key = hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
+        return key
 
     def _learning(self, send: Any, key: str) -> Any:
         """Finds the id of the response in how its body begins."""
@@ -158,9 +162,13 @@ async def _beginning(receive: Any) -> tuple[list[Any], bytes]:
         message = await receive()
         messages.append(message)
         body += message.get("body", b"")
-        if message["type"] != "http.request" or not message.get("more_body", False):
+        if not _goes_on(message):
             break
     return messages, bytes(body)
+
+
+def _goes_on(message: Any) -> bool:
+    return message["type"] == "http.request" and bool(message.get("more_body", False))
 
 
 def _named_in(head: str, tail: str) -> str:

@@ -1,19 +1,26 @@
-"""A replica's HTTP requests to its daemon: bodies pass through as they come, in both directions.
+"""HTTP requests to a daemon: bodies pass through as they come, in both directions.
 
-An ASGI application with aiohttp behind it.  Headers that belong to a connection stay with it; so does the
-key that http_edge.py added.  A client that leaves ends the task, and with it the daemon's request.
+From the replica, or from the proxy past Ray (http_direct.py): ASGI on one side, aiohttp on the other.
+Headers that belong to a connection stay with it; so does the key that http_edge.py added.  A client that
+leaves ends the task, and with it the daemon's request.  Where the daemon is gone, a response that has not
+begun is a 503, and one that has is cut off.
+
+One for each event loop: connections to daemons are kept for the next request.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 from yarl import URL
 
-from pensieve.cluster.http_edge import ADDED, BODY, SESSION
+log = logging.getLogger("ray.serve")
 
+SESSION = b"x-session-id"
+ADDED = b"x-pensieve-key-added"
 HOP_BY_HOP = frozenset(
     [
         "connection",
@@ -28,64 +35,92 @@ HOP_BY_HOP = frozenset(
 )
 OF_THE_SERVER = frozenset({"date", "server"})  # which Ray's proxy is
 REPLICA = b"pensieve-replica"
+CONNECT_SECONDS = 10.0
 GONE = (
     b'{"error": {"message": "the replica is gone", "type": "server_error", "code": "unavailable"}}'
 )
 
 
 class HttpForward:
-    def __init__(self, address: str, name: str) -> None:
-        self._base = f"http://{address}"
-        self._name = name.encode()
+    def __init__(self) -> None:
         self._client: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1003})
-            return
+    async def __call__(
+        self,
+        address: str,
+        name: str,
+        scope: Any,
+        body: bytes | AsyncIterator[bytes] | None,
+        send: Any,
+    ) -> None:
+        """`name` is the replica's, whose daemon is at `address`."""
+        has_begun = False
         try:
             # The path as it was sent, with its escapes.
             path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1").split("?")[0]
             query = scope.get("query_string", b"").decode("latin-1")
             async with self._session().request(
                 scope["method"],
-                URL(self._base + path + (f"?{query}" if query else ""), encoded=True),
+                URL(f"http://{address}{path}" + (f"?{query}" if query else ""), encoded=True),
                 headers=_request_headers(scope["headers"]),
-                data=_body(scope, receive),
+                data=body,
                 allow_redirects=False,
             ) as response:
+                has_begun = True
                 await send(
                     {
                         "type": "http.response.start",
                         "status": response.status,
                         "headers": [
                             *_kept(response.raw_headers, HOP_BY_HOP | OF_THE_SERVER),
-                            (REPLICA, self._name),
+                            (REPLICA, name.encode()),
                         ],
                     }
                 )
                 async for chunk in response.content.iter_any():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except aiohttp.ClientConnectorError:
-            headers = [(b"content-type", b"application/json"), (REPLICA, self._name)]
-            await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": GONE, "more_body": False})
+        except aiohttp.ClientError as error:
+            log.warning("a request to replica %s ended: %s", name, error)
+            if not has_begun:
+                await refuse(name, send)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:
             self._client = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             )
         return self._client
+
+
+async def refuse(name: str, send: Any) -> None:
+    headers = [(b"content-type", b"application/json"), (REPLICA, name.encode())]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": GONE, "more_body": False})
+
+
+def has_body(scope: Any) -> bool:
+    names = {name for name, _ in scope["headers"]}
+    return bool(names & {b"content-length", b"transfer-encoding"})
+
+
+async def received(receive: Any) -> AsyncIterator[bytes]:
+    """A body, as it comes."""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return
 
 
 def _kept(headers: Any, but: frozenset[str]) -> list[tuple[bytes, bytes]]:
@@ -99,21 +134,3 @@ def _request_headers(headers: Any) -> list[tuple[str, str]]:
         for name, value in _kept(headers, HOP_BY_HOP)
         if name != ADDED and not (added and name == SESSION)
     ]
-
-
-def _body(scope: Any, receive: Any) -> bytes | AsyncIterator[bytes] | None:
-    if BODY in scope:
-        whole: bytes = scope[BODY]
-        return whole
-    names = {name for name, _ in scope["headers"]}
-    return _received(receive) if names & {b"content-length", b"transfer-encoding"} else None
-
-
-async def _received(receive: Any) -> AsyncIterator[bytes]:
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return
-        yield message.get("body", b"")
-        if not message.get("more_body", False):
-            return

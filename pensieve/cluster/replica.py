@@ -5,7 +5,8 @@ Ray starts, places, counts, checks and ends replicas; what a replica does is
     start      run the daemon under Ray's name for this replica, in a folder that another one may have had
                (slots.py), and wait until it serves
     calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py); of a gRPC
-               stream, say where the daemon is, and stay until it has ended (direct.py)
+               stream, and of an HTTP request whose body the proxy has, say where the daemon is, and stay
+               until it has ended (direct.py, http_direct.py)
     health     the daemon's own: it runs, answers, and serves; to restart its engine it has RESTART_SECONDS;
                everything else makes Ray replace the replica
     end        Ray sends nothing more, and waits for what runs: streams that watch end at once; then the
@@ -32,7 +33,8 @@ from pensieve.cluster.child_process import ChildProcess
 from pensieve.cluster.direct import DIRECT, Holds, Way
 from pensieve.cluster.grpc_forward import ENDING, Forward, Response
 from pensieve.cluster.grpc_methods import HEALTH, REPLICA, Method, methods
-from pensieve.cluster.http_forward import HttpForward
+from pensieve.cluster.http_direct import PAST_RAY, hold_http
+from pensieve.cluster.http_forward import HttpForward, has_body, received
 from pensieve.cluster.settings import ClusterSettings, data_folder, replica_command
 from pensieve.cluster.slots import Slot, take_slot
 from pensieve.errors import Unavailable
@@ -72,7 +74,8 @@ class Replica:
         log.info("replica %s serves %s", name, found)
         self.address = found["grpc"]
         self.grpc = Forward(self.address, name)
-        self.http = HttpForward(found["http"], name)
+        self.http_address = found["http"]
+        self.http = HttpForward()
         self.holds = Holds()
         await self.holds.listen(host)
         self._served = time.monotonic()
@@ -162,12 +165,17 @@ def _streaming(method: Method) -> Any:
 
 async def forward_http(replica: Replica, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
     client = scope.get("client")
-    if not replica.may_call(f"http:{client[0]}" if client else ""):
+    if scope["type"] != "http":
+        await send({"type": "websocket.close", "code": 1003})
+    elif not replica.may_call(f"http:{client[0]}" if client else ""):
         headers = [(b"content-type", b"text/plain")]
         await send({"type": "http.response.start", "status": 403, "headers": headers})
         await send({"type": "http.response.body", "body": STRANGER.encode(), "more_body": False})
-        return
-    await replica.http(scope, receive, send)
+    elif PAST_RAY in scope:
+        await hold_http(replica.holds, replica.http_address, replica.name, send)
+    else:
+        body = received(receive) if has_body(scope) else None
+        await replica.http(replica.http_address, replica.name, scope, body, send)
 
 
 def _is_here(peer: str) -> bool:

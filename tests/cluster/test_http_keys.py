@@ -6,7 +6,12 @@ import asyncio
 import json
 from typing import Any
 
-from pensieve.cluster.http_edge import ADDED, BODY, HEAD_BYTES, SESSION, HttpEdge, key_of_body
+import pytest
+
+from pensieve.cluster import http_edge
+from pensieve.cluster.http_direct import PAST_RAY
+from pensieve.cluster.http_edge import HEAD_BYTES, HttpEdge, key_of_body
+from pensieve.cluster.http_forward import ADDED, SESSION
 
 CHAT = "/v1/chat/completions"
 
@@ -87,12 +92,17 @@ def test_a_body_larger_than_what_is_looked_at_has_the_key_of_its_beginning() -> 
     headers, body, scope = seen(chunks=chunks)
     assert headers["x-session-id"] == key_of_body(chat("Hello."))
     assert body == long
-    assert BODY not in scope
+    assert PAST_RAY in scope
 
 
-def test_a_whole_body_goes_with_the_scope() -> None:
-    _, body, scope = seen(chunks=(chat("Hello.")[:20], chat("Hello.")[20:]))
-    assert scope[BODY] == body == chat("Hello.")
+def test_a_body_that_is_not_read_whole_goes_through_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_edge, "BODY_BYTES", 100)
+    long = chat("Hello.", "x" * 200)
+    chunks = (long[:90], long[90:180], long[180:])
+    headers, body, scope = seen(headers={"content-length": str(len(long))}, chunks=chunks)
+    assert headers["x-session-id"]
+    assert body == long
+    assert PAST_RAY not in scope
 
 
 def test_a_name_in_the_body_goes_before_its_text() -> None:

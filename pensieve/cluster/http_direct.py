@@ -1,0 +1,113 @@
+"""An HTTP request that goes past Ray.
+
+As a stream of gRPC does (direct.py).  The proxy asks for it, in the request's scope.  What Ray then brings
+back is the beginning of a response, in whose header the replica says where its daemon is; the client sees
+what that one answers.  A replica that does not know of this (during a roll) answers as usual, through Ray.
+
+    waiting    Ray looks for a replica.  What it says itself (no replica, the replica's refusal) is the
+               answer, and of a client that leaves it hears
+    direct     from the replica's word on.  What Ray says, and hears, no longer counts; it ends with the hold
+    over       the daemon's answer has ended, the client has left, or the replica has let go; before the
+               answer's beginning that is a 503, and later it cuts the answer off
+
+The body has to be at hand, since Ray's side may read it only once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pensieve.cluster.direct import DIRECT, Holds, Way, held, read
+from pensieve.cluster.http_forward import HttpForward, refuse
+
+PAST_RAY = "pensieve.past_ray"  # in the scope: nothing that a client can send
+
+
+async def hold_http(holds: Holds, address: str, name: str, send: Any) -> None:
+    """The replica's side."""
+    ticket = holds.ticket()
+    way = Way(address, holds.address, ticket, name)
+    try:
+        headers = [(DIRECT.encode(), way.written().encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await holds.hold(ticket)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    finally:
+        holds.forget(ticket)
+
+
+class HttpDirect:
+    """The proxy's side: `app` is Ray's."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._forward = HttpForward()
+
+    async def __call__(self, scope: Any, body: bytes | None, receive: Any, send: Any) -> None:
+        call = _Call(receive, send)
+        rays = asyncio.ensure_future(
+            self._app({**scope, PAST_RAY: True}, call.receive_for_ray, call.send_of_ray)
+        )
+        try:
+            await asyncio.wait([rays, call.way], return_when=asyncio.FIRST_COMPLETED)
+            if call.way.done():
+                await self._go_on(call, scope, body)
+                await asyncio.wait([rays])
+            else:
+                await rays
+        finally:
+            rays.cancel()
+
+    async def _go_on(self, call: _Call, scope: Any, body: bytes | None) -> None:
+        way = call.way.result()
+        try:
+            async with held(way) as gone:
+                answer = asyncio.ensure_future(
+                    self._forward(way.daemon, way.replica, scope, body, call.send)
+                )
+                try:
+                    await asyncio.wait(
+                        [answer, gone, call.left], return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    answer.cancel()
+                    await asyncio.wait([answer])
+                if not answer.cancelled():
+                    await answer  # what went wrong in it
+        except OSError:
+            pass  # the replica cannot be reached
+        if not (call.has_begun or call.left.done()):
+            await refuse(way.replica, call.send)
+
+
+class _Call:
+    """What the client's side of a request brings and takes, as Ray sees it and as it is."""
+
+    def __init__(self, receive: Any, send: Any) -> None:
+        self.way: asyncio.Future[Way] = asyncio.get_running_loop().create_future()
+        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.has_begun = False
+        self._receive, self._send = receive, send
+
+    async def send(self, message: Any) -> None:
+        self.has_begun = True
+        await self._send(message)
+
+    async def receive_for_ray(self) -> Any:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            if not self.left.done():
+                self.left.set_result(None)
+            if self.way.done():  # Ray ends its call when the replica does
+                await asyncio.Future()
+        return message
+
+    async def send_of_ray(self, message: Any) -> None:
+        if self.way.done():
+            return
+        headers = dict(message.get("headers", ()))
+        if message["type"] == "http.response.start" and DIRECT.encode() in headers:
+            self.way.set_result(read(headers[DIRECT.encode()].decode()))
+        else:
+            await self._send(message)
