@@ -43,6 +43,7 @@ TOKENS_IN, TOKENS_OUT = 40, 120
 TAIL_TOKENS = 32
 ALONE = 0  # replicas: the store without a service
 START_SECONDS = 60.0
+ANSWER_SECONDS = 60.0
 WARM_UP_SECONDS = 1.0  # in which everybody has begun
 
 
@@ -86,7 +87,8 @@ class Talker:
     def _turn(self, name: str, request_id: str) -> None:
         store = self._store
         found, known, _ = store.look_up(name, request_id, TAIL_TOKENS)
-        assert known is None
+        if known is not None:
+            raise Unavailable(f"{name} has had {request_id} before it was said")
         question = NewMessage("user", "q" * 4 * TOKENS_IN, range(TOKENS_IN))
         request = TurnRequest(request_id, [question], expected_revision=found.revision)
         turn = store.begin_turn(name, request).turn
@@ -160,18 +162,29 @@ def _measured(load: Load, pid: int, target: str, folder: Path) -> Row:
         cpu = cpu_seconds(pid)
         time.sleep(load.seconds)
         cpu = cpu_seconds(pid) - cpu
-        found: list[list[float]] = []
-        for _ in processes:
-            answer = answers.get()
-            if isinstance(answer, str):
-                raise Unavailable(f"a replica failed: {answer}")
-            found += answer
-    except threading.BrokenBarrierError as error:
+        found = [times for _ in processes for times in _answer(answers, processes)]
+    except threading.BrokenBarrierError as error:  # the one that has broken it says why
+        _answer(answers, processes)
         raise Unavailable("the replicas did not begin") from error
     finally:
         for each in processes:
             each.join(START_SECONDS)
+            each.kill()
     return _row(load, found, cpu)
+
+
+def _answer(answers: Any, processes: Sequence[Any]) -> list[list[float]]:
+    """What the turns took in one process; Unavailable where one has failed or is gone."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while answers.empty():
+        gone = [each for each in processes if each.exitcode]
+        if gone or time.monotonic() > deadline:
+            raise Unavailable(f"{len(gone)} processes of replicas ended without an answer")
+        time.sleep(0.02)
+    answer: str | list[list[float]] = answers.get()
+    if isinstance(answer, str):
+        raise Unavailable(f"a replica failed: {answer}")
+    return answer
 
 
 def _row(load: Load, found: Sequence[Sequence[float]], cpu: float) -> Row:
@@ -207,8 +220,8 @@ def _replicas(
             failures = _talk(talkers, from_, from_ + load.seconds)
             answers.put(failures[0] if failures else [each.seconds for each in talkers])
         except PensieveError as error:
-            begin.abort()
             answers.put(str(error))
+            begin.abort()
 
 
 def _talk(talkers: Sequence[Talker], from_: float, until: float) -> list[str]:
@@ -218,8 +231,8 @@ def _talk(talkers: Sequence[Talker], from_: float, until: float) -> list[str]:
         try:
             talker.talk(until, from_)
             talker.check()
-        except PensieveError as error:
-            failures.append(str(error))
+        except Exception as error:  # also a check that fails: no figure is shown then
+            failures.append(f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=talk, args=(each,)) for each in talkers]
     for thread in threads:

@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     up = actions.add_parser(
         "up",
         help="start a cluster, or bring it to another configuration",
-        description="Deploy CONFIG, a Ray Serve file (docs/cluster.md), to the Ray at --ray, else to one "
+        description="Deploy CONFIG, a Ray Serve file (docs/ray.md), to the Ray at --ray, else to one "
         "that is started on this machine. With --local N no file is needed.",
     )
     up.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a Ray Serve YAML file")
@@ -156,6 +156,7 @@ def _down(arguments: argparse.Namespace) -> int:
         print("no cluster runs here")
         return 0
     with deploying.connected(address):
+        print("the replicas drain and end", flush=True)
         deploying.take_down()
     if not arguments.ray:
         local.stop()

@@ -5,10 +5,13 @@
 
 One thread belongs to each child: it starts the process, reads its log until the end of file, and waits for
 its exit, in this order.  It alone writes the state; the actor's loop reads `exit_code` (None until the end)
-and awaits `ready`.  The thread outlives the child because tied.py needs the thread that started it.
+and awaits `ready`.  The thread outlives the child because tied.py needs the thread that started it; so
+nothing may end it before, and whatever ends it is the child's end, too.
 
-What the child logs goes to the actor's own standard error, where Ray keeps its logs; the last lines are
-kept for the error of a start that failed.
+What the child logs goes to the actor's own standard error, where Ray keeps its logs, as far as there is room
+for it; the last lines are kept for the error of a start that failed.
+
+A child knows no token of Ray's: with that anybody runs programs on all nodes.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from collections.abc import Mapping, Sequence
 from pensieve.errors import Unavailable
 
 LINES_KEPT = 20
+NOT_STARTED = -1  # an exit code: the system could not start it
+OF_RAY = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 URL = re.compile(r"(?P<scheme>grpc|https?|history)://(?P<place>[^\s,\"]+)")
 
 
@@ -40,6 +45,8 @@ class ChildProcess:
         """`pass_fds`: open files that it shares with the actor (slots.py)."""
         self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}
+        for name in OF_RAY:
+            self._environment.pop(name, None)
         self._pass_fds = tuple(pass_fds)
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[dict[str, str]] = self._loop.create_future()
@@ -94,6 +101,17 @@ class ChildProcess:
     # The child's thread.
 
     def _run(self) -> None:
+        exit_code = NOT_STARTED
+        try:
+            exit_code = self._run_child()
+        except OSError as error:  # no process, no memory
+            self._lines.append(f"{self._command[0]}: {error}")
+        finally:
+            self.exit_code = exit_code
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._set_ended)
+
+    def _run_child(self) -> int:
         tied = (sys.executable, "-m", "pensieve.cluster.tied", str(os.getpid()))
         self._process = subprocess.Popen(
             [*tied, *self._command],
@@ -108,13 +126,12 @@ class ChildProcess:
         with self._process.stderr as lines:
             for line in lines:
                 self._lines.append(line.strip())
-                sys.stderr.write(line)
+                with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
+                    sys.stderr.write(line)
                 if "ready grpc://" in line or "ready history://" in line:
                     found = {each["scheme"]: each["place"] for each in URL.finditer(line)}
                     self._loop.call_soon_threadsafe(self._set_ready, found)
-        self.exit_code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._set_ended)
+        return self._process.wait()
 
     def _set_ready(self, found: dict[str, str]) -> None:
         if not self._ready.done():

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import ray
-from ray import serve
 from ray.serve._private import api as serve_api
 from ray.serve.config import gRPCOptions
 from ray.serve.schema import ServeDeploySchema
@@ -29,6 +28,7 @@ from pensieve.cluster.settings import REPLICA
 from pensieve.errors import Unavailable
 
 POLL_SECONDS = 0.5
+SHUTDOWN_SECONDS = 15.0  # of Ray's own parts, behind the replicas
 Report = Callable[[str], None]
 
 
@@ -152,7 +152,16 @@ def look() -> ClusterState:
 
 
 def take_down() -> None:
-    serve.shutdown()
+    """The replicas drain and end, and then the history service: as long as Ray gives each of them."""
+    client = serve_api._get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return
+    application = client.get_serve_details()["applications"].get(APPLICATION) or {}
+    seconds = [
+        each["deployment_config"]["graceful_shutdown_timeout_s"]
+        for each in (application.get("deployments") or {}).values()
+    ]
+    client.shutdown(timeout_s=sum(seconds) + SHUTDOWN_SECONDS)
 
 
 def _wait(

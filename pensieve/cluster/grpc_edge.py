@@ -116,7 +116,7 @@ class DirectStreams:
     """Streams from daemons, for calls that Ray has brought to their replicas."""
 
     def __init__(self) -> None:
-        self._forwards: OrderedDict[str, Forward] = OrderedDict()  # by address
+        self._forwards: OrderedDict[tuple[str, str], Forward] = OrderedDict()  # by address and name
         self._ending: set[asyncio.Task[None]] = set()
 
     async def messages(
@@ -137,8 +137,9 @@ class DirectStreams:
             forward.gone(context)
 
     def _forward(self, way: Way) -> Forward:
-        forward = self._forwards.pop(way.daemon, None) or Forward(way.daemon, way.replica)
-        self._forwards[way.daemon] = forward
+        daemon = way.daemon, way.replica  # another replica may get the port of one that has ended
+        forward = self._forwards.pop(daemon, None) or Forward(*daemon)
+        self._forwards[daemon] = forward
         if len(self._forwards) > CHANNELS_MAX:  # replicas come and go
             self._forwards.popitem(last=False)
         return forward

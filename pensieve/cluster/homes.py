@@ -1,16 +1,18 @@
 """What a router knows of homes: who owns a key, and where it has sent keys that nobody owns yet.
 
 The ownership table of the history service is the truth, and `Locate` reads it.  An answer is used for
-LOCATED_SECONDS: a stale one sends a request to a replica that passes it on, which is right and slower.  A key
-without an owner goes to its home by core/placement.py, and is remembered, so that its next request goes there
-even if loads have changed and the history service does not answer.  One that begins with a declared prefix
-goes to the prefix's home, while that has room: all routers agree on it, for it follows from the names alone.
+LOCATED_SECONDS: a stale one sends a request to a replica that passes it on, which is right and slower; that
+nobody owns a key is used so from its second request on.  A key without an owner goes to its home by
+core/placement.py, and is remembered, so that its next request goes there even if loads have changed and the
+history service does not answer.  One that begins with a declared prefix goes to the prefix's home, while that
+has room: all routers agree on it, for it follows from the names alone.
 
-At most KEYS_MAX keys are remembered; the least recently used are forgotten and placed anew, which costs
-nothing when their owner can be located.  The bound on loads counts those alone that were used in the last
-ACTIVE_SECONDS: who comes back is not known, and a new replica would get all new conversations until it
-had as many as the others ever had.  So keys are kept in two orders of use, one of them cut off by age at its
-front with each key that is placed.
+At most KEYS_MAX keys are remembered, the digests of those that are longer than any conversation's id, since
+anybody may send one; the least recently used are forgotten and placed anew, which costs nothing when their
+owner can be located.  The bound on loads counts those alone that were used in the last ACTIVE_SECONDS: who
+comes back is not known, and a new replica would get all new conversations until it had as many as the others
+ever had.  So keys are kept in two orders of use, one of them cut off by age at its front with each key that
+is placed.
 
 Which replicas run may change while an owner is located, so that is asked for behind it: what went away
 meanwhile is no home, and is counted nowhere.  All of this belongs to one event loop.
@@ -22,6 +24,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
+from hashlib import blake2b
 
 from pensieve.core.placement import Loads, Placement
 from pensieve.errors import PensieveError
@@ -29,6 +32,7 @@ from pensieve.errors import PensieveError
 Locate = Callable[[str], Awaitable[str | None]]  # a key to its owner's name
 
 KEYS_MAX = 100_000
+CHARACTERS_MAX = 128  # of a conversation's id
 BEHIND = "\x1f"  # between a key and the prefix that it begins with, in what Ray carries as the session id
 ACTIVE_SECONDS = 300.0
 LOCATED_SECONDS = 5.0
@@ -48,7 +52,7 @@ class Homes:
         self, named: str, running_now: Callable[[], Collection[str]], locate: Locate | None
     ) -> str | None:
         """The replica for this key, or key and prefix (`named`); None when none runs."""
-        key, _, prefix = named.partition(BEHIND)
+        key, prefix = map(_short, named.partition(BEHIND)[::2])
         owner = await self._owner(key, locate) if key else None
         running = running_now()
         if not running:
@@ -115,7 +119,7 @@ class Homes:
         owner = None
         with contextlib.suppress(TimeoutError, PensieveError):
             owner = await asyncio.wait_for(locate(key), LOCATE_TIMEOUT)
-        if owner is not None:  # "nobody" is true until the first turn only
+        if owner is not None or key in self._remembered:  # nobody owns it before its first turn
             self._located[key] = (owner, self._now())
             self._located.move_to_end(key)
             if len(self._located) > KEYS_MAX:
@@ -145,3 +149,9 @@ class Homes:
         before = self._active.pop(key, None)
         if before is not None:
             self._counts.add(before[0], -1)
+
+
+def _short(name: str) -> str:
+    if len(name) <= CHARACTERS_MAX:
+        return name
+    return blake2b(name.encode("utf-8", "replace"), digest_size=16).hexdigest()

@@ -19,7 +19,7 @@ import asyncio
 from typing import Any
 
 from pensieve.cluster.direct import DIRECT, Holds, Way, held, read
-from pensieve.cluster.http_forward import HttpForward, refuse
+from pensieve.cluster.http_forward import GONE, HttpForward, answer
 
 PAST_RAY = "pensieve.past_ray"  # in the scope: nothing that a client can send
 
@@ -63,22 +63,22 @@ class HttpDirect:
         way = call.way.result()
         try:
             async with held(way) as gone:
-                answer = asyncio.ensure_future(
+                request = asyncio.ensure_future(
                     self._forward(way.daemon, way.replica, scope, body, call.send)
                 )
                 try:
                     await asyncio.wait(
-                        [answer, gone, call.left], return_when=asyncio.FIRST_COMPLETED
+                        [request, gone, call.left], return_when=asyncio.FIRST_COMPLETED
                     )
                 finally:
-                    answer.cancel()
-                    await asyncio.wait([answer])
-                if not answer.cancelled():
-                    await answer  # what went wrong in it
+                    request.cancel()
+                    await asyncio.wait([request])
+                if not request.cancelled():
+                    await request  # what went wrong in it
         except OSError:
             pass  # the replica cannot be reached
         if not (call.has_begun or call.left.done()):
-            await refuse(way.replica, call.send)
+            await answer(503, GONE, way.replica, call.send)
 
 
 class _Call:

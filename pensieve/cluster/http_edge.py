@@ -110,10 +110,7 @@ class HttpEdge:
         if not key and (match := CONVERSATION_PATH.match(scope["path"])):
             key = match[1]
         key = key or key_of_body(body, is_whole)
-        key = self._keys.get(key, key)
-        if len(key) > CHARACTERS:  # routers remember it
-            key = hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).hexdigest()
-        return key
+        return self._keys.get(key, key)
 
     def _learning(self, send: Any, key: str) -> Any:
         """Finds the id of the response in how its body begins."""
@@ -217,11 +214,11 @@ def _digest_of_beginning(text: str, is_cut: bool = False) -> str:
     turns, prompt = TURNS.search(text), TEXT.search(text)
     system = SYSTEM.search(text, 0, turns.start()) if turns else SYSTEM.search(text)
     if system and (value := _value_at(text, system.end())):
-        digest.update(json.dumps(value[0]).encode())
+        digest.update(text[system.end() : value[1]].strip().encode())
         found = True
     at = turns.end() if turns else len(text)
     while value := _value_at(text, at):
-        digest.update(json.dumps(value[0]).encode())
+        digest.update(text[at : value[1]].strip().encode())
         found = True
         if not isinstance(value[0], dict) or value[0].get("role", "user") == "user":
             break

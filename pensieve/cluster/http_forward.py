@@ -39,6 +39,9 @@ CONNECT_SECONDS = 10.0
 GONE = (
     b'{"error": {"message": "the replica is gone", "type": "server_error", "code": "unavailable"}}'
 )
+NO_PATH = (
+    b'{"error": {"message": "the path begins with no slash", "type": "invalid_request_error"}}'
+)
 
 
 class HttpForward:
@@ -59,9 +62,12 @@ class HttpForward:
     ) -> None:
         """`name` is the replica's, whose daemon is at `address`."""
         has_begun = False
+        # The path as it was sent, with its escapes.
+        path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1").split("?")[0]
+        if not path.startswith("/"):  # it would become a part of the address
+            await answer(400, NO_PATH, name, send)
+            return
         try:
-            # The path as it was sent, with its escapes.
-            path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1").split("?")[0]
             query = scope.get("query_string", b"").decode("latin-1")
             async with self._session().request(
                 scope["method"],
@@ -87,7 +93,7 @@ class HttpForward:
         except aiohttp.ClientError as error:
             log.warning("a request to replica %s ended: %s", name, error)
             if not has_begun:
-                await refuse(name, send)
+                await answer(503, GONE, name, send)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:
@@ -101,10 +107,10 @@ class HttpForward:
         return self._client
 
 
-async def refuse(name: str, send: Any) -> None:
+async def answer(status: int, body: bytes, name: str, send: Any) -> None:
     headers = [(b"content-type", b"application/json"), (REPLICA, name.encode())]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": GONE, "more_body": False})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def has_body(scope: Any) -> bool:
@@ -130,7 +136,15 @@ def _kept(headers: Any, but: frozenset[str]) -> list[tuple[bytes, bytes]]:
 def _request_headers(headers: Any) -> list[tuple[str, str]]:
     added = any(name == ADDED for name, _ in headers)
     return [
-        (name.decode("latin-1"), value.decode("latin-1"))
+        (name.decode("latin-1"), _text_of(value))
         for name, value in _kept(headers, HOP_BY_HOP)
         if name != ADDED and not (added and name == SESSION)
     ]
+
+
+def _text_of(value: bytes) -> str:
+    """What becomes of it is UTF-8 again."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")

@@ -7,12 +7,14 @@ conversations by a digest of tenant and id together.  A tenant's conversation go
 it before, or by its hash; a call that comes to another replica than the owner's is passed on.
 
 The files of the secret and of the authority are those that the daemons read; this process may be on a node
-that lacks them.  Whatever keeps it from asking is logged once, until it works again: calls go by hash then.
+that lacks them.  They are read again while the service does not take them, for they may be new.  Whatever
+keeps it from asking is logged once, until it works again: calls go by hash then.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,9 @@ from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
 
 log = logging.getLogger("ray.serve")
+READ_AGAIN_SECONDS = 5.0
+# What another secret or another authority may mend: a handshake that fails is UNAVAILABLE, like an absence.
+BY_FILES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE)
 
 
 class Service(NamedTuple):
@@ -53,20 +58,28 @@ def locate_from(replicas: Sequence[Any]) -> Locate | None:
 
 class Locator:
     def __init__(self, service: Service) -> None:
-        self._address = service.address
+        self._service = service
         self._is_failing = False
-        scheme, _, target = service.address.partition("://")
+        self._open()
+
+    def _open(self) -> None:
+        """With the files as they are now."""
+        self._opened_at = time.monotonic()
+        self._is_stale = False
+        scheme, _, target = self._service.address.partition("://")
         options = (("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_retries", 0))
         channel = (
-            grpc.aio.secure_channel(target, self._credentials(service.ca), options)
+            grpc.aio.secure_channel(target, self._credentials(), options)
             if scheme == "historys"
             else grpc.aio.insecure_channel(target, options)
         )
         self._stub = history_pb2_grpc.HistoryServiceStub(channel)
-        secret = self._secret(service.secret)
+        secret = self._secret()
         self._metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
 
     async def __call__(self, key: str) -> str | None:
+        if self._is_stale and time.monotonic() - self._opened_at > READ_AGAIN_SECONDS:
+            self._open()
         request = pb.LocateRequest(conversation_id=key)
         try:
             # A bit less than routers wait, so that its end is known here.
@@ -75,22 +88,28 @@ class Locator:
             )
             found: pb.LocateResponse = await call
         except grpc.aio.AioRpcError as error:
+            if error.code() in BY_FILES:
+                self._is_stale = True
             self._fails(error.details() or error.code().name)
             raise Unavailable(f"the history service: {error.details()}") from error
         self._is_failing = False
         return found.replica or None
 
-    def _credentials(self, ca: str) -> grpc.ChannelCredentials:
+    def _credentials(self) -> grpc.ChannelCredentials:
+        ca = self._service.ca
         try:
             return grpc.ssl_channel_credentials(Path(ca).read_bytes() if ca else None)
         except OSError as error:
+            self._is_stale = True
             self._fails(f"cannot read {ca}: {error.strerror}")
             return grpc.ssl_channel_credentials()
 
-    def _secret(self, file: str) -> str:
+    def _secret(self) -> str:
+        file = self._service.secret
         try:
             return read_secret(Path(file)) if file else ""
         except ConfigError as error:
+            self._is_stale = True
             self._fails(str(error))
             return ""
 
@@ -98,7 +117,7 @@ class Locator:
         if not self._is_failing:
             log.warning(
                 "the router cannot ask %s who owns a conversation, and goes by hash: %s",
-                self._address,
+                self._service.address,
                 why,
             )
         self._is_failing = True

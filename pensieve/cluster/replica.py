@@ -12,8 +12,8 @@ Ray starts, places, counts, checks and ends replicas; what a replica does is
     end        Ray sends nothing more, and waits for what runs: streams that watch end at once; then the
                daemon drains, so that turns have its drain_timeout, and its end is the end of all calls
 
-A replica that is killed takes its daemon with it (tied.py).  A daemon that dies makes the health check
-fail, and the calls in flight end as UNAVAILABLE.
+A replica that is killed takes its daemon with it (tied.py), and one whose daemon dies ends itself
+(deployments.py); the calls in flight end as UNAVAILABLE.
 
 This class knows Ray's conventions and imports nothing of it; deployments.py makes it a deployment.
 """

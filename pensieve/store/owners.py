@@ -16,7 +16,7 @@ A daemon has a *session*: a row that says who and where it is, until it has ende
 
 Sessions that ended are kept as long as a conversation was theirs last, to tell the next owner where KV may
 still be.  Of writing calls a session remembers the number of the last one that was committed, in the same
-transaction, so that a call which comes again after a broken connection is known (history/calls.py).
+transaction, so that a call which comes again after a broken connection is known (remote/calls.py).
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ start for live until it is known whether their process goes on, and `abandon` ma
 
 Reads come before that transaction and cannot wait for one, because a client that learns that a turn is
 running sends nothing that would write.  So they return a dead row as the interrupted turn that it will be.
+A turn whose end was written is not live either, but a reader's snapshot may be older than the commit (several
+calls may be in one commit): there it runs.  So the last ENDED_MAX of those are remembered.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
+ENDED_MAX = 10_000  # many more than end while a reader has a snapshot
+
+
 class RunningRows:
     """The live turns of this process, and the transactions that keep the `running` rows theirs."""
 
@@ -37,6 +42,7 @@ class RunningRows:
         self._writer = writer
         self._now = now
         self._live: set[int] = set()
+        self._ended: dict[int, None] = {}  # turns whose end was written, the oldest first
         self._unsure = True
 
     @contextlib.contextmanager
@@ -64,16 +70,24 @@ class RunningRows:
                     is_late = True
                     raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
                 yield conn
+            self._note_ended(turn_id)
         except BaseException:
             self._unsure = True
+            self._ended.pop(turn_id, None)
             raise
         finally:
             if not (is_late and was_live):
                 self._live.discard(turn_id)
 
+    def _note_ended(self, turn_id: int) -> None:
+        self._ended[turn_id] = None
+        if len(self._ended) > ENDED_MAX:
+            del self._ended[next(iter(self._ended))]
+
     def add(self, turn_id: int) -> None:
-        """A turn has begun; it is live from now on."""
+        """A turn has begun, perhaps again; it is live from now on."""
         self._live.add(turn_id)
+        self._ended.pop(turn_id, None)
 
     def keep(self) -> None:
         """Every turn that is `running` now is live."""
@@ -87,12 +101,16 @@ class RunningRows:
 
     def restore(self, turn_ids: Iterable[int]) -> None:
         """These are live again: what has ended them since was rolled back, or perhaps so."""
-        self._live.update(turn_ids)
+        for turn_id in turn_ids:
+            self.add(turn_id)
         self._unsure = True
 
     def abandon(self, turn_ids: Iterable[int]) -> None:
         """These are not live any more, if they were; also where the commit that began them failed."""
-        self._live.difference_update(turn_ids)
+        gone = tuple(turn_ids)
+        self._live.difference_update(gone)
+        for turn_id in gone:
+            self._ended.pop(turn_id, None)
         self._unsure = True
 
     def is_dead(self, turn_id: int) -> bool:
@@ -115,12 +133,15 @@ class RunningRows:
     def as_read(self, conversation: Conversation) -> Conversation:
         """The conversation as the next transaction will find it."""
         turn_id = conversation.running_turn_id
-        if turn_id is None or not self.is_dead(turn_id):
+        if turn_id is None or not self._reads_dead(turn_id):
             return conversation
         return replace(conversation, running_turn_id=None)
 
     def turn_as_read(self, turn: StoredTurn) -> StoredTurn:
         """The turn as the next transaction will find it."""
-        if turn.state is not TurnState.RUNNING or not self.is_dead(turn.turn_id):
+        if turn.state is not TurnState.RUNNING or not self._reads_dead(turn.turn_id):
             return turn
         return replace(turn, state=TurnState.INTERRUPTED)
+
+    def _reads_dead(self, turn_id: int) -> bool:
+        return self.is_dead(turn_id) and turn_id not in self._ended

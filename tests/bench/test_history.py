@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,25 @@ def test_a_turn_that_another_one_wrote_is_noticed(tmp_path: Path) -> None:
         store.finish_turn(turn.turn_id, NewMessage("assistant", "ho", [2]), "stop", {})
         with pytest.raises(Unavailable, match="t-3 is at revision 1, and had replies up to 0"):
             talker.check()
+
+
+def test_a_talker_that_fails_makes_no_figure(tmp_path: Path) -> None:
+    with ConversationStore.open(tmp_path, "a test") as store:
+        talker = history.Talker(store, "t")
+        turn = store.begin_turn("t-0", TurnRequest("r0", [NewMessage("user", "hi", [1])])).turn
+        store.finish_turn(turn.turn_id, NewMessage("assistant", "ho", [2]), "stop", {})
+        (failure,) = history._talk([talker], 0.0, time.monotonic() + 0.2)
+        assert "t-0 has had r0 before" in failure
+
+
+@pytest.mark.parametrize("answers", [[], ["the disk is full"]], ids=["killed", "failed"])
+def test_a_process_of_replicas_that_ends_without_figures_is_an_error(answers: list[str]) -> None:
+    context = multiprocessing.get_context("forkserver")
+    queue = context.SimpleQueue()
+    process = context.Process(target=os._exit, args=(9,))
+    process.start()
+    for each in answers:
+        queue.put(each)
+    with pytest.raises(Unavailable, match="full" if answers else "ended without an answer"):
+        history._answer(queue, [process])
+    process.join()

@@ -105,6 +105,59 @@ def test_one_that_ignores_the_signal_is_killed() -> None:
     asyncio.run(scenario())
 
 
+class FullDisk:
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_log_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would kill the child with the thread that has started it."""
+    code = "[print('a line', file=sys.stderr, flush=True) for _ in range(3)]; "
+
+    async def scenario() -> None:
+        child = ChildProcess(program(READY + code + "time.sleep(600)"))
+        monkeypatch.setattr(sys, "stderr", FullDisk())
+        await child.start(60.0)
+        while len(child._lines) < 3:
+            await asyncio.sleep(0.01)
+        monkeypatch.undo()
+        assert runs(child.pid)
+        child.check()
+        await child.stop(60.0)
+        assert child.exit_code == -15
+
+    asyncio.run(scenario())
+
+
+def test_one_that_the_system_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def scenario() -> None:
+        child = ChildProcess(program("pass"))
+        monkeypatch.setattr(subprocess, "Popen", full)
+        with pytest.raises(Unavailable, match=r"did not start: .*temporarily unavailable"):
+            await child.start(60.0)
+        with pytest.raises(Unavailable):
+            child.check()
+        await child.stop(0.0)
+
+    asyncio.run(scenario())
+
+
+def test_it_knows_no_token_of_ray_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "let me in")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/somewhere")
+
+    async def scenario() -> None:
+        code = "import os; raise SystemExit(str([n for n in os.environ if 'RAY_AUTH' in n]))"
+        child = ChildProcess(program(code))
+        with pytest.raises(Unavailable, match=r"it did not start: \[\]"):
+            await child.start(60.0)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
 def test_it_is_killed_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = f"""

@@ -104,3 +104,18 @@ def test_a_message_without_a_request_id_that_is_sent_twice_is_one_turn(
     assert len(seen[0]) == 32
     assert said.completed.finish_reason
     assert len(both.rigs[TWO].messages("c")) == 4
+
+
+def test_a_response_that_is_asked_for_again_where_it_does_not_run(both: Both) -> None:
+    body = {"model": MODEL, "input": "Hello.", "background": True, "max_output_tokens": 3000}
+    body["ignore_eos"] = True
+    key = {"idempotency-key": "k-1"}
+    began = both.http[ONE].ask("POST", "/v1/responses", body, key).value
+    wait_for(lambda: both.rigs[ONE].num_live == 1)
+    again = both.http[TWO].ask("POST", "/v1/responses", body, key)
+    assert (again.value["id"], again.status) == (began["id"], 200)
+    assert again.value["status"] in ("queued", "in_progress")
+    streamed = both.http[TWO].ask("POST", "/v1/responses", {**body, "stream": True}, key)
+    assert streamed.status == 503
+    assert "is served by" in streamed.error["message"]
+    both.http[ONE].ask("POST", f"/v1/responses/{began['id']}/cancel")

@@ -157,3 +157,27 @@ def test_a_replica_that_dies_while_an_owner_is_located_is_no_home() -> None:
 
 def test_without_replicas_there_is_no_home() -> None:
     assert Table().of("trip-42", ()) is None
+
+
+def test_that_nobody_owns_a_key_is_not_asked_for_each_time() -> None:
+    table = Table()
+    homes = {table.of("trip-42") for _ in range(5)}
+    assert (len(homes), table.num_reads) == (
+        1,
+        2,
+    )  # the second may be the one behind its first turn
+    table.now += LOCATED_SECONDS
+    table.owners["trip-42"] = "ada"
+    assert (table.of("trip-42"), table.num_reads) == ("ada", 3)
+
+
+def test_a_key_of_any_length_takes_a_little_memory_and_has_a_home_of_its_own() -> None:
+    table = Table()
+    long = [f"{'x' * 1_000_000}{number}" for number in range(30)]
+    homes = [table.of(key) for key in long]
+    assert [table.of(key) for key in long] == homes
+    assert len(set(homes)) > 1
+    assert table.of(f"trip-42{BEHIND}{long[0]}")
+    kept = [*table.homes._remembered, *table.homes._active, *table.homes._located]
+    assert len(table.homes._remembered) == 31
+    assert max(map(len, kept)) <= 128

@@ -307,3 +307,25 @@ def test_what_the_replica_says_itself_is_the_answer() -> None:
         assert daemon.requests == []
 
     run(work)
+
+
+def test_a_path_without_a_slash_is_no_part_of_an_address() -> None:
+    async def work(daemon: Daemon, _: Ray, edge: HttpEdge) -> None:
+        client = Client()
+        client.scope["raw_path"] = b"%2F@evil.example/"
+        await edge(client.scope, client.receive, client.send)
+        assert client.status == 400
+        assert daemon.requests == []
+
+    run(work)
+
+
+def test_the_bytes_of_a_header_stay_as_they_are() -> None:
+    async def work(daemon: Daemon, _: Ray, edge: HttpEdge) -> None:
+        client = Client()
+        client.scope["headers"] = [(b"x-session-id", "über".encode())]
+        await edge(client.scope, client.receive, client.send)
+        [(_, headers, _)] = daemon.requests
+        assert headers["x-session-id"] == "über"
+
+    run(work)

@@ -265,6 +265,10 @@ def test_responses_that_go_on_from_one_another_share_the_key_of_the_first() -> N
     assert keys[-1] == "resp_of_another_proxy"
 
 
-def test_a_very_long_name_is_remembered_by_a_short_key() -> None:
-    headers, _, _ = seen(chunks=(chat("Hello.", prompt_cache_key="x" * 5000),))
-    assert len(headers["x-session-id"]) == 32
+def test_a_body_nested_to_any_depth_has_a_key_or_none() -> None:
+    """A value may be read and be too deep to be written."""
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        for depth in range(300, 1100):
+            deep = opening * depth + "1" + closing * depth
+            key_of_body(f'{{"messages": [{deep}]}}'.encode())
+            key_of_body(f'{{"system": {deep}, "messages": [1]}}'.encode())

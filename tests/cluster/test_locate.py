@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from pensieve.cluster import locate as locate_module
 from pensieve.cluster.locate import Locator, Service, locate_from
 from pensieve.errors import Unavailable
 from pensieve.v1 import history_pb2 as pb
@@ -25,11 +26,14 @@ class History(history_pb2_grpc.HistoryServiceServicer):
     def __init__(self) -> None:
         self.told: list[dict[str, str]] = []
         self.fails = False
+        self.secret = ""
 
     async def Locate(self, request: pb.LocateRequest, context: Any) -> pb.LocateResponse:
         self.told.append(dict(context.invocation_metadata()))
         if self.fails:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "it is away")
+        if self.secret and self.told[-1].get("authorization") != f"Bearer {self.secret}":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you")
         return pb.LocateResponse(replica="ada" if request.conversation_id == "trip-42" else "")
 
 
@@ -134,3 +138,26 @@ def test_files_that_this_node_lacks_are_logged(
     assert [each.rpartition(": ")[2] for each in caplog.messages] == [
         "No such file or directory"
     ] * 2
+
+
+def test_a_secret_that_comes_later_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locate_module, "READ_AGAIN_SECONDS", 0.0)
+    file = tmp_path / "secret"
+
+    async def scenario(history: History, address: str) -> None:
+        history.secret = SECRET
+        locate = Locator(Service(address, secret=str(file)))
+        with pytest.raises(Unavailable):
+            await locate("trip-42")
+        for secret in ("another-secret-0", SECRET):
+            file.write_text(secret)
+            file.chmod(0o600)
+            if secret == SECRET:
+                assert await located(locate) == "ada"
+            else:
+                with pytest.raises(Unavailable):
+                    await locate("trip-42")
+
+    with_history(scenario)

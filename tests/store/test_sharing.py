@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -465,3 +466,39 @@ def test_a_history_that_was_put_back_gives_out_no_epoch_of_before(shared: Shared
     second = owners.owner("cup")
     assert second is not None
     assert second.epoch > first.epoch
+
+
+def test_a_turn_whose_end_is_about_to_be_committed_is_not_read_as_interrupted(
+    open_store: Open,
+) -> None:
+    """Who reads meanwhile sees the rows as they were, in which it runs."""
+    store = open_store(keep_running=True)
+    create(store, "tea")
+    turn = begin(store, "tea", "r1", "hi", 1)
+    with ThreadPoolExecutor(1) as reads:
+        reader = reads.submit(store.reader).result()
+
+        def read() -> tuple[bool, TurnState | None]:
+            conversation = reads.submit(reader.get_conversation, "tea").result()
+            found = reads.submit(reader.find_turn, "tea", str(turn), "").result()
+            return conversation.running_turn_id == turn, found and found.state
+
+        try:
+            with store.group():
+                store.finish_turn(turn, reply("hello", 2), "stop", {})
+                assert read() == (True, TurnState.RUNNING)
+            assert read() == (False, TurnState.COMPLETED)
+            again = begin(store, "tea", "r2", "hi", 1)
+
+            def failing() -> None:
+                with store.group():
+                    store.interrupt_turn(again)
+                    raise ZeroDivisionError
+
+            with pytest.raises(ZeroDivisionError):
+                failing()
+            store.owners.abandon([again])
+            turn = again
+            assert read() == (False, TurnState.INTERRUPTED)
+        finally:
+            reads.submit(reader.close).result()

@@ -43,8 +43,9 @@ from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai import Heading, Refusal, Request, RequestKind
 from pensieve.service.openai.item_ids import Place
 from pensieve.service.openai.output_items import pieces_of
-from pensieve.service.openai.response_stream import ResponseStream, failed, unfinished
+from pensieve.service.openai.response_stream import ENDED, ResponseStream, failed, unfinished
 from pensieve.service.stored_responses import StoredResponses
+from pensieve.store.responses import StoredResponse
 from pensieve.text.reply_pieces import ReplyPieces
 
 Write = Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]
@@ -82,6 +83,9 @@ class Responses:
                     wish = replace(wish, ended=partial(self._running.ended, known))
                     await self._daemon.threads.whole(self._begin(known, wish))
             if not isinstance(known, Running):
+                if request.stream and known["status"] not in ENDED:  # it streams where it runs
+                    await self._stored.require_here(known["id"], by.tenant)
+                    known = await self._present(known["id"], by.tenant)
                 return await self._replay(exchange, request, known)
             running = known
         placed = running.placed
@@ -130,7 +134,7 @@ class Responses:
         if stored is None:
             return None
         _check_key(stored.request, requested)
-        return stored.body if await self._stored.runs(stored) else as_it_is_now(stored.body)
+        return await self._now(stored)
 
     async def _begin(self, running: Running, wish: Wish) -> None:
         try:
@@ -328,9 +332,14 @@ class Responses:
         stored = await self._stored.find(response_id, tenant)
         if stored is None:
             raise NotFound("there is no such response")
+        return await self._now(stored)
+
+    async def _now(self, stored: StoredResponse) -> Mapping[str, Any]:
+        """One that does not run here, read again where it has ended since it was read."""
         if await self._stored.runs(stored):
             return stored.body
-        return as_it_is_now((await self._stored.find(response_id, tenant) or stored).body)
+        found = await self._stored.find(stored.response_id, stored.tenant)
+        return as_it_is_now((found or stored).body)
 
 
 class _StoredNames:
