@@ -28,7 +28,7 @@ from pensieve.cluster.settings import REPLICA
 from pensieve.errors import Unavailable
 
 POLL_SECONDS = 0.5
-SHUTDOWN_SECONDS = 15.0  # of Ray's own parts, behind the replicas
+SHUTDOWN_SECONDS = 30.0  # of Ray's own parts, behind the replicas
 Report = Callable[[str], None]
 
 
@@ -152,16 +152,23 @@ def look() -> ClusterState:
 
 
 def take_down() -> None:
-    """The replicas drain and end, and then the history service: as long as Ray gives each of them."""
+    """The replicas drain and end, then the history service (deployments.py), then all the rest.
+
+    Ray's own way ends the proxies first, and with them all calls.
+    """
     client = serve_api._get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return
     application = client.get_serve_details()["applications"].get(APPLICATION) or {}
-    seconds = [
+    seconds = SHUTDOWN_SECONDS + sum(
         each["deployment_config"]["graceful_shutdown_timeout_s"]
         for each in (application.get("deployments") or {}).values()
-    ]
-    client.shutdown(timeout_s=sum(seconds) + SHUTDOWN_SECONDS)
+    )
+    client.delete_apps([APPLICATION], blocking=False)
+    deadline = time.monotonic() + seconds
+    while look().status and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    client.shutdown(timeout_s=SHUTDOWN_SECONDS)
 
 
 def _wait(

@@ -11,6 +11,9 @@ An actor ends when its child has ended by itself.  Ray notices at its next healt
 HEALTH_PERIOD later, and routers with their next call; a check that reported the dead child would have to fail
 three times first, and calls would go there meanwhile.
 
+Where all of it ends, the history service ends last, or turns that drain could not be written: Ray ends the
+deployments of an application together.
+
 A replica that Ray wants to end drains by itself (ending.py): Ray waits for its calls, and would kill it while
 one runs.  What Ray is told to wait is longer than that takes.
 """
@@ -83,6 +86,20 @@ async def _end_with(child: ChildProcess) -> None:
     os._exit(1)
 
 
+def _replicas_end_too() -> bool:
+    """Whether the application is deleted, and replicas of it have not ended yet."""
+    try:
+        name = serve.get_replica_context().app_name
+        application = serve.status().applications.get(name)
+        if application is None or application.status != "DELETING":
+            return False
+        # Ray's status names no deployments any more; actors have names that begin with their replica's.
+        return any(f"{name}#{REPLICA}#" in each for each in ray.util.list_named_actors())
+    except Exception:
+        log.exception("Ray does not say which replicas run")
+        return False
+
+
 class HistoryOnRay:
     """The history service, as the child of the one replica of its deployment."""
 
@@ -103,6 +120,8 @@ class HistoryOnRay:
 
     async def __del__(self) -> None:
         if hasattr(self, "_service"):
+            while await asyncio.to_thread(_replicas_end_too):
+                await asyncio.sleep(LOOK_SECONDS)
             await self._service.stop(HISTORY_SECONDS)
 
 
@@ -164,7 +183,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         HistoryOnRay,
         name=HISTORY,
         num_replicas=1,
-        graceful_shutdown_timeout_s=HISTORY_SECONDS,
+        graceful_shutdown_timeout_s=shutdown_seconds(settings) + HISTORY_SECONDS,
         health_check_period_s=HEALTH_PERIOD,
         ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
     )

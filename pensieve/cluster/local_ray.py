@@ -33,9 +33,6 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing large goes through it
 START_SECONDS = 60.0
 STOP_SECONDS = 120.0  # Ray waits for the drain of its actors
 PROXY_SECONDS = 2.0  # between its checks of a proxy, which it replaces after three that failed
-TIER_SECONDS = (
-    3600.0  # for the replicas to end before the history does; each has a limit of its own
-)
 EDGE = "pensieve.cluster.http_edge:middlewares"
 
 
@@ -124,7 +121,6 @@ class LocalRay:
                     **self.environment(),
                     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": EDGE,
                     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(PROXY_SECONDS),
-                    "RAY_SERVE_SHUTDOWN_TIER_TIMEOUT_S": str(TIER_SECONDS),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -26,6 +26,8 @@ import yaml
 
 from pensieve.client import Client
 from pensieve.errors import InvalidArgument, NotFound
+from pensieve.store import ConversationStore
+from pensieve.store.records import TurnState
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.newcomer import free_port
@@ -106,7 +108,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
         assert f"ready grpc://{found.address}, http://{found.http}" in out
         yield found
     finally:
-        assert "ended" in found.command("down")
+        found.command("down")
 
 
 def replica_of(call: Any) -> str:
@@ -411,6 +413,25 @@ def test_z_when_a_replica_is_killed_only_its_conversations_move(
     moved = {each for each in before if before[each] != after[each]}
     assert moved == {each for each in before if before[each] == killed}
     cluster.wait_until_replaced(killed)
+
+
+def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> None:
+    """Their replies are written, so the history ends behind the replicas."""
+    send(stub, "last", "0")
+    request = pb.SendMessageRequest(
+        conversation_id="last",
+        request_id="last-1",
+        messages=[pb.NewMessage(content="x")],
+        sampling=pb.Sampling(max_tokens=350, ignore_eos=True),
+    )
+    turn = stub.SendMessage(request, timeout=200)
+    assert next(turn).WhichOneof("event") == "started"
+    assert "ended" in cluster.command("down")
+    assert list(turn)[-1].WhichOneof("event") == "completed"
+    with ConversationStore.open(cluster.folder / "history" / "history", "a test") as store:
+        stored = store.find_turn("last", "last-1")
+        assert stored is not None
+        assert stored.state is TurnState.COMPLETED
 
 
 def tried(stub: Any, conversation_id: str) -> str:
