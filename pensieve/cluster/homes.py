@@ -36,6 +36,10 @@ CHARACTERS_MAX = 128  # of a conversation's id
 BEHIND = "\x1f"  # between a key and the prefix that it begins with, in what Ray carries as the session id
 ACTIVE_SECONDS = 300.0
 LOCATED_SECONDS = 5.0
+# Of the mean: tighter than where nothing is remembered.  Of 32 conversations a replica, 16 replicas' fullest
+# has 1.11 times the mean for 1.22 at 1.25, and 18 % are not at home by their hash for 7 %: that matters to
+# those alone whose owner cannot be located.
+BOUND = 1.1
 LOCATE_TIMEOUT = 0.25
 
 
@@ -45,7 +49,7 @@ class Homes:
         self._remembered: OrderedDict[str, str] = OrderedDict()
         self._active: OrderedDict[str, tuple[str, float]] = OrderedDict()  # home, and when used
         self._located: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
-        self._placement = Placement()
+        self._placement = Placement(bound=BOUND)
         self._counts = Loads()
 
     async def of(
