@@ -107,8 +107,11 @@ class Holds:
         self.ends_watching = True
         self._end([each for each in self._holds.values() if each.watches])
 
-    async def close(self) -> None:
+    def end_all(self) -> None:
         self._end(list(self._holds.values()))
+
+    async def close(self) -> None:
+        self.end_all()
         if self._server is not None:
             self._server.close()
 

@@ -12,8 +12,9 @@ its own, which routes the call to a replica; around that we put what Ray does no
 * **An error keeps its details.**  Ray carries a status and trailing metadata with a message, and drops both
   with an exception.  So a replica ends a failed call with an empty message whose context has the error
   (grpc_forward.py); here that message is taken out again.
-* **A replica that died** is UNAVAILABLE, which clients send again, and not Ray's INTERNAL.  An error that
-  a message brought came from a daemon and stays as it is.
+* **A replica that died** is UNAVAILABLE, which clients send again, and not Ray's INTERNAL; so is a cluster
+  that ends, which Ray knows no more (NOT_FOUND).  An error that a message brought came from a daemon and
+  stays as it is.
 
 Nothing is kept between calls but channels to the daemons.
 """
@@ -43,6 +44,8 @@ from pensieve.cluster.grpc_methods import (
 )
 from pensieve.cluster.homes import BEHIND
 
+ABSENT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND)
+RAYS_OWN = frozenset({*ABSENT, *(each.value[0] for each in ABSENT)})  # Ray writes either
 CHANNELS_MAX = 1000  # to daemons
 Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers alone
 
@@ -226,8 +229,8 @@ def _stream(
 
 
 def _correct(context: Any) -> None:
-    """Where Ray itself has ended the call: what it calls INTERNAL is a replica that is gone."""
-    if context.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INTERNAL.value[0]):
+    """Where Ray itself has ended the call: by INTERNAL it means a replica that is gone."""
+    if context.code() not in RAYS_OWN:
         return
     context.set_code(grpc.StatusCode.UNAVAILABLE)
     context.set_details(GONE)

@@ -10,6 +10,8 @@ what that one answers.  A replica that does not know of this (during a roll) ans
     over       the daemon's answer has ended, the client has left, or the replica has let go; before the
                answer's beginning that is a 503, and later it cuts the answer off
 
+A 404 of Ray's own is a 503: a cluster that ends, or has not begun, is one that Ray does not know.
+
 The body has to be at hand, since Ray's side may read it only once.
 """
 
@@ -19,8 +21,9 @@ import asyncio
 from typing import Any
 
 from pensieve.cluster.direct import DIRECT, Holds, Way, held, read
-from pensieve.cluster.http_forward import GONE, HttpForward, answer
+from pensieve.cluster.http_forward import GONE, REPLICA, HttpForward, answer
 
+REQUEST_ID = b"x-request-id"  # by which Ray's logs know it
 PAST_RAY = "pensieve.past_ray"  # in the scope: nothing that a client can send
 
 
@@ -52,14 +55,18 @@ class HttpDirect:
         try:
             await asyncio.wait([rays, call.way], return_when=asyncio.FIRST_COMPLETED)
             if call.way.done():
-                await self._go_on(call, scope, body)
+                await self._go_on(call, scope, body, rays)
                 await asyncio.wait([rays])
+                if not rays.cancelled():
+                    rays.exception()  # what became of Ray's call is not the client's
             else:
                 await rays
         finally:
             rays.cancel()
 
-    async def _go_on(self, call: _Call, scope: Any, body: bytes | None) -> None:
+    async def _go_on(
+        self, call: _Call, scope: Any, body: bytes | None, rays: asyncio.Future[Any]
+    ) -> None:
         way = call.way.result()
         try:
             async with held(way) as gone:
@@ -67,9 +74,8 @@ class HttpDirect:
                     self._forward(way.daemon, way.replica, scope, body, call.send)
                 )
                 try:
-                    await asyncio.wait(
-                        [request, gone, call.left], return_when=asyncio.FIRST_COMPLETED
-                    )
+                    ends = [request, gone, call.left, rays]
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     request.cancel()
                     await asyncio.wait([request])
@@ -88,10 +94,13 @@ class _Call:
         self.way: asyncio.Future[Way] = asyncio.get_running_loop().create_future()
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.has_begun = False
-        self._receive, self._send = receive, send
+        self._receive, self._send, self._rays_answer = receive, send, RaysAnswer(send)
+        self._request_id: list[tuple[bytes, bytes]] = []
 
     async def send(self, message: Any) -> None:
         self.has_begun = True
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *self._request_id]}
         await self._send(message)
 
     async def receive_for_ray(self) -> Any:
@@ -108,6 +117,25 @@ class _Call:
             return
         headers = dict(message.get("headers", ()))
         if message["type"] == "http.response.start" and DIRECT.encode() in headers:
+            self._request_id = [each for each in headers.items() if each[0] == REQUEST_ID]
             self.way.set_result(read(headers[DIRECT.encode()].decode()))
+        else:
+            await self._rays_answer(message)
+
+
+class RaysAnswer:
+    """What Ray says itself, on its way to the client."""
+
+    def __init__(self, send: Any) -> None:
+        self._send = send
+        self._is_over = False
+
+    async def __call__(self, message: Any) -> None:
+        if self._is_over:
+            return
+        is_404 = message["type"] == "http.response.start" and message["status"] == 404
+        if is_404 and REPLICA not in dict(message.get("headers", ())):
+            self._is_over = True
+            await answer(503, GONE, "", self._send)
         else:
             await self._send(message)

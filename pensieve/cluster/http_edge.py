@@ -35,7 +35,8 @@ import re
 from collections import OrderedDict
 from typing import Any
 
-from pensieve.cluster.http_direct import HttpDirect
+from pensieve.cluster.homes import short
+from pensieve.cluster.http_direct import HttpDirect, RaysAnswer
 from pensieve.cluster.http_forward import ADDED, SESSION, has_body
 
 HEADERS = (b"x-smg-routing-key", b"x-openwebui-chat-id")
@@ -102,7 +103,7 @@ class HttpEdge:
         if is_whole or not has_body(scope):
             await self._direct(scope, body if is_whole else None, again, send)
         else:
-            await self._app(scope, again, send)
+            await self._app(scope, again, RaysAnswer(send))
 
     def _key(self, scope: Any, named: dict[bytes, bytes], body: bytes, is_whole: bool) -> str:
         """What names it, or an empty string."""
@@ -110,7 +111,7 @@ class HttpEdge:
         if not key and (match := CONVERSATION_PATH.match(scope["path"])):
             key = match[1]
         key = key or key_of_body(body, is_whole)
-        return self._keys.get(key, key)
+        return self._keys.get(key, short(key))
 
     def _learning(self, send: Any, key: str) -> Any:
         """Finds the id of the response in how its body begins."""

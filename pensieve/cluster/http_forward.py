@@ -108,7 +108,9 @@ class HttpForward:
 
 
 async def answer(status: int, body: bytes, name: str, send: Any) -> None:
-    headers = [(b"content-type", b"application/json"), (REPLICA, name.encode())]
+    headers = [(b"content-type", b"application/json")]
+    if name:
+        headers.append((REPLICA, name.encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 

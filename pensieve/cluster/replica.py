@@ -46,6 +46,7 @@ START_SECONDS = 1800.0  # a large model from a slow disk
 HEALTH_SECONDS = 5.0
 RESTART_SECONDS = 600.0
 ROUTERS_SECONDS = 2.0  # until none of them sends anything more to a replica that is to end
+LAST_SECONDS = 1.0  # for a client to read what its daemon said last; it may read nothing
 EXIT_SECONDS = 20.0  # of a daemon whose turns have ended
 STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
 
@@ -108,6 +109,8 @@ class Replica:
         self.holds.end_watching()
         await asyncio.sleep(ROUTERS_SECONDS)
         await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)
+        await asyncio.sleep(LAST_SECONDS)
+        self.holds.end_all()
 
     async def end_daemon(self) -> None:
         if not hasattr(self, "daemon"):

@@ -21,7 +21,8 @@ loads", 2016: about 1 / (bound - 1)² replicas are looked at, however many there
 conversations all the time.  An owner is asked first: it keeps what it has until it is gone, drains or has
 more than `keep_bound` times the mean, which is higher than `bound`, or a replica that is just full would give
 away with every change of the mean.  A fork, or a conversation with a prefix that a replica has, names that
-replica as `parent`: it goes there while that one has room, like any new conversation.
+replica as `parent`: it goes there while that one has room, like any new conversation, or more room than for
+those (`parent_bound`): what needs no recompute there is worth some unevenness.
 
 State: the names that serve, their points in order, and the names that drain.  `Loads` are the caller's: it
 counts what it wants to be even (conversations that were active of late, as a rule), for all replicas that
@@ -73,13 +74,16 @@ class Placement:
         names: Iterable[str] = (),
         *,
         bound: float = BOUND,
+        parent_bound: float = 0.0,
         keep_bound: float = KEEP_BOUND,
         points: int = POINTS,
     ) -> None:
+        """`parent_bound` counts where it is above `bound`."""
         assert bound >= 1, "a bound below the mean cannot hold"
-        assert keep_bound >= bound, "what was just taken would be given away"
+        assert keep_bound >= max(bound, parent_bound), "what was just taken would be given away"
         assert points >= 1, "a replica without points is never found"
-        self.bound, self.keep_bound = bound, keep_bound
+        self.bound, self.parent_bound = bound, max(bound, parent_bound)
+        self.keep_bound = keep_bound
         self._points_each = points
         self._serving: dict[str, None] = {}
         self._draining: dict[str, None] = {}
@@ -163,7 +167,9 @@ class Placement:
             return owner
         most = math.inf if loads is None else self.most(loads)
         counts = NOTHING if loads is None else loads
-        if parent in self._serving and counts.of(parent) < most:
+        if parent in self._serving and (
+            loads is None or loads.of(parent) < self._times_mean(self.parent_bound, loads)
+        ):
             return parent
         names = self._names
         first = bisect_left(self._points, point_of(key))

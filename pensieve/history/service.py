@@ -31,7 +31,7 @@ from typing import Any
 from pensieve.errors import AlreadyExists, InvalidArgument, PensieveError, StoreError, Unavailable
 from pensieve.history.connection import PROTOCOL_VERSION
 from pensieve.history.presence import Presence, Present
-from pensieve.service.threads import Threads
+from pensieve.service.threads import Threads, aside
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.history_reader import HistoryReader
 from pensieve.store.owners import NOBODY, Session
@@ -362,7 +362,7 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         """Beside the read thread, as verify has a connection of its own; once for all who ask meanwhile."""
         task = self._verifying.get(call.arguments)
         if task is None:
-            task = asyncio.create_task(asyncio.to_thread(self._read_there, call))
+            task = asyncio.create_task(aside(self._read_there, call))
             self._verifying[call.arguments] = task
             task.add_done_callback(lambda done: self._verifying.pop(call.arguments, None))
         return await asyncio.shield(task)

@@ -50,7 +50,7 @@ from pensieve.service.scrubbing import Scrubbing
 from pensieve.service.suspects import Suspects
 from pensieve.service.sweeping import sweep
 from pensieve.service.texts import Texts
-from pensieve.service.threads import Threads
+from pensieve.service.threads import Threads, aside
 from pensieve.service.turn_log import turn_ended
 from pensieve.service.turn_spans import TurnSpan, span_of
 from pensieve.service.turns import Turns, failure_of
@@ -414,7 +414,7 @@ class Daemon:
     async def check(self) -> list[str]:
         """What is wrong in cache, scheduler and history; nothing, as a rule."""
         answer = await self.query(box.CheckIntegrity)
-        return [*answer.problems, *(await asyncio.to_thread(self.store.verify))]
+        return [*answer.problems, *(await aside(self.store.verify))]
 
     # -- the end --
 

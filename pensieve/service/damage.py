@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from pensieve.errors import PensieveError, StoreCorrupt
-from pensieve.service.threads import Threads
+from pensieve.service.threads import Threads, aside
 from pensieve.store.remote.remote_store import Store
 
 log = logging.getLogger("pensieve")
@@ -39,7 +39,7 @@ class Damage:
 
         async def check() -> None:
             try:
-                problems = await asyncio.to_thread(self._store.integrity_check)
+                problems = await aside(self._store.integrity_check)
             except StoreCorrupt as error:
                 problems = [str(error)]
             except PensieveError as error:  # the next start tries again

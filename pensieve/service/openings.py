@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pensieve.service.draft import ConversationSettings
@@ -47,20 +48,12 @@ def opening(settings: ConversationSettings, fingerprint: str, now: float) -> Ope
         records.Message(index, each.role, each.content, "", {}, 0, 0, 0, None, None)
         for index, each in enumerate(new.messages)
     ]
-    conversation = records.Conversation(
-        conversation_id=new.conversation_id,
-        tenant=new.tenant,
-        revision=0,
+    conversation = replace(
+        new.at_first(now),
         num_messages=len(head),
-        num_tokens=0,
-        fingerprint=fingerprint,
         tools=tuple(_as_read(new.tools)),
         template_options=_as_read(new.template_options),
         metadata=_as_read(new.metadata),
-        prefix_id=new.prefix_id,
-        running_turn_id=None,
-        created_at=now,
-        updated_at=now,
     )
     return Opening(new, conversation, head)
 

@@ -20,14 +20,17 @@ of steps runs in a task of its own (`whole`), and the call only waits for it.
 **Failures.**  A sequence that fails has a call that hears of it.  Of a background task nobody does, and
 somebody may wait for what it ought to have done; so its unforeseen exception goes to `on_failure`.
 
-`ConversationStore.verify` and `integrity_check` open a connection of their own and run in other threads
-(`asyncio.to_thread`), beside the store thread.
+`ConversationStore.verify` and `integrity_check` open a connection of their own and run `aside`, each in a
+thread that ends with the process: they read all of a history, which may take longer than a process has to
+end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -37,6 +40,28 @@ from pensieve.service.figures import Waiting
 
 log = logging.getLogger("pensieve")
 T = TypeVar("T")
+
+
+async def aside(function: Callable[..., T], /, *arguments: Any) -> T:
+    """Call it in a thread of its own, for whose end no process waits that ends."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def tell(how: Callable[[Any], None], what: Any) -> None:
+        if not done.done():  # somebody waits still
+            how(what)
+
+    def run() -> None:
+        told: tuple[Callable[[Any], None], Any]
+        try:
+            told = done.set_result, function(*arguments)
+        except Exception as error:
+            told = done.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, *told)
+
+    threading.Thread(target=run, name="aside", daemon=True).start()
+    return await done
 
 
 async def _not_taken(elsewhere: OwnedElsewhere, tenant: str) -> bool:

@@ -329,3 +329,84 @@ def test_the_bytes_of_a_header_stay_as_they_are() -> None:
         assert headers["x-session-id"] == "über"
 
     run(work)
+
+
+def test_an_answer_has_the_id_that_ray_has_logged() -> None:
+    async def work(_: Daemon, ray: Ray, edge: HttpEdge) -> None:
+        client = Client()
+
+        async def with_id(scope: Any, receive: Any, send: Any) -> None:
+            async def named(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message["headers"], (b"x-request-id", b"7")]}
+                await send(message)
+
+            await ray(scope, receive, named)
+
+        edge._direct._app = with_id
+        await edge(client.scope, client.receive, client.send)
+        assert client.status == 201
+        assert dict(client.said[0]["headers"])[b"x-request-id"] == b"7"
+
+    run(work)
+
+
+@pytest.mark.parametrize("body", [None, b"a file"], ids=["direct", "through Ray"])
+def test_a_cluster_that_ray_does_not_know_is_away(body: bytes | None) -> None:
+    """Its 404 would tell clients not to come again."""
+
+    async def ends(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b"not found"})
+
+    async def work() -> None:
+        client = Client("/v1/files", body)
+        await HttpEdge(ends)(client.scope, client.receive, client.send)
+        assert (client.status, client.text) == (503, GONE)
+
+    asyncio.run(work())
+
+
+def test_an_answer_that_nobody_reads_ends_with_rays_call() -> None:
+    async def work(daemon: Daemon, ray: Ray, edge: HttpEdge) -> None:
+        client, stalls = Client("/endless"), asyncio.Event()
+
+        async def send(message: Any) -> None:
+            await client.send(message)
+            if len(client.said) > 3:
+                stalls.set()
+                await asyncio.Event().wait()
+
+        request = asyncio.create_task(edge(client.scope, client.receive, send))
+        await stalls.wait()
+        ray.replica.holds.end_all()
+        await request
+        await until(lambda: daemon.num_live == 0)
+        assert (ray.num_live, ray.replica.holds.num_open) == (0, 0)
+
+    run(work)
+
+
+def test_an_answer_whose_call_ray_has_given_up_ends() -> None:
+    """Also where the replica does not hear of it."""
+
+    async def work(daemon: Daemon, ray: Ray, edge: HttpEdge) -> None:
+        client, gives_up = Client("/endless"), asyncio.Event()
+
+        async def limited(scope: Any, receive: Any, send: Any) -> None:
+            call = asyncio.create_task(ray(scope, receive, send))
+            await gives_up.wait()
+            calls.append(call)
+            raise TimeoutError
+
+        calls: list[asyncio.Task[None]] = []
+        edge._direct._app = limited
+        request = asyncio.create_task(edge(client.scope, client.receive, client.send))
+        await until(lambda: len(client.said) > 3)
+        gives_up.set()
+        await request
+        assert not client.has_ended
+        await until(lambda: daemon.num_live == 0)
+        await calls[0]
+
+    run(work)

@@ -272,3 +272,8 @@ def test_a_body_nested_to_any_depth_has_a_key_or_none() -> None:
             deep = opening * depth + "1" + closing * depth
             key_of_body(f'{{"messages": [{deep}]}}'.encode())
             key_of_body(f'{{"system": {deep}, "messages": [1]}}'.encode())
+
+
+def test_a_very_long_name_is_remembered_by_a_short_key() -> None:
+    headers, _, _ = seen(chunks=(chat("Hello.", prompt_cache_key="x" * 5000),))
+    assert len(headers["x-session-id"]) == 32

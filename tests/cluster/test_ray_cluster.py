@@ -96,7 +96,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
                     "local": True,
                     "history": str(folder / "history"),
                     "history_port": free_port(),
-                    "serve": {"engine": "echo", "echo_seconds": 0.01, "drain_timeout": 5},
+                    "serve": {"engine": "echo", "echo_seconds": 0.01, "drain_timeout": 10},
                 },
             }
         ],
@@ -422,12 +422,27 @@ def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> 
         conversation_id="last",
         request_id="last-1",
         messages=[pb.NewMessage(content="x")],
-        sampling=pb.Sampling(max_tokens=350, ignore_eos=True),
+        sampling=pb.Sampling(max_tokens=900, ignore_eos=True),
     )
     turn = stub.SendMessage(request, timeout=200)
     assert next(turn).WhichOneof("event") == "started"
-    assert "ended" in cluster.command("down")
-    assert list(turn)[-1].WhichOneof("event") == "completed"
+    command = [sys.executable, "-m", "pensieve", "cluster", "down", "--data", str(cluster.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as down:
+        assert down.stdout is not None
+        assert down.stdout.readline() == "the replicas drain and end\n"
+        began = time.monotonic()
+        events, refused = [], None
+        for each in turn:
+            events.append((each.WhichOneof("event"), time.monotonic() - began))
+            if refused is None and events[-1][1] > 2.5:
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub.GetConversation(pb.GetConversationRequest(conversation_id="last"))
+                refused = caught.value.code()
+        assert down.stdout.read() == "ended\n"
+    assert down.returncode == 0
+    assert refused in (None, grpc.StatusCode.UNAVAILABLE)  # clients come again
+    assert events[-1][0] == "completed"
+    assert events[-1][1] > 0.5, "it had ended before"
     with ConversationStore.open(cluster.folder / "history" / "history", "a test") as store:
         stored = store.find_turn("last", "last-1")
         assert stored is not None

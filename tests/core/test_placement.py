@@ -153,6 +153,11 @@ def test_a_fork_follows_its_parent_until_that_is_full_or_drains() -> None:
     assert placement.home(apart, Loads(), parent="a") == "a"
     assert placement.home(apart, Loads({"a": 2, "b": 1, "c": 1, "d": 1}), parent="a") == "b"
     assert placement.home(apart, parent="gone") == "b"
+    fuller = Loads({"a": 11, "b": 9, "c": 10, "d": 10})
+    for more, home in ((0.0, "b"), (1.25, "a")):
+        tight = Placement(("a", "b", "c", "d"), bound=1.05, parent_bound=more)
+        assert tight.home(apart, fuller, parent="a") == home
+        assert tight.home(apart, fuller) == "b"
     placement.drain("a")
     assert placement.home(apart, Loads(), parent="a") == "b"
     placement.add("a")
