@@ -36,8 +36,8 @@ CHARACTERS_MAX = 128  # of a conversation's id
 BEHIND = "\x1f"  # between a key and the prefix that it begins with, in what Ray carries as the session id
 ACTIVE_SECONDS = 300.0
 LOCATED_SECONDS = 5.0
-# Of the mean, for what begins without a prefix: tighter than where nothing is remembered.  Of 32 conversations
-# a replica, 16 replicas' fullest has 1.11 times the mean for 1.22 at 1.25, and 18 % are not at home by hash
+# Of the mean, for what begins without a prefix: tighter than where nothing is remembered.  With 16 replicas
+# of 32 conversations the fullest has 1.11 times the mean, for 1.22 at 1.25, and 18 % are not at home by hash,
 # for 7 %: that matters to those alone whose owner cannot be located.
 BOUND = 1.1
 LOCATE_TIMEOUT = 0.25
