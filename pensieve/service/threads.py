@@ -28,10 +28,10 @@ end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from pensieve.errors import OwnedElsewhere, PensieveError
@@ -42,26 +42,30 @@ log = logging.getLogger("pensieve")
 T = TypeVar("T")
 
 
+class _OwnThreads(Executor):
+    """A thread for each call, for whose end no process waits that ends."""
+
+    def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = call(*arguments, **named)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="aside", daemon=True).start()
+        return future
+
+
 async def aside(function: Callable[..., T], /, *arguments: Any) -> T:
-    """Call it in a thread of its own, for whose end no process waits that ends."""
+    """Call it in a thread of its own, which ends with the process."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def tell(how: Callable[[Any], None], what: Any) -> None:
-        if not done.done():  # somebody waits still
-            how(what)
-
-    def run() -> None:
-        told: tuple[Callable[[Any], None], Any]
-        try:
-            told = done.set_result, function(*arguments)
-        except Exception as error:
-            told = done.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, *told)
-
-    threading.Thread(target=run, name="aside", daemon=True).start()
-    return await done
+    return await loop.run_in_executor(_OwnThreads(), function, *arguments)
 
 
 async def _not_taken(elsewhere: OwnedElsewhere, tenant: str) -> bool:

@@ -72,7 +72,7 @@ class Threads(asyncio.BaseEventLoop):
         self, executor: ThreadPoolExecutor | None, function: Callable[..., Any], *arguments: Any
     ) -> asyncio.Future[Any]:
         future = self.create_future()
-        in_store = executor is not None and executor._thread_name_prefix == "store"
+        in_store = getattr(executor, "_thread_name_prefix", "") == "store"
         jobs = self.store_jobs if in_store else self.other_jobs
         jobs.append((lambda: function(*arguments), future))
         return future
