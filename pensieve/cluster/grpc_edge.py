@@ -229,7 +229,7 @@ def _stream(
 
 
 def _correct(context: Any) -> None:
-    """Where Ray itself has ended the call: by INTERNAL it means a replica that is gone."""
+    """What Ray says itself when a replica is gone (INTERNAL), or all are (NOT_FOUND): UNAVAILABLE."""
     if context.code() not in RAYS_OWN:
         return
     context.set_code(grpc.StatusCode.UNAVAILABLE)

@@ -1,16 +1,18 @@
 """An HTTP request that goes past Ray.
 
-As a stream of gRPC does (direct.py).  The proxy asks for it, in the request's scope.  What Ray then brings
-back is the beginning of a response, in whose header the replica says where its daemon is; the client sees
-what that one answers.  A replica that does not know of this (during a roll) answers as usual, through Ray.
+Streams of gRPC do the same (direct.py).  The proxy asks the replica for it by a key in the request's scope.
+The replica answers with a header that says where its daemon is; the proxy sends the request there, and the
+client gets the daemon's answer.  A replica of an older version, during a roll, answers through Ray as usual.
 
-    waiting    Ray looks for a replica.  What it says itself (no replica, the replica's refusal) is the
-               answer, and of a client that leaves it hears
-    direct     from the replica's word on.  What Ray says, and hears, no longer counts; it ends with the hold
+    waiting    Ray looks for a replica.  What Ray says itself (no replica, the replica's refusal) goes to the
+               client, and Ray is told when the client leaves
+    direct     the replica has said where its daemon is.  Ray's call only waits now: what it sends is dropped,
+               it is not told that the client left, and it ends with the hold
     over       the daemon's answer has ended, the client has left, or the replica has let go; before the
                answer's beginning that is a 503, and later it cuts the answer off
 
-A 404 of Ray's own is a 503: a cluster that ends, or has not begun, is one that Ray does not know.
+A 404 of Ray's own becomes a 503: Ray has no application while the cluster starts or ends, and clients do not
+try again after a 404.
 
 The body has to be at hand, since Ray's side may read it only once.
 """
