@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import StoreCorrupt, StoreUnavailable
-from pensieve.store import ConversationStore
+from pensieve.store import ConversationStore, NewMessage
 from tests.scale import SCALE
 from tests.store import postgres_server
 from tests.store.postgres_server import PostgresServer
@@ -141,6 +141,10 @@ def test_a_server_that_is_killed_loses_no_acknowledged_turn(
         check(store, talker.acknowledged, seed)
 
 
+def long_question(number: int) -> NewMessage:
+    return user(random.Random(number).randbytes(100_000).hex(), 1)
+
+
 def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(
     tmp_path: Path, server: PostgresServer
 ) -> None:
@@ -162,8 +166,7 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(
 
             def talk() -> None:
                 for number in numbers:
-                    text = random.Random(number).randbytes(100_000).hex()
-                    say(store, "tea", f"r{number}", user(text, 1), reply("yes", 2))
+                    say(store, "tea", f"r{number}", long_question(number), reply("yes", 2))
 
             with pytest.raises(StoreUnavailable, match="the server's disk is full"):
                 talk()
@@ -172,7 +175,9 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(
             assert len(store.messages("tea")) == 2 * number
             assert store.get_conversation("tea").running_turn_id is None
             subprocess.run(["mount", "-o", "remount,size=64m", str(small)], check=True)
-            say(store, "tea", f"r{number}", user("more", 1), reply("yes", 2))
+            # As its client would try it again: its beginning may be there, interrupted.
+            say(store, "tea", f"r{number}", long_question(number), reply("yes", 2))
+            assert len(store.messages("tea")) == 2 * number + 2
             assert store.verify() == []
     finally:
         server.kill()
