@@ -37,10 +37,11 @@ async def _serve(resolved: Resolved) -> int:
     from pensieve.launch import history, systemd
     from pensieve.launch.ready_file import write_ready
 
-    stopping = asyncio.Event()
+    setup, stopping = history.setup_of(resolved), asyncio.Event()
+    scheme = "history" if setup.tls is None else "historys"
 
     def ready(address: str) -> None:
-        log.info("ready history://%s", address)
+        log.info("ready %s://%s", scheme, address)
         if resolved.values["ready_file"] is not None:
             write_ready(resolved.values["ready_file"], address)
         systemd.notify("READY=1")
@@ -48,6 +49,6 @@ async def _serve(resolved: Resolved) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    await history.run(history.setup_of(resolved), log.info, ready, stopping)
+    await history.run(setup, log.info, ready, stopping)
     log.info("stopped")
     return 0

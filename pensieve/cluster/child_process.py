@@ -32,7 +32,7 @@ from pensieve.errors import Unavailable
 LINES_KEPT = 20
 NOT_STARTED = -1  # an exit code: the system could not start it
 OF_RAY = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-URL = re.compile(r"(?P<scheme>grpc|https?|history)://(?P<place>[^\s,\"]+)")
+URL = re.compile(r"(?P<scheme>grpc|https?|historys?)://(?P<place>[^\s,\"]+)")
 
 
 class ChildProcess:
@@ -77,6 +77,10 @@ class ChildProcess:
             await asyncio.wait_for(self._ended.wait(), seconds)
         self._signal(signal.SIGKILL)
         await self._ended.wait()
+
+    def kill(self) -> None:
+        """At once, and as if it had ended by itself: somebody may wait in `lost`."""
+        self._signal(signal.SIGKILL)
 
     async def lost(self) -> bool:
         """Waits for the child's end; whether it came although nobody wanted it."""
@@ -128,7 +132,7 @@ class ChildProcess:
                 self._lines.append(line.strip())
                 with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
                     sys.stderr.write(line)
-                if "ready grpc://" in line or "ready history://" in line:
+                if "ready grpc://" in line or "ready history" in line:
                     found = {each["scheme"]: each["place"] for each in URL.finditer(line)}
                     self._loop.call_soon_threadsafe(self._set_ready, found)
         return self._process.wait()

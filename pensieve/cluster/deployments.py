@@ -32,6 +32,7 @@ from ray.serve.config import RequestRouterConfig
 
 from pensieve.cluster.child_process import ChildProcess
 from pensieve.cluster.ending import is_wanted_to_end
+from pensieve.cluster.locate import channel_to, trusting
 from pensieve.cluster.replica import (
     EXIT_SECONDS,
     ROUTERS_SECONDS,
@@ -50,6 +51,7 @@ from pensieve.cluster.settings import (
     history_environment,
     settings_of,
 )
+from pensieve.cluster.watchdog import Watchdog
 
 log = logging.getLogger("ray.serve")
 ROUTER = "pensieve.cluster.router:HomeRouter"
@@ -108,7 +110,10 @@ class HistoryOnRay:
         environment = {"PENSIEVE_LOG_FORMAT": "text", **history_environment(settings)}
         self._service = ChildProcess(command, environment)
         found = await self._service.start(START_SECONDS)
-        self._address = f"history://{found['history']}"
+        ((scheme, place),) = found.items()
+        self._address = f"{scheme}://{place}"
+        channel = channel_to(self._address, lambda: trusting(settings.history_ca))
+        self._watchdog = Watchdog(self._service, channel)
         self._ending = asyncio.create_task(_end_with(self._service))
 
     async def address(self) -> str:
@@ -117,6 +122,7 @@ class HistoryOnRay:
 
     async def check_health(self) -> None:
         self._service.check()
+        await self._watchdog.look()
 
     async def __del__(self) -> None:
         if hasattr(self, "_service"):

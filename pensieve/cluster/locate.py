@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from pensieve.v1 import history_pb2_grpc
 
 log = logging.getLogger("ray.serve")
 READ_AGAIN_SECONDS = 5.0
+OPTIONS = (("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_retries", 0))
 # What another secret or another authority may mend: a handshake that fails is UNAVAILABLE, like an absence.
 BY_FILES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE)
 
@@ -56,6 +57,21 @@ def locate_from(replicas: Sequence[Any]) -> Locate | None:
     return None
 
 
+def channel_to(
+    address: str, credentials: Callable[[], grpc.ChannelCredentials]
+) -> grpc.aio.Channel:
+    """`address` is as --store takes it; `credentials` are those for TLS."""
+    scheme, _, target = address.partition("://")
+    if scheme == "historys":
+        return grpc.aio.secure_channel(target, credentials(), OPTIONS)
+    return grpc.aio.insecure_channel(target, OPTIONS)
+
+
+def trusting(ca: str) -> grpc.ChannelCredentials:
+    """The authority in this file, or the machine's; OSError if it cannot be read."""
+    return grpc.ssl_channel_credentials(Path(ca).read_bytes() if ca else None)
+
+
 class Locator:
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -66,13 +82,7 @@ class Locator:
         """With the files as they are now."""
         self._opened_at = time.monotonic()
         self._is_stale = False
-        scheme, _, target = self._service.address.partition("://")
-        options = (("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_retries", 0))
-        channel = (
-            grpc.aio.secure_channel(target, self._credentials(), options)
-            if scheme == "historys"
-            else grpc.aio.insecure_channel(target, options)
-        )
+        channel = channel_to(self._service.address, self._credentials)
         self._stub = history_pb2_grpc.HistoryServiceStub(channel)
         secret = self._secret()
         self._metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
@@ -96,12 +106,11 @@ class Locator:
         return found.replica or None
 
     def _credentials(self) -> grpc.ChannelCredentials:
-        ca = self._service.ca
         try:
-            return grpc.ssl_channel_credentials(Path(ca).read_bytes() if ca else None)
+            return trusting(self._service.ca)
         except OSError as error:
             self._is_stale = True
-            self._fails(f"cannot read {ca}: {error.strerror}")
+            self._fails(f"cannot read {error.filename}: {error.strerror}")
             return grpc.ssl_channel_credentials()
 
     def _secret(self) -> str:

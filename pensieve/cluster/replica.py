@@ -87,7 +87,7 @@ class Replica:
         return {
             "history": getattr(self, "history", ""),
             "secret": self.settings.history_secret,
-            "ca": str(self.settings.serve.get("history_ca") or ""),
+            "ca": self.settings.history_ca,
         }
 
     async def check_daemon(self) -> None:

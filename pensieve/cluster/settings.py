@@ -64,6 +64,11 @@ class ClusterSettings:
         return str(self.serve.get("history_secret") or "")
 
     @property
+    def history_ca(self) -> str:
+        """The file of the authority that the history service's certificate is of, if it has one."""
+        return str(self.serve.get("history_ca") or "")
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether the history service is none of the cluster's."""
         return self.history.startswith(("history://", "historys://"))

@@ -1,0 +1,58 @@
+"""Kills a child that runs and answers nobody: a process that is stopped, or whose loop stands still.
+
+    answers ──CHECKS_MAX checks in a row without any answer──> killed; its actor ends, and Ray starts another
+
+Any answer of gRPC's counts, a refusal too: whether the child *serves* is not asked here.  Checks are
+counted and not seconds, so that a machine that slept, and with it this process, finds nothing overdue; and
+only once one was answered, for where none ever is, the fault may be here (a certificate).  A child that is
+killed loses nothing (that is what its store is for), so killing one that would have come back costs a
+restart; told to end in order, one that hangs would keep its port and its lock until Ray's patience is over.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+
+from pensieve.cluster.child_process import ChildProcess
+from pensieve.cluster.grpc_methods import HEALTH
+from pensieve.v1 import status_pb2
+
+log = logging.getLogger("ray.serve")
+CHECKS_MAX = 6
+CHECK_SECONDS = 5.0
+NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class Watchdog:
+    def __init__(self, child: ChildProcess, channel: grpc.aio.Channel) -> None:
+        self._child = child
+        self._channel = channel
+        self._num_missed = 0  # in a row
+        self._has_answered = False
+        self._check = channel.unary_unary(
+            f"/{HEALTH}/Check",
+            request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=status_pb2.HealthCheckResponse.FromString,
+        )
+
+    async def look(self, seconds: float = CHECK_SECONDS) -> None:
+        """One check, which has so long."""
+        if await self._answers(seconds):
+            self._num_missed, self._has_answered = 0, True
+            return
+        self._num_missed += 1
+        if self._num_missed == CHECKS_MAX and self._has_answered:
+            log.error("it has not answered %d checks in a row, and is killed", CHECKS_MAX)
+            self._child.kill()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _answers(self, seconds: float) -> bool:
+        try:
+            await self._check(status_pb2.HealthCheckRequest(), timeout=seconds)
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in NO_ANSWER
+        return True
