@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,20 @@ def mistaken(night: Night, log: Path, outcome: Outcome) -> None:
 def endless(night: Night, log: Path, outcome: Outcome) -> None:
     outcome.counts["turns"] = 7
     raise KeyboardInterrupt
+
+
+def test_what_the_suite_leaves_out_is_done_by_night() -> None:
+    source = Path(nightly.__file__)
+    named = set(re.findall(r'"([a-z_/]+(?:\.py)?)"', source.read_text()))
+    named.add("cluster/test_nemesis.py")  # whose storms are those of the part `nemesis`
+    left_out = [
+        each.relative_to(source.parent)
+        for each in source.parent.rglob("test_*.py")
+        if each.name != Path(__file__).name and "pytest.mark.full" in each.read_text()
+    ]
+    assert len(left_out) > 5
+    for file in left_out:
+        assert named & {str(file), *map(str, file.parents)}, f"no part of the night has {file}"
 
 
 def test_every_part_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import tls_to
-from pensieve.config import REACHING, SETTINGS, Resolved
+from pensieve.config import ENGINE, REACHING, SETTINGS, Resolved, resolve
 from pensieve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -96,15 +97,20 @@ def check_reaching(resolved: Resolved) -> None:
 def start_daemon(
     stack: contextlib.ExitStack, resolved: Resolved, holder: str, quiet: bool, ctrl_c: CtrlC
 ) -> EmbeddedDaemon:
-    """A daemon in this process, ready to be talked to; Ctrl-C meanwhile ends the program."""
+    """A daemon in this process, ready to be talked to; Ctrl-C meanwhile ends the program.
+
+    Its engine is that of PENSIEVE_ENGINE, as a daemon's of its own would be.
+    """
     log_errors(stack)
     make_model(resolved.settings.model, ctrl_c)
     with status(quiet) as report:
         report("opening the history")
+        from pensieve.launch.daemon import engine_program
         from pensieve.launch.embedded_daemon import EmbeddedDaemon
 
+        program = engine_program(**resolve({}, os.environ, tables=(ENGINE,)).values)
         return stack.enter_context(
-            EmbeddedDaemon(resolved, holder, report, given_up=lambda: ctrl_c.pressed)
+            EmbeddedDaemon(resolved, holder, report, program, lambda: ctrl_c.pressed)
         )
 
 

@@ -24,6 +24,7 @@ from pensieve.config.setting import Setting, Table
 from pensieve.config.tables import (
     CONNECTIONS_MAX,
     DATA,
+    ENGINE,
     GRACE_SECONDS,
     GROUPS,
     HEARTBEAT_SECONDS,
@@ -41,6 +42,7 @@ __all__ = [
     "BACKUP_SECONDS",
     "CONNECTIONS_MAX",
     "DATA",
+    "ENGINE",
     "GRACE_SECONDS",
     "GROUPS",
     "HEARTBEAT_SECONDS",

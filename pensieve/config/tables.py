@@ -215,6 +215,24 @@ SETTINGS: Table = (
     STORE,
     Setting("journal", file, "", "append a journal of all iterations to this file", "FILE"),
 )
+ENGINE: Table = (
+    Setting(
+        "engine",
+        choice("model", "echo", "separate"),
+        "model",
+        "echo: arithmetic instead of a model, to measure or test the service alone; separate: prompts in "
+        "passes of their own, to compare with (`pensieve bench capacity`)",
+        "model|echo|separate",
+    ),
+    Setting(
+        "echo_seconds",
+        number(0, 3600),
+        "0",
+        "what an iteration of the echo engine takes",
+        "SECONDS",
+    ),
+)
+
 SERVING: Table = (
     Setting(
         "address",
@@ -389,21 +407,7 @@ SERVING: Table = (
         "SECONDS",
         "history",
     ),
-    Setting(
-        "engine",
-        choice("model", "echo", "separate"),
-        "model",
-        "echo: arithmetic instead of a model, to measure or test the service alone; separate: prompts in "
-        "passes of their own, to compare with (`pensieve bench capacity`)",
-        "model|echo|separate",
-    ),
-    Setting(
-        "echo_seconds",
-        number(0, 3600),
-        "0",
-        "what an iteration of the echo engine takes",
-        "SECONDS",
-    ),
+    *ENGINE,
     Setting(
         "tool_calls",
         choice("auto", "hermes", "llama", "mistral", "pythonic", "none"),

@@ -127,11 +127,6 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         hand_over=is_shared(resolved.settings.store),
     )
     check_exposure(listening)
-    engine_programs = {
-        "model": programs.ENGINE,
-        "echo": (*programs.ECHO_ENGINE, f"--seconds={serving.echo_seconds}"),
-        "separate": programs.SEPARATE_ENGINE,
-    }
     return DaemonSetup(
         resolved,
         "pensieve serve",
@@ -150,13 +145,23 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             replica=serving.replica or "",
             history=shown_store(resolved.settings.store or ""),
         ),
-        engine_programs[serving.engine],
+        engine_program(serving.engine, serving.echo_seconds),
         serving.drain_timeout,
         statement_seconds=serving.statement_timeout,
         traces=open_traces(serving.replica or "") if serving.traces else None,
         tool_calls=serving.tool_calls,
         sharing=sharing,
     )
+
+
+def engine_program(engine: str, echo_seconds: float) -> tuple[str, ...]:
+    """The command line of an engine, by its settings."""
+    command = {
+        "model": programs.ENGINE,
+        "echo": (*programs.ECHO_ENGINE, f"--seconds={echo_seconds}"),
+        "separate": programs.SEPARATE_ENGINE,
+    }
+    return command[engine]
 
 
 def _http_address(given: str | None) -> str:

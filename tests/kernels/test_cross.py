@@ -30,7 +30,7 @@ SOME = "63-33-5 or 34-129 or company or norms or every_half or largest or far or
 pytestmark = needs_clang
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or not shutil.which("g++"),
     reason="the library is for x86-64, and linked by g++",

@@ -20,7 +20,6 @@ from tests.service.rig import TIE, Reference, ask, figures, query, started, writ
 from tests.text.families import LLAMA_3, QWEN_2_5, Family
 
 OPTIONS = TurnOptions(Sampling(max_tokens=10, ignore_eos=True), background=True)
-WANTED = ("suspensions", "chunks_dropped", "recomputed_tokens")
 
 
 def drawn(seed: int) -> list[BatchRequest]:
@@ -49,7 +48,7 @@ def drawn(seed: int) -> list[BatchRequest]:
             QWEN_2_5,
             "llama-gqa",
             32,
-            512,
+            320,
             1,
         ),  # pages that the compiled kernels take, shared ones once
     ],
@@ -109,7 +108,7 @@ def test_answers_of_a_batch_are_those_of_plain_transformers(
         ask(runtime, "last", "Good bye.")
     assert sorted(finished) == list(range(len(requests)))
     assert batch.saved_tokens > 0
-    assert all(now[name] > 0 for name in WANTED), "the caches are not tiny"
+    assert now["chunks_dropped"] > 0, "the caches are not tiny"
     reference, num_sampled = Reference(folder), 0
     with torch.inference_mode():
         for request, found in finished.items():

@@ -191,7 +191,10 @@ def test_a_packed_iteration_has_its_tokens_where_the_first_stage_needs_them() ->
         pack(Iteration(4, (awaited,)), with_tokens=True)
 
 
-@pytest.mark.parametrize(("num_stages", "num_shards"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_stages", "num_shards"),
+    [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.full)],  # four processes
+)
 def test_a_whole_engine_in_stages_is_exact(
     tmp_path: Path, num_stages: int, num_shards: int
 ) -> None:
