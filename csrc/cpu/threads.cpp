@@ -28,9 +28,15 @@
 
 #include <pthread.h>
 #include <signal.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -53,27 +59,28 @@ inline void pause() {
 #endif
 }
 
-// A place to sleep until a condition is true, for threads that make it true with one atomic operation.
-class Bed {
+// Sleeps while a word is what it was. On Linux no lock is between a sleeper and who wakes it: whoever is stopped
+// while it goes to sleep, or wakes up, holds up nobody. (The library's condition variables have locks, also where
+// they are told without one.)
+class Sleep {
  public:
-  template <typename Condition>
-  void wait(Condition is_true) {
-    const auto end = std::chrono::steady_clock::now() + kSpin;
-    do {
-      for (int i = 0; i < 32; ++i) {
-        if (is_true()) return;
-        pause();
-      }
-    } while (std::chrono::steady_clock::now() < end);
-    std::unique_lock<std::mutex> lock(mutex_);
-    sleeping_.fetch_add(1);
-    condition_.wait(lock, is_true);
-    sleeping_.fetch_sub(1);
-  }
+#if defined(__linux__)
+  // May return early.
+  void while_is(std::atomic<uint32_t>& word, uint32_t value) { call(word, FUTEX_WAIT_PRIVATE, value); }
+  void end(std::atomic<uint32_t>& word) { call(word, FUTEX_WAKE_PRIVATE, INT_MAX); }
 
-  // After the condition may have become true. Either this sees the sleeper, or the sleeper the condition.
-  void wake() {
-    if (!sleeping_.load()) return;
+ private:
+  static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free, "a futex");
+
+  static void call(std::atomic<uint32_t>& word, int operation, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, nullptr, nullptr, 0);
+  }
+#else
+  void while_is(std::atomic<uint32_t>& word, uint32_t value) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (word.load() == value) condition_.wait(lock);
+  }
+  void end(std::atomic<uint32_t>&) {
     std::lock_guard<std::mutex> lock(mutex_);
     condition_.notify_all();
   }
@@ -81,7 +88,36 @@ class Bed {
  private:
   std::mutex mutex_;
   std::condition_variable condition_;
+#endif
+};
+
+// A word, and a place to wait until it is what somebody waits for.
+class Word {
+ public:
+  std::atomic<uint32_t> value{0};
+
+  template <typename Condition>
+  void wait(Condition is_true) {
+    const auto end = std::chrono::steady_clock::now() + kSpin;
+    do {
+      for (int i = 0; i < 32; ++i) {
+        if (is_true(value.load())) return;
+        pause();
+      }
+    } while (std::chrono::steady_clock::now() < end);
+    sleeping_.fetch_add(1);
+    for (uint32_t now; !is_true(now = value.load());) sleep_.while_is(value, now);
+    sleeping_.fetch_sub(1);
+  }
+
+  // After the word has changed. Either this sees the sleeper, or the sleeper the change.
+  void wake() {
+    if (sleeping_.load()) sleep_.end(value);
+  }
+
+ private:
   std::atomic<int> sleeping_{0};
+  Sleep sleep_;
 };
 
 class Team {
@@ -93,11 +129,11 @@ class Team {
     act_ = act;
     work_ = work;
     const int wanted = num_helpers < num_helpers_ ? num_helpers : num_helpers_;
-    gate_.store(uint32_t(wanted) * kWanted);
-    round_.fetch_add(1);
-    helpers_.wake();
+    gate_.value.store(uint32_t(wanted) * kWanted);
+    round_.value.fetch_add(1);
+    round_.wake();
     act(work);
-    if (gate_.fetch_and(kWanted - 1) % kWanted) caller_.wait([this] { return gate_.load() == 0; });
+    if (gate_.value.fetch_and(kWanted - 1) % kWanted) gate_.wait([](uint32_t gate) { return gate == 0; });
     taken_.store(false, std::memory_order_release);
     return true;
   }
@@ -109,7 +145,7 @@ class Team {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       for (; num_helpers_ < num_helpers && num_helpers_ < kHelpersMax; ++num_helpers_)
-        std::thread([this, number = num_helpers_, seen = round_.load()] { help(number, seen); }).detach();
+        std::thread([this, number = num_helpers_, seen = round_.value.load()] { help(number, seen); }).detach();
     } catch (const std::exception&) {  // no thread or no memory is left for another; the others do the work
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -117,17 +153,17 @@ class Team {
 
   void help(int number, uint32_t seen) {
     for (;;) {
-      helpers_.wait([&] { return round_.load() != seen; });
-      seen = round_.load();
-      uint32_t gate = gate_.load();
+      round_.wait([&](uint32_t round) { return round != seen; });
+      seen = round_.value.load();
+      uint32_t gate = gate_.value.load();
       bool entered = false;
       while (gate / kWanted > uint32_t(number) &&
-             !(entered = gate_.compare_exchange_weak(gate, gate + 1))) {
+             !(entered = gate_.value.compare_exchange_weak(gate, gate + 1))) {
       }
       if (!entered) continue;
-      seen = round_.load();
+      seen = round_.value.load();
       act_(work_);
-      if (gate_.fetch_sub(1) == 1) caller_.wake();
+      if (gate_.value.fetch_sub(1) == 1) gate_.wake();
     }
   }
 
@@ -135,9 +171,8 @@ class Team {
   int num_helpers_ = 0;
   Act act_ = nullptr;
   void* work_ = nullptr;
-  alignas(64) std::atomic<uint32_t> gate_{0};
-  alignas(64) std::atomic<uint32_t> round_{0};
-  Bed helpers_, caller_;
+  alignas(64) Word gate_;
+  alignas(64) Word round_;
 };
 
 std::atomic<Team*> g_team{nullptr};  // never destroyed: its helpers run until the process ends

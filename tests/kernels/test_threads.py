@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ import torch
 from pensieve.kernels import cpu_library
 from pensieve.kernels.layer.cpu import argmax
 
+STOPS = 200  # with a lock between helpers and caller one of the first hundred hung
+HANGS_AFTER_SECONDS = 60.0
 PTRACE_ATTACH, PTRACE_DETACH, WAIT_FOR_THREADS = 16, 17, 0x40000000
 
 pytestmark = pytest.mark.skipif(
@@ -73,14 +76,13 @@ def test_a_forked_child_has_helpers_of_its_own() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are stopped with ptrace")
 def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
-    """All helpers are stopped, as the operating system does with a thread whose core another one has."""
+    """All helpers are stopped, as the operating system does with a thread whose core another one has: many
+    times, while they wait for the next operation, or go to sleep, or sleep."""
     program = WORK + (
         "print(*helpers, flush=True)\n"
-        "input()\n"
-        "work(1000)\n"
-        "print('done', flush=True)\n"
-        "input()\n"
-        "work(1000)\n"
+        "for line in sys.stdin:\n"
+        "    work(20)\n"
+        "    print('done', flush=True)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -91,19 +93,28 @@ def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        helpers = [int(each) for each in process.stdout.readline().split()]
-        assert len(helpers) == 2
-        trace = ctypes.CDLL(None, use_errno=True).ptrace
-        for helper in helpers:
-            if trace(PTRACE_ATTACH, helper, None, None):
-                process.kill()
-                pytest.skip(f"ptrace is not allowed: {os.strerror(ctypes.get_errno())}")
-            os.waitpid(helper, WAIT_FOR_THREADS)
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "done\n"
-        for helper in helpers:
-            trace(PTRACE_DETACH, helper, None, None)
-        process.stdin.write("go\n")
-        process.stdin.close()
-        assert process.wait() == 0
+
+        def work() -> None:
+            print("go", file=process.stdin, flush=True)
+            ready, _, _ = select.select([process.stdout], [], [], HANGS_AFTER_SECONDS)
+            assert ready, "it waits for a helper that is stopped"
+            assert process.stdout.readline() == "done\n"
+
+        try:
+            helpers = [int(each) for each in process.stdout.readline().split()]
+            assert len(helpers) == 2
+            trace = ctypes.CDLL(None, use_errno=True).ptrace
+            for _ in range(STOPS):
+                work()
+                for helper in helpers:
+                    if trace(PTRACE_ATTACH, helper, None, None):
+                        pytest.skip(f"ptrace is not allowed: {os.strerror(ctypes.get_errno())}")
+                    os.waitpid(helper, WAIT_FOR_THREADS)
+                work()
+                for helper in helpers:
+                    trace(PTRACE_DETACH, helper, None, None)
+            work()
+            process.stdin.close()
+            assert process.wait() == 0
+        finally:
+            process.kill()
