@@ -21,7 +21,7 @@ from pensieve.v1 import status_pb2
 
 log = logging.getLogger("ray.serve")
 CHECKS_MAX = 6
-CHECK_SECONDS = 5.0
+CHECK_SECONDS = 3.0
 NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 

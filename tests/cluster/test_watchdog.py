@@ -35,12 +35,12 @@ def test_one_that_hangs_is_killed(tmp_path: Path, more: Mapping[str, Any], schem
         assert address.startswith(f"{scheme}://")
         watchdog = Watchdog(child, channel_to(address, lambda: trusting(str(CERTS / "ca.pem"))))
         lost = asyncio.create_task(child.lost())
-        await watchdog.look()
+        await watchdog.look(60.0)
         os.kill(child.pid, signal.SIGSTOP)
         for _ in range(CHECKS_MAX - 1):
             await watchdog.look(0.05)
         os.kill(child.pid, signal.SIGCONT)
-        await watchdog.look()  # in time: it begins to count anew
+        await watchdog.look(60.0)  # in time: it begins to count anew
         os.kill(child.pid, signal.SIGSTOP)
         for _ in range(CHECKS_MAX):
             assert child.exit_code is None
@@ -81,7 +81,7 @@ def test_a_refusal_is_an_answer(tmp_path: Path) -> None:
         address = (await child.start(60.0))["history"]
         watchdog = Watchdog(child, channel_to(f"history://{address}", lambda: trusting("")))
         for _ in range(2 * CHECKS_MAX):
-            await watchdog.look()
+            await watchdog.look(60.0)
         child.check()
         await watchdog.close()
         await child.stop(60.0)
