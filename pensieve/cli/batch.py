@@ -28,7 +28,7 @@ from pensieve.cli.batch_progress import Progress, summary_of
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import add_settings, tls_to, with_settings
 from pensieve.cli.reaching import check_reaching, check_whose, daemon_of, reached, start_daemon
-from pensieve.config import REACHING, SETTINGS, Resolved
+from pensieve.config import ENGINE, REACHING, SETTINGS, Resolved
 from pensieve.errors import (
     AlreadyExists,
     ConfigError,
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
         "--check", action="store_true", help="only say what is wrong with the lines"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_settings(parser, REACHING, SETTINGS)
+    add_settings(parser, REACHING, ENGINE, SETTINGS)
     parser.set_defaults(run=with_settings(run))
 
 

@@ -107,8 +107,10 @@ def _with_daemon_here(
     screen = Screen(bool(resolved.values["plain"]))
     waiting = Waiting(ctrl_c, screen, "the engine")
     client = stack.enter_context(Client(daemon.address, sleep=waiting))
-    name = resolved.settings.model or "the built-in model (for trying the machinery)"
     info = client.server_info()
+    name = resolved.settings.model or "the built-in model (for trying the machinery)"
+    if resolved.values["engine"] == "echo":
+        name = info.model
     parts = (client, lambda _: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
     return _chat(resolved, quiet, info, *parts), name
 

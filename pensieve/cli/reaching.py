@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import tls_to
-from pensieve.config import ENGINE, REACHING, SETTINGS, Resolved, resolve
+from pensieve.config import ENGINE, REACHING, SETTINGS, Resolved
 from pensieve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -77,7 +76,7 @@ def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> No
 
     given = [
         "MODEL" if setting.name == "model" else setting.flag
-        for setting in SETTINGS
+        for setting in (*ENGINE, *SETTINGS)
         if setting.name != "data" and resolved.sources[setting.name] == "flag"
     ]
     if "MODEL" in given and info is not None and model_name(resolved.settings.model) == info.model:
@@ -97,18 +96,16 @@ def check_reaching(resolved: Resolved) -> None:
 def start_daemon(
     stack: contextlib.ExitStack, resolved: Resolved, holder: str, quiet: bool, ctrl_c: CtrlC
 ) -> EmbeddedDaemon:
-    """A daemon in this process, ready to be talked to; Ctrl-C meanwhile ends the program.
+    """A daemon in this process, ready to be talked to; Ctrl-C meanwhile ends the program."""
+    from pensieve.launch.daemon import engine_program
 
-    Its engine is that of PENSIEVE_ENGINE, as a daemon's of its own would be.
-    """
+    program = engine_program(resolved)
     log_errors(stack)
     make_model(resolved.settings.model, ctrl_c)
     with status(quiet) as report:
         report("opening the history")
-        from pensieve.launch.daemon import engine_program
         from pensieve.launch.embedded_daemon import EmbeddedDaemon
 
-        program = engine_program(**resolve({}, os.environ, tables=(ENGINE,)).values)
         return stack.enter_context(
             EmbeddedDaemon(resolved, holder, report, program, lambda: ctrl_c.pressed)
         )

@@ -32,6 +32,7 @@ from pensieve.errors import Unavailable
 LINES_KEPT = 20
 NOT_STARTED = -1  # an exit code: the system could not start it
 OF_RAY = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+READY = re.compile(r"ready (grpc|historys?)://")
 URL = re.compile(r"(?P<scheme>grpc|https?|historys?)://(?P<place>[^\s,\"]+)")
 
 
@@ -132,7 +133,7 @@ class ChildProcess:
                 self._lines.append(line.strip())
                 with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
                     sys.stderr.write(line)
-                if "ready grpc://" in line or "ready history" in line:
+                if READY.search(line):
                     found = {each["scheme"]: each["place"] for each in URL.finditer(line)}
                     self._loop.call_soon_threadsafe(self._set_ready, found)
         return self._process.wait()

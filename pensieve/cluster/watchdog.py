@@ -30,7 +30,7 @@ class Watchdog:
         self._child = child
         self._channel = channel
         self._num_missed = 0  # in a row
-        self._has_answered = False
+        self.has_answered = False
         self._check = channel.unary_unary(
             f"/{HEALTH}/Check",
             request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
@@ -40,10 +40,10 @@ class Watchdog:
     async def look(self, seconds: float = CHECK_SECONDS) -> None:
         """One check, which has so long."""
         if await self._answers(seconds):
-            self._num_missed, self._has_answered = 0, True
+            self._num_missed, self.has_answered = 0, True
             return
         self._num_missed += 1
-        if self._num_missed == CHECKS_MAX and self._has_answered:
+        if self._num_missed == CHECKS_MAX and self.has_answered:
             log.error("it has not answered %d checks in a row, and is killed", CHECKS_MAX)
             self._child.kill()
 

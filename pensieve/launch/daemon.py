@@ -86,10 +86,6 @@ class Hooks:
 
 def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
     """From the settings of `pensieve serve`; ConfigError if it would be open to others by accident."""
-    if serving.engine == "echo" and resolved.settings.journal is not None:
-        raise InvalidArgument(
-            "journal", "the echo engine keeps none: it records what a model's took"
-        )
     if resolved.settings.ttft and resolved.settings.prefill_ahead:
         raise InvalidArgument(
             "prefill_ahead",
@@ -145,7 +141,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             replica=serving.replica or "",
             history=shown_store(resolved.settings.store or ""),
         ),
-        engine_program(serving.engine, serving.echo_seconds),
+        engine_program(resolved),
         serving.drain_timeout,
         statement_seconds=serving.statement_timeout,
         traces=open_traces(serving.replica or "") if serving.traces else None,
@@ -154,8 +150,13 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
     )
 
 
-def engine_program(engine: str, echo_seconds: float) -> tuple[str, ...]:
-    """The command line of an engine, by its settings."""
+def engine_program(resolved: Resolved) -> tuple[str, ...]:
+    """The command line of the engine."""
+    engine, echo_seconds = resolved.values["engine"], resolved.values["echo_seconds"]
+    if engine == "echo" and resolved.settings.journal is not None:
+        raise InvalidArgument(
+            "journal", "the echo engine keeps none: it records what a model's took"
+        )
     command = {
         "model": programs.ENGINE,
         "echo": (*programs.ECHO_ENGINE, f"--seconds={echo_seconds}"),

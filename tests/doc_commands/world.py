@@ -28,7 +28,7 @@ from tests.newcomer import free_port
 from tests.service.rig_daemon import wait_for
 
 CERTS = ROOT / "tests" / "service" / "certs"
-READY = "ready (?:grpc|history)://"
+READY = "ready (?:grpc|historys?)://"
 SECONDS = 120.0
 NIGHTLY_SECONDS = 3600.0
 PLACES = ("/var/lib", "/var/log", "/var/drill", "/srv")

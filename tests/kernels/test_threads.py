@@ -100,6 +100,7 @@ def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
             assert ready, "it waits for a helper that is stopped"
             assert process.stdout.readline() == "done\n"
 
+        stopped: list[int] = []
         try:
             helpers = [int(each) for each in process.stdout.readline().split()]
             assert len(helpers) == 2
@@ -110,11 +111,14 @@ def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
                     if trace(PTRACE_ATTACH, helper, None, None):
                         pytest.skip(f"ptrace is not allowed: {os.strerror(ctypes.get_errno())}")
                     os.waitpid(helper, WAIT_FOR_THREADS)
+                    stopped.append(helper)
                 work()
-                for helper in helpers:
-                    trace(PTRACE_DETACH, helper, None, None)
+                while stopped:
+                    trace(PTRACE_DETACH, stopped.pop(), None, None)
             work()
             process.stdin.close()
             assert process.wait() == 0
         finally:
             process.kill()
+            for helper in stopped:  # its end is told to who traces it, and only then to who waits
+                os.waitpid(helper, WAIT_FOR_THREADS)
