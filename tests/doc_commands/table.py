@@ -268,9 +268,15 @@ ROWS = (
         nightly=True,
     ),
     # In this process, with the model.
-    Row('pensieve chat -q "Hello there." --stats', (r"Hello", r"tokens"), alone=True),
-    Row("pensieve chat Qwen/Qwen3-0.6B --conversation trip", stdin=TALK, alone=True, nightly=True),
-    Row("scripts/run chat Qwen/Qwen3-0.6B", stdin=TALK, alone=True, nightly=True),
+    Row('pensieve chat -q "Hello there." --stats', (r"Hello", r"tokens"), alone=True, model=True),
+    Row(
+        "pensieve chat Qwen/Qwen3-0.6B --conversation trip",
+        stdin=TALK,
+        alone=True,
+        model=True,
+        nightly=True,
+    ),
+    Row("scripts/run chat Qwen/Qwen3-0.6B", stdin=TALK, alone=True, model=True, nightly=True),
     # Benches.
     Row("pensieve bench planning --conversations 1000,100000", (r"p99",), nightly=True),
     Row("pensieve bench service --streams 256", (r"tokens",), nightly=True),
