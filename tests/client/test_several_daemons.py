@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,8 +96,17 @@ def test_forty_conversations_have_homes_that_a_stop_moves_and_a_return_restores(
             if address != gone
         }
         daemons.start(gone)
-        wait_for(lambda: client.ask(IDS[0], "four", max_tokens=2).revision >= 3)
-        for each in IDS[1:]:
+        others = (f"other-{number}" for number in itertools.count())
+        its = (each for each in others if ranked(each, daemons.addresses)[0] == gone)
+
+        def is_back() -> bool:
+            """Whether the client begins there what belongs there; each time in a new conversation."""
+            asked = next(its)
+            client.ask(asked, "zero", max_tokens=2)
+            return asked in who_knows(daemons).get(gone, ())
+
+        wait_for(is_back)
+        for each in IDS:
             revision = client.ask(each, "four", max_tokens=2).revision
             assert revision == (3 if home[each] == gone else 4)
 
