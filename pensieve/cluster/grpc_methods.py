@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import grpc
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 
 from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
@@ -46,6 +47,19 @@ def methods() -> Iterator[Method]:
     check = status_pb2.HealthCheckRequest.DESCRIPTOR
     yield Method(f"/{HEALTH}/Check", False, False, check)
     yield Method(f"/{HEALTH}/Watch", False, True, check)
+
+
+async def health(channel: grpc.aio.Channel, seconds: float) -> status_pb2.HealthCheckResponse:
+    """What a daemon, or a history service, says of itself; AioRpcError if it does not."""
+    check: Any = channel.unary_unary(
+        f"/{HEALTH}/Check",
+        request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=status_pb2.HealthCheckResponse.FromString,
+    )
+    answer: status_pb2.HealthCheckResponse = await check(
+        status_pb2.HealthCheckRequest(), timeout=seconds
+    )
+    return answer
 
 
 def _methods_of(service: ServiceDescriptor) -> Iterator[Method]:

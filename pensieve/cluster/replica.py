@@ -32,7 +32,7 @@ import grpc
 from pensieve.cluster.child_process import ChildProcess
 from pensieve.cluster.direct import DIRECT, Holds, Way
 from pensieve.cluster.grpc_forward import ENDING, Forward, Response
-from pensieve.cluster.grpc_methods import HEALTH, REPLICA, Method, methods
+from pensieve.cluster.grpc_methods import REPLICA, Method, health, methods
 from pensieve.cluster.http_direct import PAST_RAY, hold_http
 from pensieve.cluster.http_forward import HttpForward, has_body, received
 from pensieve.cluster.settings import ClusterSettings, data_folder, replica_command
@@ -93,12 +93,7 @@ class Replica:
     async def check_daemon(self) -> None:
         """Raises when the daemon does not serve."""
         self.daemon.check()
-        check = self._health.unary_unary(
-            f"/{HEALTH}/Check",
-            request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=status_pb2.HealthCheckResponse.FromString,
-        )
-        answer = await check(status_pb2.HealthCheckRequest(), timeout=HEALTH_SECONDS)
+        answer = await health(self._health, HEALTH_SECONDS)
         if answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING:
             self._served = time.monotonic()
         elif time.monotonic() - self._served > RESTART_SECONDS:

@@ -16,8 +16,7 @@ import logging
 import grpc
 
 from pensieve.cluster.child_process import ChildProcess
-from pensieve.cluster.grpc_methods import HEALTH
-from pensieve.v1 import status_pb2
+from pensieve.cluster.grpc_methods import health
 
 log = logging.getLogger("ray.serve")
 CHECKS_MAX = 6
@@ -31,11 +30,6 @@ class Watchdog:
         self._channel = channel
         self._num_missed = 0  # in a row
         self.has_answered = False
-        self._check = channel.unary_unary(
-            f"/{HEALTH}/Check",
-            request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=status_pb2.HealthCheckResponse.FromString,
-        )
 
     async def look(self, seconds: float = CHECK_SECONDS) -> None:
         """One check, which has so long."""
@@ -47,12 +41,9 @@ class Watchdog:
             log.error("it has not answered %d checks in a row, and is killed", CHECKS_MAX)
             self._child.kill()
 
-    async def close(self) -> None:
-        await self._channel.close()
-
     async def _answers(self, seconds: float) -> bool:
         try:
-            await self._check(status_pb2.HealthCheckRequest(), timeout=seconds)
+            await health(self._channel, seconds)
         except grpc.aio.AioRpcError as error:
             return error.code() not in NO_ANSWER
         return True

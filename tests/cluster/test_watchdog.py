@@ -33,7 +33,8 @@ def test_one_that_hangs_is_killed(tmp_path: Path, more: Mapping[str, Any], schem
     async def scenario() -> None:
         child, address = await started(tmp_path, more)
         assert address.startswith(f"{scheme}://")
-        watchdog = Watchdog(child, channel_to(address, lambda: trusting(str(CERTS / "ca.pem"))))
+        channel = channel_to(address, lambda: trusting(str(CERTS / "ca.pem")))
+        watchdog = Watchdog(child, channel)
         lost = asyncio.create_task(child.lost())
         await watchdog.look(60.0)
         os.kill(child.pid, signal.SIGSTOP)
@@ -47,7 +48,7 @@ def test_one_that_hangs_is_killed(tmp_path: Path, more: Mapping[str, Any], schem
             await watchdog.look(0.05)
         assert await asyncio.wait_for(lost, 60.0), "its actor ends, and Ray starts another"
         assert child.exit_code == -signal.SIGKILL
-        await watchdog.close()
+        await channel.close()
 
     asyncio.run(scenario())
 
@@ -57,10 +58,11 @@ def test_one_that_never_answered_is_left_alone(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         child, address = await started(tmp_path, TLS)
-        watchdog = Watchdog(child, channel_to(address, lambda: trusting("")))
+        channel = channel_to(address, lambda: trusting(""))
+        watchdog = Watchdog(child, channel)
         for _ in range(2 * CHECKS_MAX):
             await watchdog.look(0.2)
-        await watchdog.close()
+        await channel.close()
         await child.stop(60.0)
         assert child.exit_code == 0, "it was killed"
 
@@ -79,11 +81,12 @@ def test_a_refusal_is_an_answer(tmp_path: Path) -> None:
     async def scenario() -> None:
         child = ChildProcess([sys.executable, "-c", code])
         address = (await child.start(60.0))["history"]
-        watchdog = Watchdog(child, channel_to(f"history://{address}", lambda: trusting("")))
+        channel = channel_to(f"history://{address}", lambda: trusting(""))
+        watchdog = Watchdog(child, channel)
         for _ in range(CHECKS_MAX - 1):
             await watchdog.look(60.0)
         assert watchdog.has_answered
-        await watchdog.close()
+        await channel.close()
         await child.stop(60.0)
 
     asyncio.run(scenario())
