@@ -212,7 +212,9 @@ def test_a_job_that_was_cancelled_gives_what_it_has(
 
 def cancel_when_there(rig: JobsRig, key: JobKey) -> None:
     with Client(rig.server.address) as client:
-        wait_for(lambda: key.job_id in [job.job_id for job in client.jobs.list()])
+        wait_for(
+            lambda: (key.job_id, "running") in [(j.job_id, j.state) for j in client.jobs.list()]
+        )
         rig.call(work_on(rig, key, 2))
         client.jobs.cancel(key.job_id)
 
