@@ -3,11 +3,14 @@
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from pensieve.launch.cpu_threads import prepare_threads
 
 prepare_threads()
+hypothesis.settings.register_profile("pensieve", deadline=None)  # no test is about seconds
+hypothesis.settings.load_profile("pensieve")
 # Whoever starts the tests in the background may have told them to ignore it, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

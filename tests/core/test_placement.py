@@ -95,7 +95,7 @@ def test_plain_hashing_is_uneven_and_the_bound_ends_that() -> None:
     assert loads.total == len(KEYS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     names=st.sets(st.text(min_size=1, max_size=6), min_size=1, max_size=12),
     steps=st.lists(st.tuples(st.text(max_size=8), st.booleans()), max_size=120),
@@ -117,7 +117,7 @@ def test_no_placement_ever_exceeds_the_bound(
             loads.add(placed.pop(number % len(placed)), -1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     names=st.sets(st.text(min_size=1, max_size=6), min_size=3, max_size=10),
     keys=st.sets(st.text(max_size=8), min_size=1, max_size=60),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -157,7 +157,6 @@ def replies(draw: st.DrawFn) -> list[Piece]:
     return found
 
 
-@settings(deadline=None)
 @given(replies(), st.data())
 def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(pieces, data):
     ending = data.draw(st.sampled_from([Ending("end_turn"), Ending("stop_sequence", "x")]))

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.core.constraint import Constraint, ConstraintKind
@@ -323,7 +323,6 @@ def test_a_body_with_odd_values_anywhere_is_taken_or_refused():
     assert num_taken > 100
 
 
-@settings(deadline=None)
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda of: st.lists(of)))
 def test_what_is_no_body_is_refused(value):
     with pytest.raises(InvalidArgument):

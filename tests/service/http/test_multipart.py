@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.errors import InvalidArgument
@@ -66,7 +66,6 @@ def test_a_form_is_its_parts_wherever_it_is_cut():
 DATA = st.lists(st.sampled_from([b"\r", b"\n", b"-", b"--", b"b-0", b"\r\n--b-", b"x", b"\0"]))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["file", "f"]), DATA), max_size=4), st.data())
 def test_any_data_comes_back(parts, data):
     given_ = [(name, "n", b"".join(each)) for name, each in parts]

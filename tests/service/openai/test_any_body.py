@@ -129,19 +129,19 @@ def check(request: Request) -> None:
         message.content.encode()
 
 
-@settings(max_examples=100 * SCALE, deadline=None)
+@settings(max_examples=100 * SCALE)
 @given(KINDS, JSON)
 def test_any_json(kind: RequestKind, body: Any):
     parsed(kind, body)
 
 
-@settings(max_examples=100 * SCALE, deadline=None)
+@settings(max_examples=100 * SCALE)
 @given(KINDS, st.dictionaries(st.sampled_from(sorted(set().union(*WHOLE.values()))), JSON))
 def test_any_values_of_parameters(kind: RequestKind, members: dict[str, Any]):
     parsed(kind, WHOLE[kind] | members)
 
 
-@settings(max_examples=100 * SCALE, deadline=None)
+@settings(max_examples=100 * SCALE)
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_line(text: bytes):
     found = read_line(1, text, SERVED)
