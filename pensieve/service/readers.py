@@ -4,10 +4,10 @@ A turn that has begun belongs to no reader in particular: its tokens gather in i
 number of readers follow from the first one on.  When the last one is gone before the end, the turn has
 `grace_seconds` in which somebody may attach again with the same request_id; then it is abandoned and
 leaves no trace.  So a broken connection costs a client nothing, and a client that went away for good
-costs the others five seconds of one turn.  The grace passes in steps, so that a loop which stood still (the
-machine slept, or had far too much to do) has used up one of them and not the time of those who were about to
-attach.  One that leaves on purpose says so (cancelling.py), and waits for the end of its turn as a reader
-that takes nothing.
+costs the others five seconds of one turn.  The grace passes in steps, and does not end with one that comes
+late: so a loop that stood still (its process was stopped, or had far too much to do) has not used up the time
+of those who were about to attach.  One that leaves on purpose says so (cancelling.py), and waits for the end
+of its turn as a reader that takes nothing.
 
 A client that leaves may keep less of the reply than other readers were sent.  They are told so with an error
 in place of the end, because what they have read is not what the history says.
@@ -31,7 +31,7 @@ from pensieve.errors import TurnInterrupted
 from pensieve.service.live_turn import LiveTurn
 
 log = logging.getLogger("pensieve")
-GRACE_STEPS = 10
+GRACE_STEPS = 10  # and so many more at most, if they come late
 Write = Callable[[int, int], Awaitable[None]]  # delivers tokens [start, stop) of a turn
 CUT = "another client ended the turn, and the history has less of its reply than was sent here"
 
@@ -101,7 +101,7 @@ class Readers:
         """A turn that nobody reads has its time from now on."""
         if live.finish is None and live.number not in self._readers:
             self._end_grace(live.number)
-            self._step_of_grace(live, GRACE_STEPS)
+            self._step_of_grace(live, GRACE_STEPS, self._loop.time())
 
     def has_reader(self, live: LiveTurn) -> bool:
         return live.number in self._readers
@@ -143,10 +143,12 @@ class Readers:
         if (grace := self._graces.pop(number, None)) is not None:
             grace.cancel()
 
-    def _step_of_grace(self, live: LiveTurn, num_left: int) -> None:
-        if num_left:
-            self._graces[live.number] = self._loop.call_later(
-                self._limits.grace_seconds / GRACE_STEPS, self._step_of_grace, live, num_left - 1
+    def _step_of_grace(self, live: LiveTurn, num_left: int, due: float) -> None:
+        now, step = self._loop.time(), self._limits.grace_seconds / GRACE_STEPS
+        is_late = now - due > step
+        if num_left > 0 or (is_late and num_left > -GRACE_STEPS):
+            self._graces[live.number] = self._loop.call_at(
+                now + step, self._step_of_grace, live, num_left - 1, now + step
             )
             return
         self._graces.pop(live.number, None)

@@ -307,6 +307,20 @@ PROTECTIONS = (
         "service/test_chaos.py::test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones",
     ),
     protection(
+        "a loop that stands still uses up no grace",
+        "service/readers.py",
+        "        if num_left > 0 or (is_late and num_left > -GRACE_STEPS):\n",
+        "        if not is_late:\n",
+        "service/test_readers.py::test_readers_on_their_way_when_the_loop_stands_still_find_their_turn",
+    ),
+    protection(
+        "a turn that nobody reads has its whole grace",
+        "service/readers.py",
+        "self._step_of_grace(live, GRACE_STEPS, self",
+        "self._step_of_grace(live, 1, self",
+        "service/test_readers.py::test_a_turn_that_nobody_reads_is_given_up_when_its_grace_has_passed",
+    ),
+    protection(
         "a cancel ends a turn at the last token that was taken",
         "service/turns.py",
         "live.history_tokens + live.prompt_tokens + live.num_tokens)",

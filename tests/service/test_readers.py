@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import heapq
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
-from pensieve.core.turn import FinishReason
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.readers import ReaderLimits, Readers
 
@@ -15,54 +16,111 @@ GRACE_SECONDS = 1.0
 LIMITS = ReaderLimits(GRACE_SECONDS, stall_seconds=30.0, undelivered_tokens_max=1000)
 
 
+class Handle:
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act = act
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Loop:
+    """Its time passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._timers: list[tuple[float, int, Handle]] = []
+        self._number = 0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, act: Callable[..., None], *arguments: Any) -> Handle:
+        handle = Handle(lambda: act(*arguments))
+        self._number += 1
+        heapq.heappush(self._timers, (when, self._number, handle))
+        return handle
+
+    def round(self) -> None:
+        """What is due now, and not what that plans."""
+        due = []
+        while self._timers and self._timers[0][0] <= self.now:
+            due.append(heapq.heappop(self._timers)[2])
+        for handle in due:
+            if not handle.is_cancelled:
+                handle.act()
+
+    def run(self, seconds: float, step: float = 0.001) -> None:
+        """Rounds, one after the other, in which so much time passes."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + step, end)
+            self.round()
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.given_up: list[LiveTurn] = []
+        self.readers = Readers(
+            cast(asyncio.AbstractEventLoop, self.loop), LIMITS, self.given_up.append
+        )
+        self.live = LiveTurn(1, "c", 0, 1)
+
+    def come_and_leave(self) -> None:
+        async def act() -> None:
+            reader = asyncio.ensure_future(self.readers.follow(self.live, nothing))
+            await asyncio.sleep(0)
+            assert self.readers.has_reader(self.live)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+        asyncio.run(act())
+
+
 async def nothing(start: int, stop: int) -> None:
     pass
 
 
-async def comes_late(readers: Readers, live: LiveTurn) -> None:
-    """A reader that is some rounds of the loop away when the loop stands still."""
-    for _ in range(8):
-        await asyncio.sleep(0)
-    await readers.follow(live, nothing)
-
-
 def test_a_turn_that_nobody_reads_is_given_up_when_its_grace_has_passed() -> None:
-    given_up: list[LiveTurn] = []
-
-    async def main() -> None:
-        readers = Readers(asyncio.get_running_loop(), LIMITS, given_up.append)
-        live = LiveTurn(1, "c", 0, 1)
-        readers.start_grace(live)
-        while not given_up:
-            await asyncio.sleep(0.01)
-        assert given_up == [live]
-        assert not readers.has_reader(live)
-
-    asyncio.run(asyncio.wait_for(main(), 60.0))
+    scene = Scene()
+    scene.readers.start_grace(scene.live)
+    scene.loop.run(0.95 * GRACE_SECONDS)
+    assert scene.given_up == []
+    scene.loop.run(0.1 * GRACE_SECONDS)
+    assert scene.given_up == [scene.live]
+    scene.loop.run(5 * GRACE_SECONDS)
+    assert len(scene.given_up) == 1
 
 
-@pytest.mark.parametrize("has_left", [False, True], ids=["a first reader", "one that comes again"])
-def test_readers_on_their_way_when_the_loop_stands_still_find_their_turn(has_left: bool) -> None:
-    given_up: list[LiveTurn] = []
+def test_a_reader_that_comes_and_leaves_begins_the_grace_anew() -> None:
+    scene = Scene()
+    scene.readers.start_grace(scene.live)
+    for _ in range(3):
+        scene.loop.run(0.75 * GRACE_SECONDS)
+        scene.come_and_leave()
+    scene.loop.run(0.95 * GRACE_SECONDS)
+    assert scene.given_up == []
+    scene.loop.run(0.1 * GRACE_SECONDS)
+    assert scene.given_up == [scene.live]
 
-    async def main() -> None:
-        readers = Readers(asyncio.get_running_loop(), LIMITS, given_up.append)
-        live = LiveTurn(1, "c", 0, 1)
-        if has_left:
-            first = asyncio.ensure_future(readers.follow(live, nothing))
-            await asyncio.sleep(0)
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-        else:
-            readers.start_grace(live)
-        coming = asyncio.ensure_future(comes_late(readers, live))
-        await asyncio.sleep(0)
-        time.sleep(1.2 * GRACE_SECONDS)  # the whole loop
-        while not (given_up or readers.has_reader(live)):
-            await asyncio.sleep(0)
-        assert given_up == []
-        live.finish = FinishReason.STOP
-        readers.wake(live.number)
-        await coming
 
-    asyncio.run(asyncio.wait_for(main(), 60.0))
+@pytest.mark.parametrize("begun", [0.0, 0.5, 0.93, 0.999])
+def test_readers_on_their_way_when_the_loop_stands_still_find_their_turn(begun: float) -> None:
+    scene = Scene()
+    scene.readers.start_grace(scene.live)
+    scene.loop.run(begun * GRACE_SECONDS)
+    scene.loop.now += 1.2 * GRACE_SECONDS
+    scene.loop.run(0.08 * GRACE_SECONDS)  # some more rounds, which the reader needs
+    assert scene.given_up == []
+    scene.come_and_leave()
+    scene.loop.run(1.05 * GRACE_SECONDS)
+    assert scene.given_up == [scene.live]
+
+
+def test_a_loop_that_is_always_late_gives_up_turns_too() -> None:
+    scene = Scene()
+    scene.readers.start_grace(scene.live)
+    scene.loop.run(30 * GRACE_SECONDS, step=GRACE_SECONDS)
+    assert scene.given_up == [scene.live]
