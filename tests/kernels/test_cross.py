@@ -56,15 +56,23 @@ def test_what_clang_makes_of_the_kernels_passes_their_tests(tmp_path: Path) -> N
     not find_spec("unicorn") or not Path("/proc/self/maps").exists(),
     reason="ARM is emulated by the package unicorn, in a process of Linux",
 )
+@pytest.mark.parametrize(
+    ("some", "some_of_bf16"),
+    [
+        pytest.param("63-33-5 or short", "63-33-5 or short", id="few"),
+        pytest.param(
+            SOME, "64-96-1 or 63-33-5 or 32-48-3 or short", id="many", marks=pytest.mark.full
+        ),
+    ],
+)
 def test_what_is_made_for_arm_passes_the_kernels_tests_in_an_emulated_processor(
-    tmp_path: Path,
+    tmp_path: Path, some: str, some_of_bf16: str
 ) -> None:
     """Instructions that the emulator lacks are carried out in Python: those tests are the small ones."""
     program = bare_arm_program(tmp_path)
-    small = "64-96-1 or 63-33-5 or 32-48-3 or short"
     said = passed(
         program,
-        f"(neon_bf16 and ({small})) or ((neon- or neon] or plain) and ({SOME}))",
+        f"(neon_bf16 and ({some_of_bf16})) or ((neon- or neon] or plain) and ({some}))",
         *("-p", "tests.kernels.arm"),
     )
     assert "skipped" not in said
