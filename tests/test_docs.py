@@ -63,7 +63,6 @@ def test_every_command_has_a_heading_and_an_example():
 
 def paths_in(text: str) -> Iterator[str]:
     """What is written like a path of this repository: between backticks, or as a target of a link."""
-    text = re.sub(r"<!-- file tree.*?<!-- end of the file tree -->", "", text, flags=re.DOTALL)
     yield from re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     for quoted in re.findall(r"`([^`\n]+)`", text):
         if re.fullmatch(r"[\w./-]+", quoted) and not quoted.startswith(("/", "-", ".")):
@@ -122,12 +121,6 @@ def test_the_table_of_layers_is_the_law_that_is_enforced():
         if may and not may.startswith("everything") and room not in ASSEMBLES:
             named = {name for name in re.findall(r"`([a-z0-9_]+)`", may) if name != "errors"}
             assert named == LAW[room].rooms, f"docs/structure.md on {room}"
-
-
-def test_the_file_tree_and_its_captions_are_those_of_the_files():
-    script = ROOT / "scripts" / "file_tree"
-    finished = subprocess.run([script, "--check"], capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -18,7 +18,6 @@ PROGRAMS = (
     "pensieve|scripts/\\w+|.ci/run|python3?|pip|git|rm|cp|mv|docker|systemctl|buf|grpcurl|curl"
 )
 COMMAND = re.compile(rf"\s*(?:\$ )?((?:[A-Z_]+=\S+ +)*(?:{PROGRAMS})(?:\s.*)?)$")
-FILE_TREE = re.compile(r"<!-- file tree.*?<!-- end of the file tree -->", re.DOTALL)
 MODULES = (
     "tests/nightly.py",
     "tests/newcomer.py",
@@ -40,8 +39,7 @@ class Shown(NamedTuple):
 def shown() -> Iterator[Shown]:
     """All of them; one that stands in several places comes as often."""
     for page in PAGES:
-        text = FILE_TREE.sub("", page.read_text(encoding="utf-8"))
-        yield from lines_of(text, str(page.relative_to(ROOT)))
+        yield from lines_of(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))
     for module in help_texts():
         text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
         yield from lines_of(text, f"the help of {module.relative_to(ROOT)}")
