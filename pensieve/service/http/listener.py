@@ -79,6 +79,7 @@ class HttpListener:
         """`make` gives the application, when the socket is about to answer; `on_reload` as Certificates'."""
         need("http", "uvicorn", PURPOSE)
         need("http", "starlette", PURPOSE)
+        need("http", "python_multipart", PURPOSE)
         self._listening, self._make, self._on_reload = listening, make, on_reload
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
