@@ -254,7 +254,7 @@ SERVING: Table = (
         "http_hosts",
         names,
         "",
-        "names in Host that are served beside localhost, where only this machine can connect (*: any)",
+        "host names served where no token is needed, beside IP addresses and the machine's own names (*: any)",
         "NAME,…",
         "listening",
     ),

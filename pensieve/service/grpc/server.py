@@ -101,7 +101,7 @@ class Listening:
     ping_timeout_seconds: float = 10.0  # one that does not answer is closed
     connections_max: int = CONNECTIONS_MAX  # to the address; the socket has as many of its own
     http: str = ""  # HOST:PORT of the APIs over HTTP; "" for none
-    http_hosts: frozenset[str] = frozenset()  # that Host may name beside this machine's; "*": any
+    http_hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
     http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
     metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
     metrics_alias: str = "none"

@@ -6,17 +6,20 @@
     endpoint          answers, or raises an error of our tree
     the end           the call is counted no more, whether the client took the answer or left
 
-A name in Host is checked where the listener is on this machine alone and asks for no token: a browser can be
-made to call it under any name (DNS rebinding).  An Origin that is not the listener's own is refused unless
-it is one of `origins`; CORS headers are sent to these alone.
+Host is checked where callers need neither a token nor a client certificate. Without the check, a web page
+could read the daemon under a name of its own (DNS rebinding). IP addresses are always served: rebinding needs
+a name. So are the machine's own names and those of `hosts`. An Origin that is not the listener's own is
+refused unless it is one of `origins`; CORS headers are sent to these alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -33,7 +36,6 @@ from pensieve.service.owning import takes_over
 log = logging.getLogger("pensieve")
 Act = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
 ErrorBody = Callable[[PensieveError], Mapping[str, Any]]
-LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 METHODS = "GET, POST, DELETE, OPTIONS"
 HOST = re.compile(r"(\[[^][@]*\]|[^][:@]*)(?::[0-9]*)?")
 
@@ -42,7 +44,7 @@ HOST = re.compile(r"(\[[^][@]*\]|[^][:@]*)(?::[0-9]*)?")
 class Allowed:
     """Who may call from where."""
 
-    hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
+    hosts: frozenset[str] = frozenset()  # names in Host; "*": any
     origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
     is_local: bool = True  # the listener is on this machine alone, and needs no token
 
@@ -62,10 +64,12 @@ class Front:
     def check_place(self, exchange: Exchange) -> None:
         host = exchange.headers.get("host", "")
         allowed = self._allowed
-        if allowed.is_local and "*" not in allowed.hosts:
-            name = _name_of(host)
-            if name not in LOCAL_NAMES and name not in allowed.hosts:
-                raise PermissionDenied(f"the host {name[:80]!r} is not allowed; see --http-hosts")
+        name = _name_of(host)
+        if not (allowed.hosts & {name, "*"} or _is_ip_address(name)):
+            raise PermissionDenied(
+                f"the host name {name[:80]!r} is not allowed without tokens: use the daemon's IP "
+                "address, or add the name with --http-hosts, or require tokens with --token-file"
+            )
         origin = exchange.headers.get("origin")
         if origin is None or origin in allowed.origins or "*" in allowed.origins:
             self._allow_origin(exchange, origin)
@@ -218,3 +222,22 @@ def _name_of(host: str) -> str:
     """The name in a Host header, without its port; all of it where it is not written like one."""
     found = HOST.fullmatch(host)
     return (host if found is None else found[1]).lower()
+
+
+def own_names(bound: str) -> frozenset[str]:
+    """Return the names that a browser may have for this machine; `bound`: the host that it listens on."""
+    whole = socket.gethostname().lower()
+    label = whole.partition(".")[0]
+    mdns = f"{label}.local" if label else ""
+    return frozenset({"localhost", whole, label, mdns, bound.lower()}) - {""}
+
+
+def _is_ip_address(name: str) -> bool:
+    try:
+        if name.startswith("[") and name.endswith("]"):
+            ipaddress.IPv6Address(name[1:-1])
+        else:
+            ipaddress.IPv4Address(name)
+    except ValueError:
+        return False
+    return True

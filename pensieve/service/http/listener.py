@@ -21,7 +21,7 @@ from pensieve.extras import need
 from pensieve.service.grpc.server import Listening, Server, is_loopback
 from pensieve.service.http.certificates import Certificates
 from pensieve.service.http.connections import HEAD_BYTES_MAX, IDLE_SECONDS, protocol
-from pensieve.service.http.front import Allowed, Front
+from pensieve.service.http.front import Allowed, Front, own_names
 from pensieve.service.http.routes import application
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
@@ -38,8 +38,12 @@ CLOSE_SECONDS = 2.0  # for answers that are on their way when the daemon ends
 def serve_http(server: Server, template: ChatTemplate, style: CallStyle | None = None) -> None:
     """Have a server listen for HTTP too, once it listens; `style`: how the model writes calls of tools."""
     of = server.listening
-    is_local = is_loopback(of.http.rpartition(":")[0]) and not of.tokens
-    front = Front(server.guard, Allowed(of.http_hosts, of.http_origins, is_local))
+    host = of.http.rpartition(":")[0]
+    is_open = not of.tokens and of.tls_client_ca is None
+    named = frozenset(each.lower() for each in of.http_hosts)
+    hosts = own_names(host) | named if is_open else frozenset({"*"})
+    is_local = is_loopback(host) and not of.tokens
+    front = Front(server.guard, Allowed(hosts, of.http_origins, is_local))
     server.beside.append(
         HttpListener(
             of,

@@ -56,6 +56,43 @@ def test_only_this_machines_names_are_served_where_no_token_is_needed(door: Http
     assert raw(door, b"GET /v1/models HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 403")
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example", 403),
+        ("192-168-1-5.evil.example:8000", 403),
+        ("", 403),
+        ("192.168.1.5:8000", 200),
+        ("[fd00::1]:8000", 200),
+        ("localhost", 200),
+        ("MyBox", 200),
+        ("mybox.lan:8000", 200),
+        ("mybox.local", 200),
+        ("otherbox.local", 403),
+        ("chat.example", 200),
+    ],
+)
+def test_without_tokens_a_name_from_elsewhere_is_refused_on_every_interface(
+    insecure: HttpRig, host: str, status: int
+) -> None:
+    """A page that rebinds its own name to the daemon's address reads nothing."""
+    answer = insecure.ask("GET", "/v1/models", headers={"host": host})
+    assert answer.status == status
+    if status == 403:
+        assert "IP address" in answer.error["message"]
+        assert "--http-hosts" in answer.error["message"]
+
+
+@pytest.fixture(scope="module")
+def insecure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+    """A daemon that every interface reaches, on a machine called mybox.lan."""
+    listening = {"http": "0.0.0.0:0", "insecure": True, "http_hosts": frozenset({"Chat.example"})}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "MyBox.lan")
+        with http_rig(Path(tmp_path_factory.mktemp("http")) / "data", http=listening) as found:
+            yield found
+
+
 def test_pages_of_other_sites_are_refused_and_get_no_headers(door: HttpRig) -> None:
     answer = door.ask("GET", "/v1/models", headers={"origin": "https://evil.example"})
     assert answer.status == 403
