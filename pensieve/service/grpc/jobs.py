@@ -17,11 +17,11 @@ from pensieve.errors import (
     InvalidArgument,
     NotFound,
     PermissionDenied,
-    QueueFull,
 )
 from pensieve.service.grpc.auth import caller
 from pensieve.service.grpc.translate import timestamp
 from pensieve.service.jobs.values import JobHeader, Jobs, JobView
+from pensieve.service.watchers import Watchers
 from pensieve.store.job_records import JobOutcome, JobState, Result, Which
 from pensieve.store.records import ID_PATTERN, PAGE_SIZE_MAX, check_id
 from pensieve.v1 import jobs_pb2 as pb
@@ -31,7 +31,8 @@ NAME_BYTES_MAX = 256
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 PAGE_SIZE = 100
 CHUNK_BYTES = 256 << 10  # of a piece of results
-WATCHERS_MAX = 256
+WATCHERS_MAX = 256  # of a tenant
+WATCHERS_OF_ALL_MAX = 1024
 STATES = {
     JobState.RECEIVING: pb.JOB_STATE_RECEIVING,
     JobState.CHECKING: pb.JOB_STATE_CHECKING,
@@ -59,7 +60,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         """`jobs`: None of a daemon that has none."""
         self._found = jobs
         self._stall_seconds = stall_seconds
-        self.num_watchers = 0
+        self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
 
     @property
     def _jobs(self) -> Jobs:
@@ -128,14 +129,9 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         self, request: pb.WatchJobRequest, context: Any
     ) -> None:
         views = self._jobs.watch(*_key(request))
-        if self.num_watchers >= WATCHERS_MAX:
-            raise QueueFull(f"{WATCHERS_MAX} calls watch already")
-        self.num_watchers += 1
-        try:
+        with self._watchers.enter(caller().tenant):
             async for view in views:
                 await self._write(context, pb.WatchJobResponse(job=_job(view)))
-        finally:
-            self.num_watchers -= 1
 
     async def _write(self, context: Any, message: Any) -> None:
         try:

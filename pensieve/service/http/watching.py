@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from pensieve.engine.messages import Explain, Picture
-from pensieve.errors import PensieveError, QueueFull
+from pensieve.errors import PensieveError
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.http.exchange import Exchange, event
 from pensieve.service.live_turn import cache_key
+from pensieve.service.watchers import Watchers
 
 LOOK_SECONDS = 0.5
 SHOWN_MAX = 64  # conversations
-WATCHERS_MAX = 64
+WATCHERS_MAX = 64  # of a tenant
+WATCHERS_OF_ALL_MAX = 256
 FIGURES = (
     *("device_pages", "device_pages_free", "host_pages", "host_pages_free"),
     *("turns_running", "turns_queued", "tokens_per_iteration"),
@@ -31,14 +33,11 @@ class Watching:
     def __init__(self, daemon: Daemon, shows_figures: bool) -> None:
         """`shows_figures`: of the whole engine, to everybody; else to operators alone."""
         self._daemon, self._shows_figures = daemon, shows_figures
-        self._num_watchers = 0
+        self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
         self._pictures: dict[str, asyncio.Task[dict[str, Any]]] = {}  # by tenant
 
     async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        if self._num_watchers >= WATCHERS_MAX:
-            raise QueueFull(f"{WATCHERS_MAX} pages watch already")
-        self._num_watchers += 1
-        try:
+        with self._watchers.enter(by.tenant):
             await exchange.no_body()
             exchange.begin_events()
             while True:
@@ -47,8 +46,6 @@ class Watching:
                     del picture["figures"]
                 await exchange.write(event(picture, "memory"))
                 await asyncio.sleep(LOOK_SECONDS)
-        finally:
-            self._num_watchers -= 1
 
     async def _picture(self, tenant: str) -> dict[str, Any]:
         """The one that is on its way, or another."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from pensieve.service.grpc import auth
 from pensieve.service.http import watching as watching_module
 from tests.service.http.rig_http import Answer, HttpRig, http_rig
+from tests.service.rig_daemon import wait_for
 
 SERVICE = "/pensieve.v1.ConversationService/"
 
@@ -125,6 +127,32 @@ def test_the_memory_is_drawn_by_chunks(rig: HttpRig, monkeypatch: pytest.MonkeyP
     assert last["figures"]["device_pages"] > last["figures"]["device_pages_free"] > 0
     explained = rig.ask("GET", "/pensieve/explain/talk").value
     assert explained["runs"] == [{"first": 0, "count": num_chunks, "place": "device", "holders": 1}]
+
+
+def test_a_tenant_that_watches_a_lot_locks_out_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching_module, "WATCHERS_MAX", 2)
+    monkeypatch.setattr(watching_module, "WATCHERS_OF_ALL_MAX", 2)
+    entries, given = "", []
+    for tenant in ("red", "blue"):
+        token, entry = auth.new_token(tenant, admin=False)
+        given.append({"x-api-key": token})
+        entries += entry
+    red, blue = given
+    tokens = auth.tokens_of(tmp_path / "tokens", entries.encode())
+    with http_rig(tmp_path / "data", http={"tokens": tokens}) as rig, ExitStack() as stack:
+
+        def status(headers: dict[str, str]) -> int:
+            """Of a watcher that stays."""
+            connection = stack.enter_context(closing(rig.connection()))
+            connection.request("GET", "/pensieve/memory", headers=headers)
+            return stack.enter_context(closing(connection.getresponse())).status
+
+        assert [status(red) for _ in range(3)] == [200, 200, 429]
+        assert [status(blue) for _ in range(2)] == [200, 429]  # of all there are enough
+        stack.close()
+        wait_for(lambda: status(red) == 200)
 
 
 def test_a_tenant_sees_its_own_memory_alone(
