@@ -17,7 +17,8 @@ be computed in any case.
 
 **Races.**  A conversation may change between the look and the beginning of the turn.  Then the store refuses
 the turn (StaleRevision, TurnRunning, NotFound), and it is looked for again, at most ATTEMPTS_MAX times, the
-last times without appending.
+last times without appending.  A fork is reserved until its first turn has begun: other requests with the same
+history do not append to it.
 
 **The same request again** finds its turn by its request_id: in the conversation that was made for it, whose
 id follows from the request's, or appended to a history that begins like its own.  One that comes while the
@@ -34,7 +35,7 @@ import contextlib
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -134,6 +135,7 @@ class Binder:
         self._beginning: dict[tuple[str, str], asyncio.Event] = {}  # by tenant and request
         self._unused: dict[tuple[str, str], int] = {}  # made for a turn, with their revision
         self._num_lookups = Counts[str]()
+        self._reserved = Counts[tuple[str, str]]()  # by tenant and conversation
         daemon.on_turn_ended = self._ended
 
     async def begin(self, chat: Chat, seconds_left: float | None = None) -> list[Bound]:
@@ -192,6 +194,16 @@ class Binder:
         """A request's history and what it goes on from, for who begins turns in another way."""
         past = await self._past(chat)
         return past, await self._match(past, chat.tenant)
+
+    @contextlib.contextmanager
+    def reserved(self, tenant: str, conversation_id: str) -> Iterator[None]:
+        """Keep other requests from appending to a conversation that is made for one turn."""
+        name = tenant, conversation_id
+        self._reserved[name] += 1
+        try:
+            yield
+        finally:
+            self._reserved[name] -= 1
 
     async def _computed(self, live: LiveTurn, left: asyncio.Event) -> None:
         """Until the first choice has computed the prompt; not longer than its client is there."""
@@ -260,13 +272,16 @@ class Binder:
     async def _match(self, past: History, tenant: str) -> ChainMatch | None:
         if not past.lengths:
             return None
-        return await self._daemon.threads.in_store(
+        match = await self._daemon.threads.in_store(
             tenant,
             self._daemon.store.chains.longest,
             past.beginnings,
             past.end.session,
             tenant=tenant,
         )
+        if match is not None and self._reserved[tenant, match.conversation_id]:
+            return match._replace(may_append=False)
+        return match
 
     async def _append(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> Bound:
         num_known = one.past.lengths[match.digest]
@@ -278,12 +293,13 @@ class Binder:
         tenant, new_id = one.chat.tenant, one.conversation_id
         conversations = self._daemon.writable_by(tenant)
         source = match.conversation_id, new_id, match.revision
-        # If it exists already, the same request was interrupted before, and begins again.
-        with contextlib.suppress(*([AlreadyExists] if one.request_id else [])):
-            await conversations.fork(*source, metadata=one.chat.metadata, tenant=tenant)
         num_known = one.past.lengths[match.digest]
         ask = one.ask(new_id, num_known, match.revision)
-        live = await self._in_made(ask, match.revision, seconds_left)
+        with self.reserved(tenant, new_id):
+            # If it exists already, the same request was interrupted before, and begins again.
+            with contextlib.suppress(*([AlreadyExists] if one.request_id else [])):
+                await conversations.fork(*source, metadata=one.chat.metadata, tenant=tenant)
+            live = await self._in_made(ask, match.revision, seconds_left)
         return Bound(live, new_id, How.FORKED, num_known)
 
     async def _new(self, one: _Choice, seconds_left: float | None) -> Bound:

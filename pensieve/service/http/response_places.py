@@ -171,12 +171,14 @@ class ResponsePlaces:
     async def _behind(self, wish: Wish, match: ChainMatch) -> Placed:
         conversation_id, tenant = match.conversation_id, wish.tenant
         if not match.may_append:
-            fork = await self._daemon.writable_by(tenant).fork(
-                conversation_id, drawn_id(), match.revision, tenant=tenant
-            )
-            first = await self._pasts.first_number(fork)
-            where = _where(wish, fork, first, is_ours=True)
-            return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
+            new_id = drawn_id()
+            with self._binder.reserved(tenant, new_id):
+                fork = await self._daemon.writable_by(tenant).fork(
+                    conversation_id, new_id, match.revision, tenant=tenant
+                )
+                first = await self._pasts.first_number(fork)
+                where = _where(wish, fork, first, is_ours=True)
+                return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
         conversation = await self._pasts.conversation(conversation_id, tenant)
         if conversation.revision != match.present_revision:
             raise StaleRevision(match.present_revision, conversation.revision)
@@ -198,14 +200,16 @@ class ResponsePlaces:
             with contextlib.suppress(StaleRevision, TurnRunning):
                 where = _where(wish, conversation, past.first_number, is_ours=past.is_ours)
                 return Placed(await self._turn(wish, where), where)
-        try:
-            fork = await self._daemon.writable_by(tenant).fork(
-                conversation.conversation_id, drawn_id(), past.revision, tenant=tenant
-            )
-        except NotFound:  # of its revision
-            raise no_previous(TAKEN_BACK) from None
-        where = _where(wish, fork, past.first_number, is_ours=True)
-        return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
+        new_id = drawn_id()
+        with self._binder.reserved(tenant, new_id):
+            try:
+                fork = await self._daemon.writable_by(tenant).fork(
+                    conversation.conversation_id, new_id, past.revision, tenant=tenant
+                )
+            except NotFound:  # of its revision
+                raise no_previous(TAKEN_BACK) from None
+            where = _where(wish, fork, past.first_number, is_ours=True)
+            return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
 
     # -- in a conversation that the client names --
 

@@ -584,6 +584,38 @@ def test_a_turn_that_comes_between_the_look_and_the_turn(
     assert bindings.texts(bound.conversation_id)[2] == "Two"
 
 
+@pytest.mark.parametrize("request_id", ["", "again"])
+def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch, request_id: str
+) -> None:
+    """The other request has the same history, and would find the fork idle."""
+    talk = Talk(bindings)
+    talk.say("One")
+    shared = tuple(talk.messages)
+    talk.say("Two")
+    daemon = bindings.rig.daemon
+    begin = daemon.begin
+    others: list[Bound] = []
+    is_first = True
+
+    async def begin_late(ask: Any, seconds_left: float | None = None) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            chat = Chat((*shared, Message("user", "Four")), SHORT)
+            others.extend(await bindings.binder.begin(chat))
+            await daemon.conversations.follow(others[0].live, take_nothing)
+        return await begin(ask, seconds_left)
+
+    monkeypatch.setattr(daemon, "begin", begin_late)
+    chat = Chat((*shared, Message("user", "Three")), SHORT, request_id=request_id)
+    bound = bindings.one(chat)
+    (other,) = others
+    assert (bound.how, other.how) == (How.FORKED, How.FORKED)
+    assert bindings.texts(bound.conversation_id)[2] == "Three"
+    assert bindings.texts(other.conversation_id)[2] == "Four"
+
+
 def test_a_deleted_conversation_is_found_no_more(bindings: Bindings) -> None:
     talk = Talk(bindings)
     first = talk.say("One").conversation_id

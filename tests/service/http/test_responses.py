@@ -115,6 +115,33 @@ def test_what_follows_an_earlier_response_is_a_fork(door: HttpRig) -> None:
     assert contents(door, second)[2] == ("user", "What is my name?")
 
 
+def test_nobody_appends_to_a_fork_whose_response_is_about_to_begin(
+    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat with the same history would find the fork idle."""
+    first = respond(door, "My cat is Tom.")
+    respond(door, "Who is Tom?", previous_response_id=first.value["id"])
+    said = [content for _, content in contents(door, first)[:2]]
+    begin = door.rig.daemon.begin
+    chats: list[Answer] = []
+    is_first = True
+
+    async def begin_late(ask: Any, seconds_left: float | None = None) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            chats.append(await asyncio.to_thread(door.chat, *said, "A dog?"))
+        return await begin(ask, seconds_left)
+
+    monkeypatch.setattr(door.rig.daemon, "begin", begin_late)
+    other = respond(door, "A cat?", previous_response_id=first.value["id"])
+    (chat,) = chats
+    assert (other.status, chat.status) == (200, 200)
+    assert chat.headers["x-pensieve-bound"] == other.headers["x-pensieve-bound"] == "forked"
+    assert contents(door, other)[2] == ("user", "A cat?")
+    assert contents(door, chat)[2] == ("user", "A dog?")
+
+
 def test_an_unknown_response_cannot_be_gone_on_from(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.responses.create(input="?", previous_response_id="resp_0", **SHORT)
