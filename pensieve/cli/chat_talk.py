@@ -20,6 +20,8 @@ from pensieve.client import Client, Conversation, Message, Reply, Restarted, Tur
 from pensieve.client.requests import MessageInput
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnInterrupted
 
+NO_TURN = "there is no turn yet"
+
 
 @dataclass(frozen=True)
 class Manner:
@@ -128,15 +130,19 @@ class Talk:
 
     def take_back(self, command: str, num_turns: int = 1) -> list[Message]:
         """Rewind the last turns; the messages that they had."""
+        try:
+            expected_revision = self.conversation.get().revision
+        except NotFound:
+            raise InvalidArgument(command, NO_TURN) from None
         messages = self.messages()
         revisions = sorted({each.revision for each in messages if each.revision})
         if not revisions:
-            raise InvalidArgument(command, "there is no turn yet")
+            raise InvalidArgument(command, NO_TURN)
         if num_turns > len(revisions):
             found = "is one turn" if len(revisions) == 1 else f"are {len(revisions)} turns"
             raise InvalidArgument(command, f"there {found}")
         to_revision = revisions[-1 - num_turns] if num_turns < len(revisions) else 0
-        self.conversation.rewind(to_revision)
+        self.conversation.rewind(to_revision, expected_revision=expected_revision)
         return [each for each in messages if each.revision > to_revision]
 
 

@@ -311,10 +311,24 @@ class Conversation:
         addresses.learn(conversation_id, addresses.order(self.conversation_id)[0])
         return Conversation(self.client, answer.conversation.conversation_id)
 
-    def rewind(self, to_revision: int, timeout: float | None = None) -> ConversationState:
-        """Remove all messages after `to_revision`; 0 is the beginning.  Returns the new state."""
+    def rewind(
+        self,
+        to_revision: int,
+        timeout: float | None = None,
+        *,
+        expected_revision: int | None = None,
+    ) -> ConversationState:
+        """Remove all messages after `to_revision`; 0 is the beginning.  Returns the new state.
+
+        With an `expected_revision`, nothing is removed unless the conversation is at this revision.
+
+        Raises:
+            StaleRevision: the conversation is at another revision.
+        """
         request = pb.RewindConversationRequest(
-            conversation_id=self.conversation_id, to_revision=to_revision
+            conversation_id=self.conversation_id,
+            to_revision=to_revision,
+            expected_revision=expected_revision,
         )
         answer = self.client.call(lambda at: at.stub.RewindConversation, request, timeout)
         return state_of(answer.conversation)

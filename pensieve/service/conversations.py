@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pensieve.core.iteration import SampledToken
@@ -176,14 +176,46 @@ class Conversations:
         return await self._threads.whole(sequence())
 
     async def rewind(
-        self, conversation_id: str, to_revision: int, tenant: str = ""
+        self,
+        conversation_id: str,
+        to_revision: int,
+        expected_revision: int | None = None,
+        *,
+        tenant: str = "",
     ) -> records.Conversation:
+        """StaleRevision unless it is at the expected revision; None accepts any."""
+
         async def sequence() -> records.Conversation:
             rewound = await self._threads.in_store(
-                tenant, self._history.rewind, conversation_id, to_revision, tenant=tenant
+                tenant,
+                self._history.rewind,
+                *(conversation_id, to_revision, expected_revision),
+                tenant=tenant,
             )
             self._tell(RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens))
             return rewound
+
+        return await self._threads.whole(sequence())
+
+    async def delete_last(
+        self, seen: records.Conversation, pending: Sequence[records.NewMessage]
+    ) -> records.Conversation:
+        """Delete the last message of a conversation; StaleRevision if it is no longer as it was seen.
+
+        `pending` are the pending messages that were seen.  Returns when what was deleted is erased.
+        """
+
+        async def sequence() -> records.Conversation:
+            deleted = await self._threads.in_store(
+                seen.tenant, self._history.delete_last, seen, pending
+            )
+            left = deleted.conversation
+            if deleted.is_rewound:
+                key = cache_key(left.tenant, left.conversation_id)
+                self._tell(RewindConversation(key, left.num_tokens))
+            if deleted.is_erasure_due:
+                await erased(self._history.finish_erasure, self._threads)
+            return left
 
         return await self._threads.whole(sequence())
 

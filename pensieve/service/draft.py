@@ -45,6 +45,7 @@ class ConversationSettings:
     prefix_id: str = ""
     tenant: str = ""
     messages: Sequence[Message] = ()  # a history to begin with, behind the system prompt
+    pending: Sequence[records.NewMessage] = ()  # that its first turn is to bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Ask:
     given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
     traceparent: str = ""  # the caller's span, as the W3C writes it
     settings: ConversationSettings | None = None  # that it is created with; None: none but its id
-    pending: tuple[records.NewMessage, ...] = ()  # of its conversation's, that it brings
+    pending: tuple[records.NewMessage, ...] | None = None  # of its conversation's, that it brings
     response: Callable[[Any, FinishReason, str], StoredResponse] | None = (
         None  # that it is: made of the LiveTurn that has ended, how, and what was withheld
     )

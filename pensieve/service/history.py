@@ -60,6 +60,7 @@ from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Beginning, Prefixes
 from pensieve.service.texts import Texts
 from pensieve.store import records
+from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.remote.remote_store import Store
 
 UNNUMBERED = 0  # the loop numbers what it puts
@@ -135,12 +136,30 @@ class History:
         )
 
     def rewind(
-        self, conversation_id: str, to_revision: int, *, tenant: str = ""
+        self,
+        conversation_id: str,
+        to_revision: int,
+        expected_revision: int | None = None,
+        *,
+        tenant: str = "",
     ) -> records.Conversation:
-        """The conversation as it is afterwards."""
+        """The conversation as it is afterwards; StaleRevision unless it is at the expected revision."""
         self._prefixes.forget(tenant, conversation_id)
-        self._store.rewind_conversation(conversation_id, to_revision, tenant=tenant)
+        self._store.rewind_conversation(
+            conversation_id, to_revision, expected_revision, tenant=tenant
+        )
         return self._store.get_conversation(conversation_id, tenant=tenant)
+
+    def delete_last(
+        self, seen: records.Conversation, pending: Sequence[records.NewMessage]
+    ) -> LastDeleted:
+        """Delete the last message of a conversation that is as it was `seen`, with these pending messages."""
+        conversation_id, tenant = seen.conversation_id, seen.tenant
+        if not pending:
+            self._prefixes.forget(tenant, conversation_id)
+        return self._store.changes.delete_last(
+            conversation_id, seen.revision, seen.created_at, pending, tenant=tenant
+        )
 
     def delete(
         self, conversation_id: str, tenant: str = "", unused_since: int | None = None

@@ -39,6 +39,7 @@ def new_conversation(
         settings.prefix_id,
         settings.tenant,
         created_at=created_at,
+        pending=settings.pending,
     )
 
 

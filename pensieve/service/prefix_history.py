@@ -87,6 +87,7 @@ class PrefixHistory:
                 metadata=dict(settings.metadata),
                 prefix_id=settings.prefix_id,
                 tenant=settings.tenant,
+                pending=settings.pending,
             )
         )
 
@@ -108,6 +109,7 @@ class PrefixHistory:
                 dict(settings.metadata),
                 tenant=settings.tenant,
                 began_at=template_time,
+                pending=settings.pending,
             )
         )
 

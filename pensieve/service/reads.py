@@ -76,10 +76,12 @@ class Reads:
             tenant, self._reader.response, response_id, tenant=tenant
         )
 
-    async def pending(self, conversation_id: str, tenant: str = "") -> Pending:
-        """The messages that come before those of the conversation's next turn."""
+    async def with_pending(
+        self, conversation_id: str, tenant: str = ""
+    ) -> tuple[records.Conversation, Pending]:
+        """One conversation, and the messages that come before those of its next turn."""
         return await self._threads.in_reader(
-            tenant, self._reader.pending, conversation_id, tenant=tenant
+            tenant, self._reader.with_pending, conversation_id, tenant=tenant
         )
 
     async def messages(

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pensieve.errors import ErasurePending, StaleRevision, TurnRunning
-from pensieve.store import message_rows
+from pensieve.errors import ErasurePending, InvalidArgument, StaleRevision, TurnRunning
+from pensieve.store import conversation_rows, message_rows
 from pensieve.store.backend import ErasureSteps, Transactions
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
-from pensieve.store.conversation_rows import require_conversation
+from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.records import Conversation, NewMessage, check_text
 from pensieve.store.running_rows import RunningRows
 
@@ -48,13 +48,28 @@ class PendingChange(NamedTuple):
     is_erasure_due: bool = False
 
 
+class LastDeleted(NamedTuple):
+    """A conversation without the last message that it had."""
+
+    conversation: Conversation
+    is_rewound: bool  # the message was a reply
+    is_erasure_due: bool = False  # as of a PendingChange
+
+
 class ConversationChanges:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Transactions, running: RunningRows, erasure: ErasureSteps) -> None:
+    def __init__(
+        self,
+        writer: Transactions,
+        running: RunningRows,
+        erasure: ErasureSteps,
+        now: Callable[[], float],
+    ) -> None:
         self._writer = writer
         self._running = running
         self._erasure = erasure
+        self._now = now
 
     def set_metadata(
         self, conversation_id: str, metadata: Mapping[str, Any], *, tenant: str = ""
@@ -105,31 +120,88 @@ class ConversationChanges:
             _put_pending(conn, number, tenant, held, after)
             if is_deletion:
                 self._erasure.prepare()
-        if is_deletion:
-            try:
-                self._erasure.finish()
-            except ErasurePending:
-                return PendingChange(after, is_erasure_due=True)
-        return PendingChange(after)
+        return PendingChange(after, is_deletion and self._is_erasure_due())
+
+    def delete_last(
+        self,
+        conversation_id: str,
+        revision: int,
+        created_at: float,
+        pending: Sequence[NewMessage],
+        *,
+        tenant: str = "",
+    ) -> LastDeleted:
+        """Delete the last message of a conversation that is still as the caller has read it.
+
+        The caller passes what it read: the revision, the time of creation and all pending messages.
+        If any of these has changed, nothing is deleted.  A pending message is erased from the disk.  A reply
+        is taken back by a rewind, and the messages that it answers become pending in the same transaction.
+
+        Raises:
+            StaleRevision: the conversation has changed since the caller read it.
+            InvalidArgument: the last message is one that the conversation began with, or there is none.
+        """
+        with self._running.writing() as conn:
+            number, found = require_conversation(conn, conversation_id, tenant)
+            refuse_running(found)
+            refuse_stale(found, revision, created_at)
+            held = _held(conn, number, found)
+            _refuse_changed(held, found, pending)
+            is_rewound = not pending
+            if is_rewound:
+                left = Pending(self._take_back(conn, number, found))
+            else:
+                left = replace(held.pending, messages=held.pending.messages[:-1])
+                self._erasure.prepare()
+            _put_pending(conn, number, tenant, held, left)
+            after = require_conversation(conn, conversation_id, tenant)[1]
+        return LastDeleted(after, is_rewound, not is_rewound and self._is_erasure_due())
+
+    def _take_back(
+        self, conn: Connection, number: int, conversation: Conversation
+    ) -> tuple[NewMessage, ...]:
+        """Rewind the last turn; returns the messages that it answered."""
+        links = message_rows.links(conn, number, conversation.revision)
+        kept = [each for each in links if each.revision < links[-1].revision]
+        cut = message_rows.read_messages(
+            conn, number, conversation, len(kept), len(links), include_token_ids=False
+        )
+        if not cut or cut[-1].finish_reason is None:
+            raise InvalidArgument("conversation_id", "does not end with a reply")
+        message_rows.cut_history(
+            conn, number, conversation.tenant, kept[-1].revision if kept else 0
+        )
+        conversation_rows.set_revision(conn, number, conversation.revision + 1, self._now())
+        return tuple(
+            NewMessage(each.role, each.content, (), each.tool_call_id, each.extra)
+            for each in cut[:-1]
+        )
+
+    def _is_erasure_due(self) -> bool:
+        """Erase what was deleted from the files; whether that is still to be done."""
+        try:
+            self._erasure.finish()
+        except ErasurePending:
+            return True
+        return False
 
 
 def take_pending(
     conn: Connection,
     number: int,
     conversation: Conversation,
-    messages: Sequence[NewMessage] = (),
+    messages: Sequence[NewMessage] | None = None,
 ) -> None:
     """Before a turn that begins here and brings them, or before a revision that comes without them.
 
-    StaleRevision, and nothing is taken, if these are not what is pending.  What a turn that has ended took is
-    removed: it stays no longer than until here.
+    StaleRevision, and nothing is taken, if these are not what is pending; None accepts any, and takes none.
+    What a turn that has ended took is removed: it stays no longer than until here.
     """
     if not (messages or conversation.has_pending):
         return
     held = _held(conn, number, conversation)
-    if messages and held.pending.messages != tuple(messages):
-        revision = conversation.revision
-        raise StaleRevision(revision, revision, CHANGED.format(revision))
+    if messages is not None:
+        _refuse_changed(held, conversation, messages)
     taken_at = conversation.revision if messages else None
     _put_pending(conn, number, conversation.tenant, held, replace(held.pending, taken_at=taken_at))
 
@@ -151,6 +223,15 @@ def _held(conn: Connection, number: int, conversation: Conversation) -> _Held:
     return _Held(body, private, Pending(messages, stored["taken_at"]))
 
 
+def _refuse_changed(
+    held: _Held, conversation: Conversation, messages: Sequence[NewMessage]
+) -> None:
+    """Raises StaleRevision unless these are the messages that are pending."""
+    if held.pending.messages != tuple(messages):
+        revision = conversation.revision
+        raise StaleRevision(revision, revision, CHANGED.format(revision))
+
+
 def _is_over(taken_at: int | None, revision: int) -> bool:
     """Whether the turn that took them has ended."""
     return taken_at is not None and revision > taken_at
@@ -158,20 +239,26 @@ def _is_over(taken_at: int | None, revision: int) -> bool:
 
 def _put_pending(conn: Connection, number: int, tenant: str, held: _Held, after: Pending) -> None:
     check_text(after.messages)
-    pending = _json_of(after)
+    pending = pending_json(after.messages, after.taken_at)
     if pending != held.private.get("pending"):
         _put_private(conn, number, tenant, held.body, {**held.private, "pending": pending})
 
 
-def pending_of(conn: Connection, conversation_id: str, tenant: str) -> Pending:
-    return _held(conn, *require_conversation(conn, conversation_id, tenant)).pending
+def with_pending(
+    conn: Connection, conversation_id: str, tenant: str
+) -> tuple[Conversation, Pending]:
+    number, found = require_conversation(conn, conversation_id, tenant)
+    return found, _held(conn, number, found).pending
 
 
-def _json_of(pending: Pending) -> dict[str, Any] | None:
-    if not pending.messages:
+def pending_json(
+    messages: Sequence[NewMessage], taken_at: int | None = None
+) -> dict[str, Any] | None:
+    """The `pending` member of a conversation's body; None where there is none."""
+    if not messages:
         return None
-    messages = [{"role": each.role, **each.private()} for each in pending.messages]
-    return {"messages": messages, "taken_at": pending.taken_at}
+    written = [{"role": each.role, **each.private()} for each in messages]
+    return {"messages": written, "taken_at": taken_at}
 
 
 def _private(conn: Connection, number: int) -> tuple[int, dict[str, Any]]:

@@ -7,13 +7,13 @@ lookup uses a primary key or an index, so only counting conversations takes long
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import AlreadyExists, NotFound, StaleRevision, TurnRunning
 from pensieve.store.bodies import insert_body, last_within, read_private, wipe_bodies
 from pensieve.store.numbered import insert_numbered
-from pensieve.store.records import PAGE_BYTES_MAX, Conversation, TurnRequest
+from pensieve.store.records import PAGE_BYTES_MAX, Conversation
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -132,9 +132,10 @@ def refuse_running(conversation: Conversation) -> None:
         raise TurnRunning(conversation.conversation_id, str(conversation.running_turn_id))
 
 
-def refuse_stale(conversation: Conversation, request: TurnRequest) -> None:
-    """Raises StaleRevision if the request was made for another revision, or for another conversation."""
-    expected, created_at = request.expected_revision, request.expected_created_at
+def refuse_stale(
+    conversation: Conversation, expected: int | None, created_at: float | None = None
+) -> None:
+    """Raises StaleRevision if another revision was expected, or another conversation of the same id."""
     if expected is not None and (
         expected != conversation.revision or created_at not in (None, conversation.created_at)
     ):
@@ -204,8 +205,13 @@ def conversations_before(
     return [_conversation(row) for row in rows], last != lengths[-1][0]
 
 
-def insert_conversation(conn: Connection, conversation: Conversation) -> int:
-    """Insert a row for a conversation without history; returns its number."""
+def insert_conversation(
+    conn: Connection, conversation: Conversation, pending: Mapping[str, Any] | None = None
+) -> int:
+    """Insert a row for a conversation without history; returns its number.
+
+    `pending` is the JSON of messages that wait for its first turn.
+    """
     private: dict[str, Any] = {
         "conversation_id": conversation.conversation_id,
         "tools": list(conversation.tools),
@@ -216,6 +222,8 @@ def insert_conversation(conn: Connection, conversation: Conversation) -> int:
     is_declared = conversation.began_at is not None
     if is_declared:
         private["began_at"] = conversation.began_at
+    if pending is not None:
+        private["pending"] = dict(pending)
     body = insert_body(conn, conversation.tenant, private)
     # Whose prefix is declared does not say what others under the same name begin with.
     prefix_id = "" if is_declared else conversation.prefix_id

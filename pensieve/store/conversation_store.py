@@ -40,8 +40,8 @@ from pensieve.store.backend import ScrubSteps
 from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS
-from pensieve.store.conversation_changes import ConversationChanges, take_pending
-from pensieve.store.conversation_rows import refuse_running, require_conversation
+from pensieve.store.conversation_changes import ConversationChanges, pending_json, take_pending
+from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.declared_prefixes import DeclaredPrefixes
 from pensieve.store.finishing import append_reply
 from pensieve.store.folder import DataFolder
@@ -106,7 +106,7 @@ class ConversationStore:
         self.prefixes = DeclaredPrefixes(self._grouped, self._running, now)
         self.chains = Chains(self._grouped, self._running)
         self.responses = Responses(self._grouped, self._running, self.erasure)
-        self.changes = ConversationChanges(self._grouped, self._running, self.erasure)
+        self.changes = ConversationChanges(self._grouped, self._running, self.erasure, now)
         self.owners = Owners(self._grouped, self._running, now)
         try:
             if keep_running:
@@ -155,17 +155,21 @@ class ConversationStore:
     def create_conversation(self, new: NewConversation) -> Conversation:
         """Create a conversation at revision 0, whose log is its head: most often a system prompt.
 
+        Its pending messages wait for the first turn.
+
         Raises PrefixTaken if its head differs from that of its prefix_id (shared_head.py).
         """
         check_id("conversation_id", new.conversation_id)
         if new.prefix_id:
             check_id("prefix_id", new.prefix_id)
-        check_text(new.messages)
+        check_text((*new.messages, *new.pending))
         now = self.now() if new.created_at is None else new.created_at
         with self._running.writing() as conn:
             conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
             shared = shared_head(conn, new)
-            number = conversation_rows.insert_conversation(conn, new.at_first(now))
+            number = conversation_rows.insert_conversation(
+                conn, new.at_first(now), pending_json(new.pending)
+            )
             head = shared or message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
             return require_conversation(conn, new.conversation_id, new.tenant)[1]
@@ -229,12 +233,21 @@ class ConversationStore:
             return require_conversation(conn, new_id, tenant)[1]
 
     def rewind_conversation(
-        self, conversation_id: str, to_revision: int, *, tenant: str = ""
+        self,
+        conversation_id: str,
+        to_revision: int,
+        expected_revision: int | None = None,
+        *,
+        tenant: str = "",
     ) -> Rewound:
-        """Cut the messages of later revisions; returns the new revision and the length of the log."""
+        """Cut the messages of later revisions; returns the new revision and the length of the log.
+
+        StaleRevision if the conversation is not at the expected revision; None accepts any.
+        """
         with self._running.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             refuse_running(conversation)
+            refuse_stale(conversation, expected_revision)
             links = message_rows.require_links(conn, number, conversation, to_revision)
             take_pending(conn, number, conversation)
             message_rows.cut_history(conn, number, tenant, to_revision)
@@ -303,7 +316,7 @@ class ConversationStore:
             if stored and TurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
                 return Begun(stored.turn, must_run=False)
             refuse_running(conversation)
-            conversation_rows.refuse_stale(conversation, request)
+            refuse_stale(conversation, request.expected_revision, request.expected_created_at)
             take_pending(conn, number, conversation, request.pending)
             if stored is None:
                 turn = turn_rows.insert_turn(

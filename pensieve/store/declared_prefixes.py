@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from pensieve.errors import AlreadyExists, NotFound, StoreCorrupt
 from pensieve.store import conversation_rows, message_rows
 from pensieve.store.backend import Transactions
+from pensieve.store.conversation_changes import pending_json
 from pensieve.store.records import (
     PAGE_BYTES_MAX,
     Conversation,
@@ -95,6 +96,7 @@ class DeclaredPrefixes:
     def begin(self, new: NewConversation) -> Conversation:
         """Create a conversation under its declared prefix, whose messages, tools and options it takes."""
         check_id("conversation_id", new.conversation_id)
+        check_text(new.pending)
         now = self._now()
         with self._running.writing() as conn:
             source_id = stored_id(new.prefix_id)
@@ -110,6 +112,7 @@ class DeclaredPrefixes:
                     created_at=now,
                     updated_at=now,
                 ),
+                pending_json(new.pending),
             )
             message_rows.append_history(conn, created, message_rows.links(conn, number, 0))
             return conversation_rows.conversation_numbered(conn, created)

@@ -24,7 +24,7 @@ from pensieve.store import (
     turn_rows,
 )
 from pensieve.store.backend import Reads
-from pensieve.store.conversation_changes import Pending, pending_of
+from pensieve.store.conversation_changes import Pending, with_pending
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import (
     PAGE_SIZE_MAX,
@@ -135,10 +135,13 @@ class HistoryReader:
         with self._snapshot() as conn:
             return responses.find(conn, response_id, tenant)
 
-    def pending(self, conversation_id: str, *, tenant: str = "") -> Pending:
-        """The messages that come before those of the conversation's next turn."""
+    def with_pending(
+        self, conversation_id: str, *, tenant: str = ""
+    ) -> tuple[Conversation, Pending]:
+        """One conversation, and the messages that come before those of its next turn."""
         with self._snapshot() as conn:
-            return pending_of(conn, conversation_id, tenant)
+            found, pending = with_pending(conn, conversation_id, tenant)
+            return self._running.as_read(found), pending
 
     def message_page(
         self, conversation_id: str, start: int, size: int, *, include_token_ids: bool, tenant: str

@@ -89,6 +89,7 @@ class NewConversation:
     tenant: str = ""
     began_at: float | None = None
     created_at: float | None = None  # None: now
+    pending: Sequence[NewMessage] = ()  # that its first turn is to bring
 
     def at_first(self, now: float) -> Conversation:
         """The conversation without its messages."""
@@ -143,7 +144,8 @@ class TurnRequest:
     seed: int = 0
     expected_revision: int | None = None
     expected_created_at: float | None = None
-    pending: Sequence[NewMessage] = ()  # what it brings of its conversation's, among its messages
+    # The conversation's pending messages, which the turn brings among its own; None: it brings none.
+    pending: Sequence[NewMessage] | None = None
 
     def content_hash(self) -> str:
         """A digest that is the same for the same messages and sampling."""

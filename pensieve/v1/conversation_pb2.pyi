@@ -1311,17 +1311,23 @@ class RewindConversationRequest(google.protobuf.message.Message):
 
     CONVERSATION_ID_FIELD_NUMBER: builtins.int
     TO_REVISION_FIELD_NUMBER: builtins.int
+    EXPECTED_REVISION_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """Which conversation."""
     to_revision: builtins.int
     """A revision of one of its messages, or 0 for its beginning."""
+    expected_revision: builtins.int
+    """If given, the conversation must be at this revision."""
     def __init__(
         self,
         *,
         conversation_id: builtins.str = ...,
         to_revision: builtins.int = ...,
+        expected_revision: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "to_revision", b"to_revision"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "expected_revision", b"expected_revision"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "conversation_id", b"conversation_id", "expected_revision", b"expected_revision", "to_revision", b"to_revision"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_expected_revision", b"_expected_revision"]) -> typing.Literal["expected_revision"] | None: ...
 
 Global___RewindConversationRequest: typing_extensions.TypeAlias = RewindConversationRequest
 

@@ -68,7 +68,10 @@ def test_forks_rewinds_and_deletions(client: Client) -> None:
     branch = talk.fork(first.revision, metadata={"why": "try"})
     assert [m.text for m in branch.messages()] == [m.text for m in talk.messages()][:3]
     assert branch.get().metadata == {"why": "try"}
-    state = talk.rewind(first.revision)
+    with pytest.raises(errors.StaleRevision) as stale:
+        talk.rewind(first.revision, expected_revision=first.revision)
+    assert (stale.value.expected, stale.value.actual) == (1, 2)
+    state = talk.rewind(first.revision, expected_revision=2)
     assert (state.num_messages, state.metadata) == (3, {"user": "ada", "n": 3})
     talk.delete()
     with pytest.raises(errors.NotFound):

@@ -83,6 +83,7 @@ def request(request_id: str) -> TurnRequest:
     return TurnRequest(request_id, [user(f"say {request_id}", 1, 2)], seed=5)
 
 
+CREATED_AT = 1000.0
 FINISH = (reply("hello", 3, 4), "stop", {"output_tokens": 2})
 
 
@@ -98,7 +99,8 @@ def _prepared(rig: Rig) -> tuple[int, int]:
     """A session with conversation c, which has a turn, and one that runs in d; the id of that."""
     session = rig.session("a")
     for name in ("c", "d"):
-        rig.do(session, "create_conversation", NewConversation(name, "fingerprint 1"))
+        new = NewConversation(name, "fingerprint 1", created_at=CREATED_AT)
+        rig.do(session, "create_conversation", new)
     rig.do(session, "finish_turn", rig.begin(session, "c", "r-1"), *FINISH)
     return session, rig.begin(session, "d", "r-2")
 
@@ -114,6 +116,7 @@ CALLS: dict[str, Any] = {
     "delete_conversation": lambda turn: ("c",),
     "replace_log": lambda turn: ("c", "fingerprint 2", [[7], [8]]),
     "replace_pending": lambda turn: ("c", Pending(), Pending((NewMessage("user", "before"),))),
+    "changes.delete_last": lambda turn: ("c", 1, CREATED_AT, ()),
     "changes.set_metadata": lambda turn: ("c", {"a": 1}),
     "claim": lambda turn: ("c",),
     "take": lambda turn: ("c",),

@@ -7,6 +7,7 @@ the daemon may swallow it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
@@ -47,6 +48,7 @@ class OwnerThreads:
         thing.__class__ = type(kind.__name__, (kind,), methods)
 
     def _called(self, kind: type, name: str, owner: str) -> Callable[..., Any]:
+        @functools.wraps(inspect.getattr_static(kind, name))
         def method(this: Any, *arguments: Any, **named: Any) -> Any:
             self._check(kind, name, owner)
             return getattr(kind, name)(this, *arguments, **named)

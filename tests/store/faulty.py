@@ -98,16 +98,21 @@ def world(store: ConversationStore) -> None:
 
 def history(store: ConversationStore) -> Any:
     """All there is to see, but for times and the states of turns."""
-    return [
-        (
-            c.conversation_id,
-            c.revision,
-            c.fingerprint,
-            list(store.log(c.conversation_id)),
-            [(m.content, m.revision) for m in store.messages(c.conversation_id)],
-        )
-        for c in store.list_conversations().conversations
-    ]
+    reader = store.reader()
+    try:
+        return [
+            (
+                c.conversation_id,
+                c.revision,
+                c.fingerprint,
+                list(store.log(c.conversation_id)),
+                [(m.content, m.revision) for m in store.messages(c.conversation_id)],
+                [m.content for m in reader.with_pending(c.conversation_id)[1].messages],
+            )
+            for c in store.list_conversations().conversations
+        ]
+    finally:
+        reader.close()
 
 
 def begun(store: ConversationStore) -> int:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.errors import StaleRevision, TurnRunning
+from pensieve.errors import InvalidArgument, StaleRevision, TurnRunning
 from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
-from pensieve.store.conversation_changes import Pending
+from pensieve.store.conversation_changes import LastDeleted, Pending
+from pensieve.store.records import NewPrefix
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 from tests.store.test_deletion import reader
@@ -20,7 +21,7 @@ TWO = (NewMessage("user", "one"), NewMessage("tool", "two", tool_call_id="call_1
 def pending(store: ConversationStore, name: str = "tea") -> Pending:
     reader = store.reader()
     try:
-        return reader.pending(name)
+        return reader.with_pending(name)[1]
     finally:
         reader.close()
 
@@ -136,6 +137,111 @@ def test_only_what_is_pending_is_taken_and_with_the_turn_or_not_at_all(
     with pytest.raises(TurnRunning):
         bring(store, "r1", *TWO)
     assert pending(store) == Pending(TWO)
+
+
+def test_a_turn_that_expects_nothing_pending_does_not_overtake_what_is(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    add(store, *TWO)
+    with pytest.raises(StaleRevision, match="have changed meanwhile"):
+        store.begin_turn("tea", TurnRequest("r1", [user("and?", 1)], pending=()))
+    assert pending(store) == Pending(TWO)
+    begin(store, "tea", "r2", "and?", 1)  # it expects nothing of the kind
+
+
+def test_a_conversation_is_created_with_pending_messages(store: ConversationStore) -> None:
+    made = store.create_conversation(NewConversation("tea", "f", pending=TWO))
+    assert made.has_pending
+    assert pending(store) == Pending(TWO)
+    store.finish_turn(bring(store, "r1", *TWO), reply("hello", 2), "stop", {})
+    assert pending(store) == Pending()
+
+
+def test_a_conversation_under_a_prefix_is_created_with_pending_messages(
+    store: ConversationStore,
+) -> None:
+    store.prefixes.declare(NewPrefix("shots", "f", [NewMessage("system", "Be brief.", (1,))]))
+    store.prefixes.begin(NewConversation("tea", "f", prefix_id="shots", pending=TWO))
+    assert pending(store) == Pending(TWO)
+
+
+def delete_last(store: ConversationStore, name: str = "tea") -> LastDeleted:
+    """As somebody who has read the conversation just now."""
+    seen, waiting = store.get_conversation(name), pending(store, name).messages
+    return store.changes.delete_last(name, seen.revision, seen.created_at, waiting)
+
+
+def contents(store: ConversationStore, name: str = "tea") -> list[str]:
+    return [each.content for each in store.messages(name)]
+
+
+def test_messages_are_deleted_from_the_end_one_by_one(store: ConversationStore) -> None:
+    create(store, "tea", user("head", 9))
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    add(store, *TWO)
+    store.finish_turn(bring(store, "r2", *TWO), reply("yes", 3), "stop", {})
+    taken_back = delete_last(store)
+    assert (taken_back.is_rewound, taken_back.is_erasure_due) == (True, False)
+    assert taken_back.conversation == store.get_conversation("tea")
+    assert (taken_back.conversation.revision, taken_back.conversation.num_tokens) == (3, 3)
+    assert contents(store) == ["head", "hi", "hello"]
+    assert pending(store) == Pending((*TWO, NewMessage("user", "and?")))
+    for number in (2, 1, 0):
+        assert not delete_last(store).is_rewound
+        assert len(pending(store).messages) == number
+    assert delete_last(store).is_rewound
+    assert (contents(store), pending(store)) == (["head"], Pending((NewMessage("user", "hi"),)))
+    delete_last(store)
+    with pytest.raises(InvalidArgument):
+        delete_last(store)
+    assert contents(store) == ["head"]
+    assert store.verify() == []
+
+
+def test_the_last_reply_of_a_fork_is_the_forks_to_delete(store: ConversationStore) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    store.fork_conversation("tea", 1, "cup")
+    delete_last(store, "cup")
+    assert (contents(store, "cup"), contents(store)) == ([], ["hi", "hello"])
+    assert pending(store, "cup") == Pending((NewMessage("user", "hi"),))
+    assert store.verify() == []
+
+
+def test_nothing_is_deleted_of_what_has_changed_since_it_was_read(store: ConversationStore) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    seen = store.get_conversation("tea")
+    stale = [
+        (seen.revision - 1, seen.created_at, ()),
+        (seen.revision, seen.created_at - 1, ()),
+        (seen.revision, seen.created_at, TWO),
+    ]
+    for revision, created_at, waiting in stale:
+        with pytest.raises(StaleRevision):
+            store.changes.delete_last("tea", revision, created_at, waiting)
+    add(store, *TWO)
+    for waiting in ((), TWO[:1], TWO[1:]):
+        with pytest.raises(StaleRevision):
+            store.changes.delete_last("tea", seen.revision, seen.created_at, waiting)
+    assert (contents(store), pending(store)) == (["hi", "hello"], Pending(TWO))
+    begin(store, "tea", "r2", "more", 3)
+    with pytest.raises(TurnRunning):
+        store.changes.delete_last("tea", seen.revision, seen.created_at, TWO)
+
+
+@pytest.mark.sqlite  # it looks into SQLite's files
+def test_nothing_of_a_pending_item_that_is_the_last_is_left_on_the_disk(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    add(store, NewMessage("user", "kept"), NewMessage("user", "SECRET"))
+    with reader(store):
+        assert delete_last(store).is_erasure_due
+    store.erasure.finish()
+    assert b"SECRET" not in raw(store)
+    assert b"kept" in raw(store)
 
 
 @pytest.mark.sqlite  # it looks into SQLite's files

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.errors import AlreadyExists, InvalidArgument, NotFound, PrefixTaken, TurnRunning
+from pensieve.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    PrefixTaken,
+    StaleRevision,
+    TurnRunning,
+)
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.store.records import PAGE_BYTES_MAX
 from tests.store.faulty import writer_of
@@ -218,6 +225,16 @@ def test_a_rewind_cuts_the_tail_and_takes_the_next_revision(store: ConversationS
     assert say(store, "tea", "r3", user("again", 33), reply("ok", 60)) == 4
     assert [m.revision for m in store.messages("tea")] == [0, 1, 1, 4, 4]
     assert store.verify() == []
+
+
+def test_a_rewind_may_expect_a_revision(store: ConversationStore) -> None:
+    two_turns(store)
+    with pytest.raises(StaleRevision) as stale:
+        store.rewind_conversation("tea", 0, expected_revision=1)
+    assert (stale.value.expected, stale.value.actual) == (1, 2)
+    assert store.get_conversation("tea").revision == 2
+    store.rewind_conversation("tea", 0, expected_revision=2)
+    assert store.get_conversation("tea").revision == 3
 
 
 def test_what_a_rewind_cut_is_no_longer_a_place_to_go(store: ConversationStore) -> None:

@@ -20,6 +20,12 @@ from tests.store.talk import DRIVERS, begin, reply, say, user
 from tests.store.test_disk_faults import FULL, IO_ERROR
 
 
+def delete_last(store: ConversationStore) -> None:
+    """The last reply of tea, whose question is pending then."""
+    seen = store.get_conversation("tea")
+    store.changes.delete_last("tea", seen.revision, seen.created_at, ())
+
+
 class Act:
     """One public operation on the world; `prepare` runs before the fault is armed."""
 
@@ -41,6 +47,10 @@ ACTS = {
     "create_with_own_head": Act(
         lambda store, _: store.create_conversation(NewConversation("new", "f", [HEAD, HEAD]))
     ),
+    "create_with_pending": Act(
+        lambda store, _: store.create_conversation(NewConversation("new", "f", pending=[HEAD]))
+    ),
+    "delete_last": Act(lambda store, _: delete_last(store)),
     "fork": Act(lambda store, _: store.fork_conversation("tea", 1, "new")),
     "rewind": Act(lambda store, _: store.rewind_conversation("cup", 0)),
     "replace_log": Act(lambda store, _: store.replace_log("cup", "f2", [[9]] * 3)),
@@ -65,6 +75,7 @@ FAULTS = {
 }
 ENDS = (
     "create",
+    "delete_last",
     "fork",
     "delete",
     "begin",

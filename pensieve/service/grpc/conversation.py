@@ -95,7 +95,10 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     ) -> pb.RewindConversationResponse:
         tenant = caller().tenant
         rewound = await self.daemon.writable_by(tenant).rewind(
-            _id(request.conversation_id), request.to_revision, tenant
+            _id(request.conversation_id),
+            request.to_revision,
+            request.expected_revision if request.HasField("expected_revision") else None,
+            tenant=tenant,
         )
         return pb.RewindConversationResponse(conversation=self._conversation(rewound))
 

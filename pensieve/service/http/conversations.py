@@ -6,18 +6,16 @@ DELETE                  nothing of it stays
 
 items: GET, GET one     messages, a reply in its parts (openai/conversation_items), then what is pending
 items: POST             pending, until the next turn brings them (store/conversation_changes)
-items: DELETE           of the last one alone: what is pending goes, and a reply is taken back by a rewind;
-what it
-                        answered is pending then
+items: DELETE           only of the last one: a pending item is erased; a reply is taken back by a rewind,
+                        and the messages that it answers are pending again
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from pensieve.errors import NotFound, TurnRunning
+from pensieve.errors import NotFound, StaleRevision
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc.auth import Caller
@@ -35,12 +33,31 @@ from pensieve.service.openai.response_items import add_items
 from pensieve.service.stored_responses import StoredResponses, appended
 from pensieve.store import records
 from pensieve.store.conversation_changes import Pending
+from pensieve.store.conversation_rows import refuse_running
 from pensieve.text import Message
 
 ITEMS_MAX = 20  # of a request
+ATTEMPTS_MAX = 3  # to delete an item of a conversation that others change, too
 PENDING_MAX = 100  # of a conversation: a turn has few messages
 WINDOW = 16  # messages that are read at once, from the end on
 ONLY_LAST = "only the last item of a conversation can be deleted, where it is a whole message"
+
+
+class Seen(NamedTuple):
+    """A conversation as one read has found it."""
+
+    conversation: records.Conversation
+    pending: tuple[records.NewMessage, ...]
+    first_number: int  # of its messages, as items
+
+    @property
+    def waiting(self) -> list[records.Message]:
+        """The pending messages, as if they were the next of the conversation."""
+        return as_stored(self.pending, self.conversation)
+
+    @property
+    def tag(self) -> str:
+        return tag_of(self.conversation.tenant, self.conversation.conversation_id)
 
 
 class Conversations:
@@ -55,13 +72,11 @@ class Conversations:
         fields = Fields({} if given is None else given)
         metadata, messages = _metadata(fields) or {}, _items(fields)
         fields.end()
-        change = self._appended(messages)
-        change(Pending())  # what cannot be pending makes no conversation
-        settings = ConversationSettings(drawn_id(), metadata=metadata, tenant=by.tenant)
-        created = await self._daemon.writable_by(by.tenant).create(settings)
-        if messages:
-            await self._stored.change_pending(created.conversation_id, change, by.tenant)
-        return _described(created)
+        pending = self._appended(messages)(Pending()).messages
+        settings = ConversationSettings(
+            drawn_id(), metadata=metadata, tenant=by.tenant, pending=pending
+        )
+        return _described(await self._daemon.writable_by(by.tenant).create(settings))
 
     async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         return _described(await self._conversation(exchange, by))
@@ -86,79 +101,60 @@ class Conversations:
     # -- items --
 
     async def list_items(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        conversation = await self._conversation(exchange, by)
+        seen = await self._seen(exchange, by)
         query = query_of(exchange)
         limit, descending = limit_of(query), is_descending(query)
-        first = await self._pasts.first_number(conversation)
-        after = _parsed(query["after"], conversation, first) if query.get("after") else None
+        after = _parsed(query["after"], seen) if query.get("after") else None
         found: list[Mapping[str, Any]] = []
-        async for item in self._items(conversation, first, after, descending):
+        async for item in self._items(seen, after, descending):
             found.append(item)
             if len(found) > limit:
                 break
         return _listed(found[:limit], has_more=len(found) > limit)
 
     async def add_items(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        conversation = await self._conversation(exchange, by)
+        seen = await self._seen(exchange, by)
         fields = Fields(await self._bodies.json(exchange, by))
         if "items" not in fields:
             raise Refusal("items", "is required", "missing_required_parameter")
         messages = _items(fields)
         fields.end()
         after = await self._stored.change_pending(
-            conversation.conversation_id, self._appended(messages), by.tenant
+            seen.conversation.conversation_id, self._appended(messages), by.tenant
         )
-        added = as_stored(after.messages, conversation)[-len(messages) :] if messages else []
-        first = await self._pasts.first_number(conversation)
-        return _listed([item for each in added for item in self._of(each, conversation, first)])
+        waiting = as_stored(after.messages, seen.conversation)
+        added = waiting[len(waiting) - len(messages) :]
+        return _listed([item for each in added for item in self._of(each, seen)])
 
     async def get_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        conversation = await self._conversation(exchange, by)
-        first = await self._pasts.first_number(conversation)
-        return (await self._item(exchange.values["item_id"], conversation, first))[1]
+        seen = await self._seen(exchange, by)
+        return (await self._item(exchange.values["item_id"], seen))[1]
 
     async def delete_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        conversation = await self._conversation(exchange, by)
-        if conversation.running_turn_id is not None:
-            turn_id = str(conversation.running_turn_id)
-            raise TurnRunning(conversation.conversation_id, turn_id)
-        first = await self._pasts.first_number(conversation)
-        message, item = await self._item(exchange.values["item_id"], conversation, first)
-        last = [each async for each in self._items(conversation, first, None, True, messages_max=1)]
-        if len(last) != 1 or last[0]["id"] != item["id"]:
-            raise Refusal("item_id", ONLY_LAST)
-        if message.index >= conversation.num_messages:
-            await self._stored.change_pending(
-                conversation.conversation_id,
-                lambda found: replace(found, messages=found.messages[:-1]),
-                by.tenant,
-            )
-        elif message.finish_reason is not None:
-            await self._take_back(conversation, message)
-        else:
-            raise Refusal("item_id", ONLY_LAST)  # what the conversation began with
-        return _described(
-            await self._daemon.reads.conversation(conversation.conversation_id, by.tenant)
-        )
+        """Delete the item that the id names when the request comes, if it is the last one.
 
-    async def _take_back(self, conversation: records.Conversation, reply: records.Message) -> None:
-        """The last reply; what it answers is pending again."""
-        question: list[records.NewMessage] = []
-        revision, start = 0, max(0, reply.index - records.PAGE_SIZE_MAX)
-        async for each in self._pasts.messages(conversation, start, reply.index):
-            if each.revision == reply.revision:
-                question.append(
-                    records.NewMessage(each.role, each.content, (), each.tool_call_id, each.extra)
-                )
-            else:
-                revision = each.revision
-        conversation_id, tenant = conversation.conversation_id, conversation.tenant
-        await self._daemon.writable_by(tenant).rewind(conversation_id, revision, tenant)
-        await self._stored.change_pending(
-            conversation_id,
-            lambda found: replace(found, messages=(*question, *found.messages)),
-            tenant,
-        )
+        Should the conversation change before the item is deleted, the request looks again.  An item that got
+        the same id meanwhile is another one and stays.
+        """
+        conversations = self._daemon.writable
+        named: records.Message | None = None
+        for attempt in range(ATTEMPTS_MAX):
+            seen = await self._seen(exchange, by)
+            refuse_running(seen.conversation)
+            message, item = await self._item(exchange.values["item_id"], seen)
+            if named is not None and not _is_same(message, named):
+                raise no_item()
+            named = message
+            last = [each async for each in self._items(seen, None, True, messages_max=1)]
+            is_beginning = not (seen.pending or message.finish_reason)
+            if is_beginning or [each["id"] for each in last] != [item["id"]]:
+                raise Refusal("item_id", ONLY_LAST)
+            try:
+                return _described(await conversations.delete_last(seen.conversation, seen.pending))
+            except StaleRevision:
+                if attempt + 1 == ATTEMPTS_MAX:
+                    raise
+        raise AssertionError("unreachable")
 
     # -- inside --
 
@@ -179,21 +175,19 @@ class Conversations:
     async def _conversation(self, exchange: Exchange, by: Caller) -> records.Conversation:
         return await self._pasts.conversation(exchange.values["conversation_id"], by.tenant)
 
-    async def _pending(self, conversation: records.Conversation) -> list[records.Message]:
-        found = await self._daemon.reads.pending(conversation.conversation_id, conversation.tenant)
-        return as_stored(found.messages, conversation)
+    async def _seen(self, exchange: Exchange, by: Caller) -> Seen:
+        conversation, pending = await self._pasts.with_pending(
+            exchange.values["conversation_id"], by.tenant
+        )
+        return Seen(conversation, pending, await self._pasts.first_number(conversation))
 
-    def _of(
-        self, message: records.Message, conversation: records.Conversation, first: int
-    ) -> list[dict[str, Any]]:
-        tag = tag_of(conversation.tenant, conversation.conversation_id)
-        place = Place(tag, first + message.index)
-        return items_of(message, place, self._bodies.pieces_of(conversation.tools))
+    def _of(self, message: records.Message, seen: Seen) -> list[dict[str, Any]]:
+        place = Place(seen.tag, seen.first_number + message.index)
+        return items_of(message, place, self._bodies.pieces_of(seen.conversation.tools))
 
     async def _items(
         self,
-        conversation: records.Conversation,
-        first_number: int,
+        seen: Seen,
         after: tuple[int, int] | None,
         descending: bool,
         messages_max: int = records.PAGE_SIZE_MAX,
@@ -202,8 +196,8 @@ class Conversations:
         walk = self._backward if descending else self._forward
         first = None if after is None else after[0]
         num_messages = 0
-        async for message in walk(conversation, first):
-            items = list(enumerate(self._of(message, conversation, first_number)))
+        async for message in walk(seen, first):
+            items = list(enumerate(self._of(message, seen)))
             for part, item in reversed(items) if descending else items:
                 at = (message.index, part)
                 if after is None or (at < after if descending else at > after):
@@ -212,21 +206,18 @@ class Conversations:
             if num_messages == messages_max:
                 return
 
-    async def _forward(
-        self, conversation: records.Conversation, first: int | None
-    ) -> AsyncIterator[records.Message]:
-        async for each in self._pasts.messages(conversation, first or 0):
+    async def _forward(self, seen: Seen, first: int | None) -> AsyncIterator[records.Message]:
+        async for each in self._pasts.messages(seen.conversation, first or 0):
             yield each
-        for each in await self._pending(conversation):
+        for each in seen.waiting:
             if first is None or each.index >= first:
                 yield each
 
-    async def _backward(
-        self, conversation: records.Conversation, first: int | None
-    ) -> AsyncIterator[records.Message]:
-        for each in reversed(await self._pending(conversation)):
+    async def _backward(self, seen: Seen, first: int | None) -> AsyncIterator[records.Message]:
+        for each in reversed(seen.waiting):
             if first is None or each.index <= first:
                 yield each
+        conversation = seen.conversation
         stop = conversation.num_messages if first is None else first + 1
         stop = min(stop, conversation.num_messages)
         while stop > 0:
@@ -236,28 +227,43 @@ class Conversations:
                 yield each
             stop = start
 
-    async def _item(
-        self, item_id: str, conversation: records.Conversation, first: int
-    ) -> tuple[records.Message, dict[str, Any]]:
-        index, _ = _parsed(item_id, conversation, first)
+    async def _item(self, item_id: str, seen: Seen) -> tuple[records.Message, dict[str, Any]]:
+        index, _ = _parsed(item_id, seen)
+        conversation = seen.conversation
         if index < conversation.num_messages:
-            found = [each async for each in self._pasts.messages(conversation, index, index + 1)]
+            found = [
+                each
+                async for each in self._pasts.messages(conversation, index, index + 1)
+                if each.revision <= conversation.revision  # else it is newer than what was seen
+            ]
         else:
-            found = [each for each in await self._pending(conversation) if each.index == index]
+            found = [each for each in seen.waiting if each.index == index]
         for message in found:
-            for item in self._of(message, conversation, first):
+            for item in self._of(message, seen):
                 if item["id"] == item_id:
                     return message, item
-        raise NotFound("there is no such item in this conversation")
+        raise no_item()
 
 
-def _parsed(item_id: str, conversation: records.Conversation, first: int) -> tuple[int, int]:
+def no_item() -> NotFound:
+    return NotFound("there is no such item in this conversation")
+
+
+def _parsed(item_id: str, seen: Seen) -> tuple[int, int]:
     """The index of the item's message, and which part of it the item is."""
     found = place_of(item_id)
-    tag = tag_of(conversation.tenant, conversation.conversation_id)
-    if found is None or found[0].tag != tag or found[0].number < first:
-        raise NotFound("there is no such item in this conversation")
-    return found[0].number - first, found[1]
+    if found is None or found[0].tag != seen.tag or found[0].number < seen.first_number:
+        raise no_item()
+    return found[0].number - seen.first_number, found[1]
+
+
+def _is_same(one: records.Message, other: records.Message) -> bool:
+    """Whether both are one message, read twice; a pending one has no revision of its own yet."""
+    is_reply = one.finish_reason is not None
+    return (one.role, one.content, one.tool_call_id, one.extra, is_reply and one.revision) == (
+        *(other.role, other.content, other.tool_call_id, other.extra),
+        other.finish_reason is not None and other.revision,
+    )
 
 
 def _length(message: records.NewMessage) -> int:

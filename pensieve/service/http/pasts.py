@@ -69,10 +69,9 @@ class Pasts:
         )
 
     async def of_conversation(
-        self, conversation_id: str, tenant: str, messages: Sequence[Message]
+        self, conversation: records.Conversation, messages: Sequence[Message]
     ) -> Past:
         """Its end, as the ground of these messages."""
-        conversation = await self.conversation(conversation_id, tenant)
         head = await self._head(conversation)
         first, calls = first_number(head is not None), set[str]()
         if any(each.role == "tool" for each in messages):
@@ -90,6 +89,15 @@ class Pasts:
         if not records.ID_PATTERN.fullmatch(conversation_id):
             raise NotFound("there is no such conversation")
         return await self._daemon.reads.conversation(conversation_id, tenant)
+
+    async def with_pending(
+        self, conversation_id: str, tenant: str
+    ) -> tuple[records.Conversation, tuple[records.NewMessage, ...]]:
+        """The same, with the messages that come before those of its next turn."""
+        if not records.ID_PATTERN.fullmatch(conversation_id):
+            raise NotFound("there is no such conversation")
+        found, pending = await self._daemon.reads.with_pending(conversation_id, tenant)
+        return found, pending.messages
 
     async def first_number(self, conversation: records.Conversation) -> int:
         """Of its messages, as items."""

@@ -242,12 +242,12 @@ class ResponsePlaces:
         self, wish: Wish
     ) -> tuple[Past, Wish, tuple[records.NewMessage, ...]]:
         """What the conversation is now, the wish with what is pending there before it, and that."""
-        conversation_id, tenant = wish.request.conversation, wish.tenant
-        conversation = await self._pasts.conversation(conversation_id, tenant)
-        pending = (await self._daemon.reads.pending(conversation_id, tenant)).messages
+        conversation, pending = await self._pasts.with_pending(
+            wish.request.conversation, wish.tenant
+        )
         before = tuple(message_of(each) for each in as_stored(pending, conversation))
         wish = replace(wish, messages=before + wish.messages)
-        past = await self._pasts.of_conversation(conversation_id, tenant, wish.messages)
+        past = await self._pasts.of_conversation(conversation, wish.messages)
         return past, wish, pending
 
     async def _begun_with(
@@ -300,7 +300,7 @@ class ResponsePlaces:
         self,
         wish: Wish,
         where: Where,
-        pending: tuple[records.NewMessage, ...] = (),
+        pending: tuple[records.NewMessage, ...] | None = None,
     ) -> LiveTurn:
         return await self._daemon.begin(
             Ask(

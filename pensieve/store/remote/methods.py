@@ -147,13 +147,14 @@ def _methods() -> dict[str, Method]:
     add("responses.", Responses, Kind.OTHER, "save")
     add("responses.", Responses, Kind.OTHER, "delete", alone=True)
     add("changes.", ConversationChanges, Kind.WRITE, "set_metadata begin_with")
+    add("changes.", ConversationChanges, Kind.WRITE, "delete_last", alone=True)
     add("prefixes.", DeclaredPrefixes, Kind.LOOK, "find num_of to_keep_warm has_turns")
     add("prefixes.", DeclaredPrefixes, Kind.LOOK, "num_shared_tokens")
     add("prefixes.", DeclaredPrefixes, Kind.OTHER, "declare")
     add("prefixes.", DeclaredPrefixes, Kind.CREATE, "begin")
     reads = (
         "get_conversation find_turn num_conversations stored_bytes tenants_of list_conversations"
-        " prefix prefixes all_prefixes num_prefixes response pending message_page"
+        " prefix prefixes all_prefixes num_prefixes response with_pending message_page"
     )
     add("reader.", HistoryReader, Kind.READ, reads)
     for function, kind, alone in (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.errors import NotFound
+from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.records import Begun, Conversation, Rewound, StoredTurn, TurnState
 from pensieve.store.remote.methods import METHODS
@@ -43,6 +44,11 @@ def _rewound(store: ConversationStore, given: Mapping[str, Any]) -> Rewound:
     return Rewound(found.revision, found.num_tokens)
 
 
+def _last_deleted(store: ConversationStore, given: Mapping[str, Any]) -> LastDeleted:
+    found = _conversation("conversation_id")(store, given)
+    return LastDeleted(found, is_rewound=not given["pending"])
+
+
 def _as_before(name: str) -> Callable[[ConversationStore, Mapping[str, Any]], Any]:
     """Of what changes nothing when it is done twice."""
     return lambda store, given: METHODS[name].run_on(store, given)
@@ -60,6 +66,7 @@ RECALLED: Mapping[str, Callable[[ConversationStore, Mapping[str, Any]], Any]] = 
     "replace_log": _conversation("conversation_id"),
     "changes.set_metadata": _conversation("conversation_id"),
     "changes.begin_with": _conversation("conversation_id"),
+    "changes.delete_last": _last_deleted,
     "replace_pending": _as_before("replace_pending"),
     "responses.save": _as_before("responses.save"),
     "responses.delete": lambda store, given: Removed(),

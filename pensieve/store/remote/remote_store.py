@@ -119,14 +119,14 @@ class RemotePrefixes(_Part):
 class RemoteChanges(_Part):
     set_metadata = remote(ConversationChanges.set_metadata)
     begin_with = remote(ConversationChanges.begin_with)
+    delete_last = remote(ConversationChanges.delete_last)
 
     def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], *, tenant: str = ""
     ) -> PendingChange:
         """The change is made here, and taken there unless another one came between."""
         for _ in range(TRIES_MAX):
-            conversation = self._store.get_conversation(conversation_id, tenant=tenant)
-            before = self._store.pending(conversation_id, tenant=tenant)
+            conversation, before = self._store.with_pending(conversation_id, tenant=tenant)
             after = _without_tokens(change(before))
             changed = self._store.replace_pending(conversation_id, before, after, tenant=tenant)
             if changed.after == after:
@@ -239,7 +239,7 @@ class RemoteReader:
     all_prefixes = remote(HistoryReader.all_prefixes)
     num_prefixes = remote(HistoryReader.num_prefixes)
     response = remote(HistoryReader.response)
-    pending = remote(HistoryReader.pending)
+    with_pending = remote(HistoryReader.with_pending)
     message_page = remote(HistoryReader.message_page)
 
     def close(self) -> None:
@@ -297,7 +297,7 @@ class RemoteStore:
     log_end = remote(ConversationStore.log_end)
     messages = remote(ConversationStore.messages)
     verify = remote(ConversationStore.verify)
-    pending = remote(HistoryReader.pending)
+    with_pending = remote(HistoryReader.with_pending)
     replace_pending = remote(methods.replace_pending)
     finish_erasure = remote(methods.finish_erasure)
     claim = remote(methods.claim)
