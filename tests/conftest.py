@@ -7,8 +7,10 @@ import hypothesis
 import pytest
 
 from pensieve.launch.cpu_threads import prepare_threads
+from tests import fork_server
 
 prepare_threads()
+fork_server.install()
 hypothesis.settings.register_profile("pensieve", deadline=None)  # no test is about seconds
 hypothesis.settings.load_profile("pensieve")
 # Whoever starts the tests in the background may have told them to ignore it, and children inherit that.
@@ -22,3 +24,16 @@ def _ctrl_c_as_before() -> Iterator[None]:
     yield
     if signal.getsignal(signal.SIGINT) is not before:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _executed(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("executed") is None:
+        yield
+        return
+    with fork_server.executed():
+        yield
+
+
+def pytest_unconfigure() -> None:
+    fork_server.end()

@@ -87,6 +87,7 @@ def test_a_table_is_not_cut_where_lines_are_short(
         assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.executed
 def test_grpc_writes_no_line_of_its_own_before_ours(tmp_path: Path) -> None:
     from tests.service.rig_daemon import ServeProcess
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.client import Client, Retry
+from tests import fork_server
 from tests.newcomer import free_port
 from tests.service.rig import Reference, write_model
 from tests.service.rig_daemon import ServeProcess, wait_for
@@ -46,13 +47,7 @@ class RankProcess:
 
     def children(self) -> list[int]:
         """What computes; `ip netns exec` becomes the command itself."""
-        found = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return [int(pid) for pid in found.stdout.split()]
+        return fork_server.children_of(self.process.pid)
 
     def lines(self) -> str:
         return self.log.read_text()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ from pensieve.store.remote.remote_store import Store
 from pensieve.text.tool_calls import style_of
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
+from tests import fork_server
 from tests.newcomer import free_port
 from tests.service.owner_threads import OwnerThreads
 
@@ -239,8 +240,15 @@ def details(error: grpc.RpcError) -> dict[str, Any]:
 class ServeProcess:
     """`pensieve serve` as its user starts it."""
 
-    def __init__(self, data: Path, *arguments: str, engine: str = "echo") -> None:
+    def __init__(
+        self,
+        data: Path,
+        *arguments: str,
+        engine: str = "echo",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.data = data
+        self.environment = environment or {}
         self.arguments = arguments
         self.engine = engine
         self.log = data.with_suffix(".log")
@@ -259,7 +267,11 @@ class ServeProcess:
                 ],
                 stderr=log,
                 stdout=log,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(Path(__file__).parents[2]),
+                    **self.environment,
+                },
             )
         wait_for(lambda: ready.exists() or self.process.poll() is not None, seconds)
         assert ready.exists(), self.log.read_text()
@@ -272,13 +284,8 @@ class ServeProcess:
             self.kill()
 
     def engine_pid(self) -> int | None:
-        found = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.split()
-        return int(found[0]) if found else None
+        children = fork_server.children_of(self.process.pid)
+        return children[0] if children else None
 
     def kill(self) -> None:
         self.process.kill()

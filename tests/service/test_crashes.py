@@ -185,6 +185,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
     assert process.stop() == 0
 
 
+@pytest.mark.executed
 def test_after_an_unclean_stop_the_history_is_checked_while_it_is_served(tmp_path: Path) -> None:
     """A page that nothing has read yet is found all the same, and then nothing is written any more."""
     process = ServeProcess(tmp_path / "data")

@@ -23,6 +23,7 @@ from pensieve.engine import pipe
 from pensieve.service import engine_client
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.v1 import conversation_pb2 as pb
+from tests import fork_server
 from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess, said, wait_for
 
 FAULTY = (sys.executable, "-m", "tests.service.faulty_engine")
@@ -221,10 +222,8 @@ def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) 
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     wait_for(lambda: ready.exists() or process.poll() is not None)
-    found = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
-    )
-    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+    (engine,) = fork_server.children_of(process.pid)
+    os.kill(engine, signal.SIGKILL)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     last = told.splitlines()[-1]

@@ -1,0 +1,6 @@
+"""Say that it runs, and wait to be ended."""
+
+import time
+
+print("ready", flush=True)
+time.sleep(600)
