@@ -56,6 +56,31 @@ SERVED: dict[str, Callable[[], Any]] = {
     "olmo2": _config("Olmo2Config"),
 }
 
+# Their queries grow with the position, from 64 on.
+FAR_SCALED: dict[str, Callable[[], Any]] = {
+    "ministral3": _config(
+        "Ministral3Config",
+        head_dim=8,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "llama4": _config(
+        "Llama4TextConfig",
+        head_dim=8,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        attention_chunk_size=CONTEXT_MAX,
+        no_rope_layers=[0, 0],
+        floor_scale=64,
+        attn_scale=4.0,
+    ),
+}
+
 # With layers for more than two pipeline stages.
 DEEP: dict[str, Callable[[], Any]] = {
     "deep": _config("Qwen3Config", head_dim=16, num_hidden_layers=5),

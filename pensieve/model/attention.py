@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels import multi_token_attention, write_kv
@@ -145,6 +145,27 @@ class WholeModel(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Past(DynamicCache):  # type: ignore[misc]  # transformers has no types
+    """A cache that only says how many tokens came before; keys and values are those of the new tokens."""
+
+    def __init__(self, num_tokens: int | torch.Tensor) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self._num_tokens
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+
 class FlatModel:
     """A transformers model called on one flat batch."""
 
@@ -154,6 +175,7 @@ class FlatModel:
         self.alone = True  # no other rank has a part of it
         self.num_layers: int | None = None  # where it has only some of the module's
         self.first_layer = 0  # of those, in the whole model
+        self.counts_from_cache = False  # its layers take positions from the cache (Llama 4 does)
         self.form = ""  # in which the layers run, as a sentence for people; the loader says it
         # All families of transformers 5 know this argument; another model computes every row's logits.
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
@@ -168,11 +190,16 @@ class FlatModel:
         """Logits of the given rows; only they are multiplied with the output matrix."""
         if self.whole is not None:
             return self.whole.logits(input_ids, positions, rows, forward_pass)
+        past = {}
+        if self.counts_from_cache:  # a layer adds a row's number to what came before: its position
+            numbers = torch.arange(len(positions), device=positions.device)
+            past = {"past_key_values": Past(positions - numbers)}
         output = self.module(
             input_ids=input_ids[None],
             position_ids=positions[None],
             use_cache=False,
             pensieve_pass=forward_pass,
+            **past,
             **({"logits_to_keep": rows} if self._keeps_rows else {}),
         )
         logits: torch.Tensor = output.logits[0]

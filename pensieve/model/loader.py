@@ -1,8 +1,9 @@
 """Loads a model from a folder or a hub id, and has it probed.
 
 `load` runs no code that a repository ships, reads safetensors only, and refuses a checkpoint that lacks
-weights (transformers would fill them with random numbers).  Then `probe` measures the model and
-refuses it, with the reason, if it cannot be served exactly.  Each error is one line.
+weights (transformers would fill them with random numbers) or has weights that the model would leave out, an
+adapter, or a quantization that transformers does not know (it would drop the scales).  Then `probe` measures
+the model and refuses it, with the reason, if it cannot be served exactly.  Each error is one line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from pensieve.errors import DeviceError, ModelError, UnsupportedModel, one_line
@@ -27,11 +29,24 @@ from pensieve.kernels.kv_format import FP8
 from pensieve.model.attention import FlatModel
 from pensieve.model.fuse import in_torch
 from pensieve.model.fuse.record import decoder_layers
-from pensieve.model.layer_range import Part, cut, number_from_zero
+from pensieve.model.layer_range import (
+    BlankTable,
+    LayerElsewhere,
+    NoProduct,
+    Part,
+    cut,
+    number_from_zero,
+)
 from pensieve.model.parallel.ranks import ParallelModel, Rank
 from pensieve.model.parallel.stages import StageModel
 from pensieve.model.probe import FusionFailed, probe, with_scales_of_all
 from pensieve.model.shape import ModelShape
+
+# Weights that a language model may leave out: heads that predict several tokens ahead, towers of other
+# inputs, and scales for keeping KV in fp8.
+LEFT_OUT = re.compile(
+    r"(^|[._])(mtp|nextn|vision|visual|image|audio|speech|multi_modal)([._]|$)|\.[kv]_scale$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +150,12 @@ def _read_config(name: str) -> Any:
     if looks_like_path and not path.is_dir():
         problem = "it is not a folder" if path.exists() else "no such folder"
         raise ModelError(f"cannot load {name}: {problem}")
+    if (path / "adapter_config.json").is_file():
+        raise UnsupportedModel(
+            f"cannot serve {name}: its adapter (adapter_config.json) would be left out; merge it into the "
+            "weights first (peft's merge_and_unload, then save_pretrained), or remove that file to serve "
+            "the base model"
+        )
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"cannot load {name}: the folder has no config.json")
     try:
@@ -150,7 +171,25 @@ def _read_config(name: str) -> Any:
             f"cannot serve {name}: transformers has no causal language model of type "
             f"{config.model_type}"
         )
+    method = _quantization(path, config)
+    if method is not None and not AutoHfQuantizer.supports_quant_method({"quant_method": method}):
+        raise UnsupportedModel(
+            f"cannot serve {name}: its weights are quantized by {method}, which transformers does not know; "
+            "an unquantized checkpoint or a GGUF file of the model may be served"
+        )
     return config
+
+
+def _quantization(folder: Path, config: Any) -> str | None:
+    """The method by which the weights are quantized; None: by none, or the config does not name it."""
+    for each in (config, config.get_text_config()):
+        named = getattr(each, "quantization_config", None)
+        if named is not None:
+            method = named.get("quant_method") if isinstance(named, dict) else named.quant_method
+            is_bits = method is None or str(method).endswith("bitsandbytes")  # which has two
+            return None if is_bits else str(getattr(method, "value", method))
+    # ModelOpt's older checkpoints say it in a file of their own.
+    return "modelopt" if (folder / "hf_quant_config.json").is_file() else None
 
 
 def check_divisible(path_or_id: str | os.PathLike[str], num_ranks: int) -> None:
@@ -274,15 +313,45 @@ def _read_weights(
         except Exception as error:
             reason = _reported("\n".join(logged)) or one_line(error)
             raise ModelError(f"cannot load the weights of {name}: {reason}") from error
-    for kind, problem in (
-        ("missing_keys", "lack"),
-        ("mismatched_keys", "have the wrong shape for"),
+    left_out = [key for key in loading["unexpected_keys"] if _would_count(module, key)]
+    for keys, problem in (
+        (left_out, "hold what the model would leave out:"),
+        (loading["missing_keys"], "lack"),
+        (loading["mismatched_keys"], "have the wrong shape for"),
     ):
-        keys = sorted(_named(key) for key in loading[kind])
         if keys:
+            first = min(map(_named, keys))
             others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise ModelError(f"the weights of {name} {problem} {keys[0]}{others}")
+            method = _quantization(Path(name), config)
+            quantized = f" (they are quantized by {method})" if method else ""
+            raise ModelError(f"the weights of {name} {problem} {first}{others}{quantized}")
     return module.eval().requires_grad_(False)
+
+
+def _would_count(module: Any, key: str) -> bool:
+    """Whether a weight without a place in the model belongs to a part that the model has.
+
+    So does a scale or a bias beside a loaded weight, or one more norm in a layer.  What stands beside the
+    layers, or is a layer behind the last one, is another part.
+    """
+    if LEFT_OUT.search(key):
+        return False
+    prefix = f"{module.base_model_prefix}."
+    for path in (key, prefix + key):
+        parent = module
+        for name in path.split("."):
+            child = getattr(parent, name, None)
+            if isinstance(child, torch.Tensor):  # old checkpoints hold buffers: masks, frequencies
+                return isinstance(child, torch.nn.Parameter)
+            if not isinstance(child, torch.nn.Module):
+                break
+            parent = child
+        if isinstance(parent, LayerElsewhere | BlankTable | NoProduct):
+            return False
+        base = getattr(module, module.base_model_prefix, module)
+        if parent not in (module, base) and not isinstance(parent, torch.nn.ModuleList):
+            return True
+    return False
 
 
 def _reported(log: str) -> str:

@@ -13,9 +13,12 @@ Nothing here knows the name of a model.  A model is served if
    of the model's own attention, each prompt by itself;
 5. its logits are finite;
 6. nothing of a slice changes when its neighbor in the batch is at a far position (rotary types
-   that depend on length read the largest position of the whole batch).
+   that depend on length read the largest position of the whole batch);
+7. at far positions, up to the last of the context, what reaches the attention is what the model itself
+   computes there behind a cache (some scale their queries beyond a length, and count from the cache).
 
-1 to 3 are found by `observe`, 4 to 6 here.  Where KV is kept in less than the model's own type, 4 is checked
+1 to 3 are found by `observe`, 4 to 7 here.  Layers are replaced only if they agree at far positions, too
+(`model.fuse`).  Where KV is kept in less than the model's own type, 4 is checked
 once more with it: the difference has to be one of rounding.  For fp8 its scales are chosen before, from the
 prompts' keys and values.  The probe fails with UnsupportedModel, whose message is the reason.
 """
@@ -36,7 +39,7 @@ from pensieve.kernels import PAGE_SLOTS
 from pensieve.kernels.kv_format import FP8, exponents_for
 from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model import attention
-from pensieve.model.attention import FlatModel, PagedPass
+from pensieve.model.attention import FlatModel, PagedPass, Past
 from pensieve.model.batch import Batch
 from pensieve.model.fuse import Fused, fuse
 from pensieve.model.kv.memory import KVMemory
@@ -51,6 +54,8 @@ LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2
 NOT_FUSED = Fused(0, 0, "")
 _CHUNK_TOKENS = 8
 _PROMPT_TOKENS = (45, 12)  # the first is longer than a page
+_NEAR, _FAR = 33, 12  # rows by which layers are compared with their replacement
+_FAR_BLOCK = 4  # rows at each far position that is checked
 
 
 class FusionFailed(Exception):
@@ -88,7 +93,8 @@ def probe(
             _set_implementation(module, attention.PROBING)
             shape = observe(flat, prompts[0], context_max)
             _set_implementation(module, attention.SERVING)
-            fused = _fused(flat, prompts[0], int8) if fuse_layers else NOT_FUSED
+            _check_far_positions(flat, prompts[0], context_max)
+            fused = _fused(flat, prompts[0], context_max, int8) if fuse_layers else NOT_FUSED
             num_replaced = fused.num_layers + fused.num_products
             if fused.has_experts and shape.dtype != torch.float32:
                 tolerance = LOW_PRECISION_MAX
@@ -133,13 +139,21 @@ def with_scales_of_all(flat: FlatModel, shape: ModelShape) -> ModelShape:
     return replace(shape, kv_exponents=_kv_exponents(flat, plain, prompts))
 
 
-def _fused(flat: FlatModel, prompt: list[int], int8: bool) -> Fused:
+def _fused(flat: FlatModel, prompt: list[int], context_max: int, int8: bool) -> Fused:
+    positions = _near_and_far(context_max)
     try:
-        fused = fuse(flat, prompt, int8=int8)
+        fused = fuse(flat, prompt[: len(positions)], positions, int8=int8)
     except Exception as error:
         raise FusionFailed(one_line(error)) from error
     flat.form = fused.form
     return fused
+
+
+def _near_and_far(context_max: int) -> list[int]:
+    """The first positions of the context, then ever sparser ones up to the last."""
+    last = context_max - 1
+    far = (round(_NEAR * (last / _NEAR) ** (step / _FAR)) for step in range(1, _FAR + 1))
+    return sorted({*range(min(_NEAR, context_max)), *(min(each, last) for each in far)})
 
 
 def _context_max(module: Any) -> int:
@@ -279,6 +293,49 @@ class _Recorder:
 
     def arrive(self, layer: int) -> None:
         """Nothing moves."""
+
+
+def _check_far_positions(flat: FlatModel, prompt: list[int], context_max: int) -> None:
+    """Compare a few rows at far positions with what the model computes there behind a cache.
+
+    The cache only says how long it is.  Attention is left out, so nobody misses the keys before; and what
+    reaches the attention is all that may differ.
+    """
+    num_rows = min(_FAR_BLOCK, context_max)
+    device = flat.module.device
+    ids = torch.tensor(prompt[:num_rows], device=device)
+    rows = torch.arange(num_rows, device=device)
+    for first in sorted({context_max // 4, context_max // 2, context_max - num_rows}):
+        first = min(first, context_max - num_rows)
+        right = _Recorder(num_rows)
+        flat.module(
+            input_ids=ids[None],
+            past_key_values=Past(first),
+            use_cache=True,
+            pensieve_pass=right,
+        )
+
+        def differing(first: int = first, right: _Recorder = right) -> int | None:
+            got = _Recorder(num_rows)
+            flat.logits(ids, first + rows, rows[:0], got)
+            pairs = zip(got.arrived, right.arrived, strict=True)
+            wrong = [at for at, pair in enumerate(pairs) if not _near(*pair)]
+            return wrong[0] // 3 if wrong else None
+
+        if differing() is None:
+            continue
+        flat.counts_from_cache = True
+        if (layer := differing()) is not None:
+            raise UnsupportedModel(
+                f"at position {first} its layer {layer} computes something else in a batch than behind "
+                "a cache"
+            )
+
+
+def _near(got: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether they are the same but for the last bits."""
+    worst = (got - right).abs().max()
+    return bool(worst <= 8 * torch.finfo(right.dtype).eps * right.abs().max())
 
 
 def _check_far_neighbor(

@@ -18,7 +18,7 @@ from tests.model.world import (
     plain_model,
     play_at_random,
 )
-from tests.models import SERVED
+from tests.models import FAR_SCALED, SERVED, save_tiny
 
 FolderOf = Callable[[str], Path]
 Loaded = Callable[[str], LoadedModel]
@@ -101,6 +101,22 @@ def test_random_iterations_keep_every_token(
     model = plain_model(folder_of(family))
     for turn in turns:
         assert turn.num_output_tokens > 10
+        assert largest_gap(model, turn) <= GAP_MAX
+
+
+@pytest.mark.parametrize("family", FAR_SCALED)
+def test_a_scale_of_far_positions_is_the_models_own(family: str, tmp_path: Path) -> None:
+    """It begins behind the prompts of the probe, and a row's number in the batch is not its position."""
+    folder = save_tiny(FAR_SCALED[family](), tmp_path)
+    world = World(load(folder))
+    first, second = world.turn(90), world.turn(70)
+    world.step((first, 0, 50, False), (second, 0, 30, False))
+    world.step((second, 30, 70, True), (first, 50, 90, True))
+    for _ in range(8):
+        world.decode(first, second)
+    world.executor.close()
+    model = plain_model(folder)
+    for turn in (first, second):
         assert largest_gap(model, turn) <= GAP_MAX
 
 

@@ -281,6 +281,89 @@ def test_a_weight_of_the_wrong_shape(copied: Path) -> None:
     assert "\n" not in str(failure.value)
 
 
+def add_weights(folder: Path, *names: str) -> None:
+    path = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights |= {name: torch.ones(1) for name in names}
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+
+
+def quantized(folder: Path, method: dict[str, object]) -> None:
+    """Say so in the config."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": method}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.up_proj.weight_scale",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "lm_head.bias",
+        "model.norm.weight_scale_inv",
+    ],
+)
+def test_a_weight_that_the_model_would_leave_out_is_refused(copied: Path, name: str) -> None:
+    add_weights(copied, name)
+    with pytest.raises(ModelError) as refusal:
+        load(copied)
+    assert str(refusal.value).endswith(f"hold what the model would leave out: {name}")
+
+
+def test_other_parts_of_a_checkpoint_may_be_left_out(copied: Path) -> None:
+    add_weights(
+        copied,
+        "model.layers.2.self_attn.q_norm.weight",  # predicts one token more: there are two layers
+        "mtp.fc.weight",
+        "model.visual.blocks.0.norm.weight",
+        "vision_tower.norm.weight",
+        "model.layers.0.self_attn.k_scale",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    )
+    assert load(copied).shape.num_layers == 2
+
+
+def test_a_quantization_that_transformers_does_not_know_is_refused(copied: Path) -> None:
+    """It would load the weights without their scales."""
+    reason = "its weights are quantized by modelopt, which transformers does not know"
+    quantized(copied, {"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(UnsupportedModel, match=reason):
+        load(copied)
+    quantized(copied, None)  # type: ignore[arg-type]
+    assert load(copied).shape.num_layers == 2
+    (copied / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(UnsupportedModel, match=reason):
+        load(copied)
+
+
+def test_scales_that_a_known_quantization_leaves_out_are_refused(copied: Path) -> None:
+    """AutoFP8 calls its scales weight_scale, and says fp8 as DeepSeek does."""
+    path = copied / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    for name in [each for each in weights if each.endswith("_proj.weight")]:
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+        weights[name + "_scale"] = torch.ones(())
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    quantized(copied, {"quant_method": "fp8", "activation_scheme": "static"})
+    with pytest.raises(
+        ModelError, match=r"weight_scale and \d+ more \(they are quantized by fp8\)$"
+    ):
+        load(copied)
+
+
+def test_an_adapter_beside_the_model_is_refused(copied: Path) -> None:
+    """Transformers applies it if peft is installed, and else says nothing."""
+    (copied / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for is_adapter_alone in (False, True):
+        if is_adapter_alone:
+            (copied / "config.json").unlink()
+        with pytest.raises(
+            UnsupportedModel, match="its adapter .* merge it into the weights first"
+        ):
+            load(copied)
+
+
 def test_pickled_weights_are_not_read(copied: Path) -> None:
     (copied / "model.safetensors").unlink()
     torch.save({}, copied / "pytorch_model.bin")

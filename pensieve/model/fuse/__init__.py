@@ -1,7 +1,8 @@
 """Replaces a model's layers and products by faster ones that compute the same.
 
 What a model does is measured, not concluded from its name.  One forward over a prompt is recorded
-(`record`).  A replacement is used only if it gives what the module itself gave.
+(`record`), whose rows lie near and far in the context.  A replacement is used only if it gives what the
+module itself gave.
 
 **A decoder layer** is replaced as a whole (`layers`) if its recorded calls have this form, in this order
 (`match`):
@@ -56,10 +57,18 @@ class Fused(NamedTuple):
     has_experts: bool = False  # in layers that were replaced
 
 
-def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> Fused:
+def fuse(
+    flat: FlatModel,
+    prompt: Sequence[int],
+    positions: Sequence[int] | None = None,
+    *,
+    int8: bool = False,
+) -> Fused:
     """Replace what can be replaced.
 
-    With `int8` the weights inside of layers are rounded, once a layer has proved to have the pattern.
+    The prompt's tokens lie at these ascending positions, without them at 0 … n-1.  A layer that treats far
+    positions in another way (some scale their queries there) stays as it is only if there are far ones.  With
+    `int8` the weights inside of layers are rounded, once a layer has proved to have the pattern.
     """
     module = flat.module
     first = next(module.parameters())
@@ -68,7 +77,8 @@ def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> Fused
         return Fused(0, 0, in_torch(kernels.lack(first.dtype)))
     layers = decoder_layers(module)
     num_layers = len(layers)
-    record = record_forward(flat, prompt, [layer for _, _, layer in layers])
+    positions = range(len(prompt)) if positions is None else positions
+    record = record_forward(flat, prompt, positions, [layer for _, _, layer in layers])
     surroundings = match_surroundings(flat, record, kernels) if flat.num_layers is None else None
     records = record.layers
     num_products = pack_products(module, product_calls(record.outside, kernels), kernels)

@@ -46,6 +46,7 @@ class _Parts:
     attention_out: list[ModuleCall] = field(default_factory=list)
     mlp_in: list[ModuleCall] = field(default_factory=list)
     mlp_out: list[ModuleCall] = field(default_factory=list)
+    normed_queries: torch.Tensor | None = None
     activation: ModuleCall | None = None
     router: Router | None = None
     experts: ModuleCall | None = None
@@ -58,9 +59,12 @@ def match_layer(
     layer_index: int,
     kernels: LayerKernels,
     *,
-    rotates: bool = True,
+    has_rotation: bool = True,
 ) -> tuple[AttentionCall, LayerWeights]:
-    """The layer's attention and its weights; NoMatch if its calls have another form."""
+    """The layer's attention and its weights; NoMatch if its calls have another form.
+
+    A layer that is given a rotation may leave its queries and keys as they are.
+    """
     attentions = [index for index, call in enumerate(calls) if isinstance(call, AttentionCall)]
     if len(attentions) != 1:
         raise NoMatch(f"it attends {len(attentions)} times")
@@ -75,15 +79,18 @@ def match_layer(
     mlp = _mlp_of(parts)
     if not _attention_fits(parts, attention) or not _mlp_fits(parts):
         raise NoMatch("its sizes are not those of the form")
+    factor = _query_factor(parts, attention)
+    if factor is None and not has_rotation:
+        raise NoMatch("its queries are not the product's")
     weights = LayerWeights(
         layer_index=layer_index,
         heads=attention.heads,
-        scaling=attention.scaling * (1.0 if rotates else _query_factor(parts, attention)),
+        scaling=attention.scaling * (1.0 if factor is None else factor),
         attention_in=_attention_in(parts, attention),
         attention_out=product_weights(parts.attention_out),
         mlp=mlp,
         norms=parts.norms,
-        rotates=rotates,
+        rotates=factor is None,
         parallel=parts.is_parallel,
     )
     if reason := kernels.lacks_form(weights):
@@ -118,16 +125,16 @@ def _is_gated(parts: _Parts) -> bool:
     )
 
 
-def _query_factor(parts: _Parts, attention: AttentionCall) -> float:
-    """What the layer multiplies its queries by: some do that, and not the scores."""
-    if "query_norm" in parts.norms:
-        return 1.0
-    rows = torch.cat([call.answer.flatten(0, -2) for call in parts.attention_in], dim=-1)
+def _query_factor(parts: _Parts, attention: AttentionCall) -> float | None:
+    """What the layer multiplies its queries by: some do that, and not the scores.
+
+    None where the queries are not a multiple of what the products or their norm answered: they are rotated.
+    """
     query = attention.query.flatten(1)
-    factor = factor_between(rows[:, : query.shape[1]], query)
-    if factor is None:
-        raise NoMatch("its queries are not the product's")
-    return factor
+    if parts.normed_queries is not None:
+        return factor_between(parts.normed_queries.reshape(query.shape), query)
+    rows = torch.cat([call.answer.flatten(0, -2) for call in parts.attention_in], dim=-1)
+    return factor_between(rows[:, : query.shape[1]], query)
 
 
 def _attention_in(parts: _Parts, attention: AttentionCall) -> ProductWeights:
@@ -164,7 +171,7 @@ def _match_before_attention(
         if call.given is given and not parts.attention_in:
             parts.norms["attention_before"], normed = norm, call.answer
         elif "query_norm" not in parts.norms:
-            parts.norms["query_norm"] = norm
+            parts.norms["query_norm"], parts.normed_queries = norm, call.answer
         elif "key_norm" not in parts.norms:
             parts.norms["key_norm"] = norm
         else:

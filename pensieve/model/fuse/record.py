@@ -6,7 +6,8 @@ another answered.  These tensors stay alive as long as the record does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class LayerRecord:
     """One call of a decoder layer, and the calls inside."""
 
     given: torch.Tensor | None = None
+    others: tuple[Any, ...] = ()  # positional arguments behind it
     arguments: dict[str, Any] = field(default_factory=dict)
     answer: Any = None
     calls: list[Call] = field(default_factory=list)
@@ -53,6 +55,7 @@ class LayerRecord:
 
 class ForwardRecord(NamedTuple):
     prompt: Sequence[int]
+    positions: Sequence[int]
     layers: list[LayerRecord]
     outside: list[ModuleCall]  # the calls that were in no layer
     logits: torch.Tensor
@@ -67,7 +70,7 @@ class Child(NamedTuple):
 
 
 class CausalPass:
-    """A forward pass over one prompt from its beginning: plain causal attention, without pages."""
+    """A forward pass over one prompt: plain causal attention among its rows, without pages."""
 
     paged_rows: PagedRows | None = None
     pages_ready = False
@@ -125,17 +128,20 @@ def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
     return found[-1] if found else None
 
 
-def record_forward(
-    flat: FlatModel, prompt: Sequence[int], layers: Sequence[torch.nn.Module]
-) -> ForwardRecord:
-    records = [LayerRecord() for _ in layers]
-    outside: list[ModuleCall] = []
+@contextmanager
+def _recording(
+    module: torch.nn.Module,
+    layers: Sequence[torch.nn.Module],
+    records: Sequence[LayerRecord],
+    outside: list[ModuleCall],
+) -> Iterator[Callable[[AttentionCall], None]]:
+    """Calls go to their layer's record, or are outside; the function is to be told of attention."""
     inside: list[LayerRecord] = []  # the layer that is running, if any
 
     def enter(record: LayerRecord) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             record.given = args[0] if args else kwargs.get("hidden_states")
-            record.arguments = kwargs
+            record.others, record.arguments = args[1:], kwargs
             inside.append(record)
 
         return hook
@@ -162,26 +168,74 @@ def record_forward(
     for layer, record in zip(layers, records, strict=True):
         handles.append(layer.register_forward_pre_hook(enter(record), with_kwargs=True))
         handles.append(layer.register_forward_hook(leave))
-    for each in flat.module.modules():
+    for each in module.modules():
         if not list(each.children()) or list(each.parameters(recurse=False)):
             handles.append(each.register_forward_hook(leaf, with_kwargs=True))
     try:
-        logits = causal_logits(flat, prompt, attended)
+        yield attended
     finally:
         for handle in handles:
             handle.remove()
-    return ForwardRecord(prompt, records, outside, logits)
+
+
+def record_forward(
+    flat: FlatModel,
+    prompt: Sequence[int],
+    positions: Sequence[int],
+    layers: Sequence[torch.nn.Module],
+) -> ForwardRecord:
+    records = [LayerRecord() for _ in layers]
+    outside: list[ModuleCall] = []
+    with _recording(flat.module, layers, records, outside) as attended:
+        logits = causal_logits(flat, prompt, positions, attended)
+    return ForwardRecord(prompt, positions, records, outside, logits)
 
 
 def causal_logits(
     flat: FlatModel,
     prompt: Sequence[int],
+    positions: Sequence[int],
     report: Callable[[AttentionCall], None] = lambda call: None,
 ) -> torch.Tensor:
-    """Logits of every position of one prompt."""
-    ids = torch.tensor(prompt, device=flat.module.device)
-    positions = torch.arange(len(ids), device=ids.device)
-    return flat.logits(ids, positions, positions, CausalPass(report))
+    """Logits of every row of one prompt."""
+    device = flat.module.device
+    ids, at = (torch.tensor(each, device=device) for each in (prompt, positions))
+    return flat.logits(ids, at, torch.arange(len(ids), device=device), CausalPass(report))
+
+
+def record_again(layer: torch.nn.Module, record: LayerRecord) -> LayerRecord:
+    """Call a layer inside of `in_float32` with its recorded arguments, and record that."""
+    again = LayerRecord()
+    args = () if "hidden_states" in record.arguments else (record.given, *record.others)
+    named = {name: _widened(each) for name, each in record.arguments.items()}
+    with torch.inference_mode(), _recording(layer, [layer], [again], []) as attended:
+        layer(*map(_widened, args), **{**named, "pensieve_pass": CausalPass(attended)})
+    return again
+
+
+@contextmanager
+def in_float32(module: torch.nn.Module) -> Iterator[None]:
+    """Weights and buffers are float32 meanwhile, and afterwards the same memory as before."""
+    narrow = [
+        (each, each.data)
+        for each in (*module.parameters(), *module.buffers())
+        if each.is_floating_point() and each.dtype != torch.float32
+    ]
+    try:
+        for each, data in narrow:
+            each.data = data.float()
+        yield
+    finally:
+        for each, data in narrow:
+            each.data = data
+
+
+def _widened(value: Any) -> Any:
+    """Tensors of floating point in float32, also those in a tuple; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_widened(each) for each in value)
+    is_narrow = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.float() if is_narrow else value
 
 
 def is_product(call: Call, kernels: LayerKernels) -> bool:

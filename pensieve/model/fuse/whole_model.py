@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels.layer.protocol import LayerKernels, NormWeights
+from pensieve.kernels.layer.protocol import LayerChain, LayerKernels, NormWeights
 from pensieve.model.attention import FlatModel, ForwardPass
 from pensieve.model.fuse.layers import FusedLayer, is_rotation
 from pensieve.model.fuse.match import factor_between, match_norm
@@ -59,7 +59,9 @@ class FusedModel:
         for layer, then in pairwise(layers):
             layer.dense.followed_by(then.dense)
         layers[-1].dense.followed_by(self._head)
-        self._chain = kernels.chain([layer.dense for layer in layers])
+        self._chain: LayerChain | None = None
+        if len({layer.rotates for layer in layers}) == 1:  # a chain has one rotation for all
+            self._chain = kernels.chain([layer.dense for layer in layers])
 
     def logits(
         self,
@@ -96,7 +98,7 @@ class FusedModel:
         paged_rows = forward_pass.paged_rows
         chain = self._chain if forward_pass.pages_ready else None
         if chain is not None and paged_rows is not None and chain.takes(paged_rows):
-            paged_rows.rotate_by(rotation)
+            paged_rows.rotate_by(rotation if self._layers[0].rotates else None)
             return chain.forward(hidden, paged_rows, rows)
         for layer in self._layers[:-1]:
             hidden = layer.run(hidden, rotation, forward_pass)
@@ -123,7 +125,7 @@ def match_surroundings(
     if not len(norms) == len(heads) == 1 or len(rotations) != (rotation is not None):
         return None
     chained = all(after.given is _hidden(layer.answer) for layer, after in pairwise(layers))
-    embeddings = _match_embeddings(tables, first, record.prompt)
+    embeddings = _match_embeddings(tables, first, record)
     head = heads[0]
     norm = match_norm(norms[0])
     head_factor = factor_between(head.answer[0], record.logits)
@@ -139,7 +141,7 @@ def match_surroundings(
         return None
     rotate = _with_other_positions(rotations[0]) if rotations else None
     if rotate is not None and rotation is not None:
-        again = rotate(first, torch.arange(len(record.prompt), device=first.device)[None])
+        again = rotate(first, torch.tensor([list(record.positions)], device=first.device))
         if not all(map(torch.equal, again, rotation)):
             return None
     table, table_factor, positions = embeddings
@@ -156,10 +158,10 @@ def match_surroundings(
 
 
 def _match_embeddings(
-    calls: Sequence[ModuleCall], first: torch.Tensor, prompt: Sequence[int]
+    calls: Sequence[ModuleCall], first: torch.Tensor, record: ForwardRecord
 ) -> tuple[torch.nn.Embedding, float, torch.Tensor | None] | None:
     """The table of embeddings, what it is multiplied by, and a row for each position that is added."""
-    if not calls or calls[0].given.flatten().tolist() != list(prompt):
+    if not calls or calls[0].given.flatten().tolist() != list(record.prompt):
         return None
     table: Any = calls[0].module
     factor = factor_between(calls[0].answer, first)
@@ -169,8 +171,12 @@ def _match_embeddings(
         return None
     rows: torch.Tensor = calls[1].module.weight  # type: ignore[assignment]
     answer = calls[1].answer.view(-1, rows.shape[1])
-    for begin in (rows == answer[0]).all(1).nonzero().flatten().tolist():
-        if torch.equal(rows[begin : begin + len(answer)], answer):  # OPT's begin at row 2
+    positions = torch.tensor(list(record.positions), device=rows.device)
+    for row in (rows == answer[0]).all(1).nonzero().flatten().tolist():
+        begin = row - record.positions[0]  # OPT's begin at row 2
+        if begin < 0 or begin + int(positions.max()) >= len(rows):
+            continue
+        if torch.equal(rows[begin + positions], answer):
             return table, 1.0, rows[begin:]
     return None
 
@@ -201,6 +207,6 @@ def _with_larger_logits(
     """The model's logits with an output product that is so many times larger."""
     hook = head.register_forward_hook(lambda module, args, answer: answer * times)
     try:
-        return causal_logits(flat, record.prompt)
+        return causal_logits(flat, record.prompt, record.positions)
     finally:
         hook.remove()

@@ -104,6 +104,9 @@ IN_COMPILED_LAYERS = {
     "LayerNorm and groups of heads": config(
         "Starcoder2Config", num_key_value_heads=2, sliding_window=None
     ),
+    "queries and keys that some layers do not rotate": config(
+        "SmolLM3Config", num_key_value_heads=2, no_rope_layers=[1, 0]
+    ),
 }
 IN_TORCH = {
     "the kernels do not know its Qwen2MoeTopKRouter": config(
@@ -318,6 +321,16 @@ class TwoInputs(torch.nn.Module):
     def forward(self, given: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         scale = (given.float().pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()
         return (given * scale * self.weight * torch.sigmoid(gate)).to(given.dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_rotation_that_small_queries_hardly_show_is_not_added(dtype: torch.dtype) -> None:
+    """In 16 bits such a layer rotated differs by less than rounding may."""
+    form = copy.deepcopy(IN_COMPILED_LAYERS["queries and keys that some layers do not rotate"])
+    flat = FlatModel(tiny_model(form, std=0.1).to(dtype))
+    probe(flat)
+    assert [layer.rotates for layer in flat.module.model.layers] == [True, False]
+    assert flat.whole is not None
 
 
 def test_a_norm_of_two_inputs_is_none_of_the_form_and_its_layer_stays() -> None:
