@@ -12,13 +12,14 @@ exported as the same line.  A line that is read may have nothing but `messages`,
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pensieve.client import ConversationState, Message
 from pensieve.errors import InvalidArgument
-from pensieve.service.openai.chat_messages import take_messages
+from pensieve.service.openai.chat_messages import messages_of
 from pensieve.service.openai.fields import Fields, check_json
 from pensieve.service.openai.json_text import LINE_ENDS, read_json
 from pensieve.text.message import Message as TemplateMessage
@@ -101,7 +102,7 @@ def openai_message(message: Message) -> dict[str, Any]:
 
 def given_of(line: str | bytes) -> Given:
     """What a line says; InvalidArgument names what is wrong with it."""
-    fields = Fields(read_json(line, "the line"), "")
+    fields = Fields(read_json(line, "the line", math.inf), "")  # as long as a conversation may be
     conversation_id = fields.text("id")
     metadata, options = fields.object("metadata") or {}, fields.object("template_options") or {}
     tools, given = fields.items("tools") or (), fields.items("messages") or ()
@@ -113,7 +114,7 @@ def given_of(line: str | bytes) -> Given:
             raise InvalidArgument(f"tools[{number}]", "must be a JSON object")
     for number, each in enumerate(given):
         check_json(each, f"messages[{number}]")
-    messages = list(take_messages(Fields({"messages": given}))) if given else []
+    messages = list(messages_of(given, "messages"))
     system_prompt = ""
     if messages and messages[0].role in ("system", "developer"):
         system_prompt = messages.pop(0).content

@@ -2,7 +2,7 @@
 
 It finds the daemon as `pensieve admin` does, and is an ordinary client of it: with an access token it sees
 what is that tenant's.  Exports are written message by message, and a file of exports is there as a whole
-or not at all.  An import makes conversations whose history is given (`CreateConversation`, messages); a line
+or not at all.  An import makes conversations whose history is given (`Conversation.create`, messages); a line
 that cannot be one is reported by its number, and the others are imported all the same.
 """
 
@@ -29,7 +29,7 @@ from pensieve.errors import AlreadyExists, ConfigError, InvalidArgument, NotFoun
 if TYPE_CHECKING:
     from pensieve.client import Client, ConversationState
 
-LINE_BYTES_MAX = 8 << 20  # of a file that is imported
+LINE_BYTES_MAX = 1 << 30  # of a file that is imported: more than any context holds
 SPOOL_BYTES = 1 << 20  # of a line that is written, in memory
 
 
@@ -77,9 +77,8 @@ def add_parser(commands: Any) -> None:
         "import",
         import_,
         "create conversations from lines of JSON",
-        "It reads what export writes; a line needs no more than `messages`. A conversation has at most 127 "
-        "messages behind its system prompt. They are tokenized as the chat template writes them, so a reply "
-        "that was sampled may have other tokens than it had.",
+        "It reads what export writes; a line needs no more than `messages`. They are tokenized as the chat "
+        "template writes them, so a reply that was sampled may have other tokens than it had.",
     )
     importing.add_argument("file", metavar="FILE", help="the lines; -: standard input")
     importing.add_argument(

@@ -24,6 +24,7 @@ from pensieve.client.requests import (
     check_text,
     create_request,
     fork_request,
+    import_requests,
     new_id,
     send_request,
 )
@@ -167,8 +168,9 @@ class AsyncConversation:
             prefix_id: of a declared prefix, which brings its own system prompt, tools and options; else a
                 name that conversations with the same system prompt and tools share, so that their common
                 beginning is computed once.
-            messages: a history to begin with, behind the system prompt, as `send` takes messages; at most
-                127, in a form that a user's message may follow.  No rewind removes them.
+            messages: a history to begin with, behind the system prompt, as `send` takes messages, in a form
+                that a user's message may follow.  It may be as long as the model's context.  No rewind
+                removes it.
 
         Raises:
             AlreadyExists: a conversation with this id exists.
@@ -182,8 +184,16 @@ class AsyncConversation:
             prefix_id,
             messages,
         )
-        answer = await self.client.call(lambda at: at.stub.CreateConversation, request, timeout)
-        return state_of(answer.conversation)
+        pieces = import_requests(request)
+        if pieces is None:
+            created = await self.client.call(
+                lambda at: at.stub.CreateConversation, request, timeout
+            )
+            return state_of(created.conversation)
+        imported = await self.client.send_all(
+            lambda at: at.stub.ImportConversation, pieces, self.conversation_id, timeout
+        )
+        return state_of(imported.conversation)
 
     async def get(self, timeout: float | None = None) -> ConversationState:
         """The conversation's state: revision, sizes, metadata and times.

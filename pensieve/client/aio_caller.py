@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import ClassVar, Self, TypeVar
 
 import grpc
 
-from pensieve.client.addresses import Addresses, AddressState, is_waited_for
+from pensieve.client.addresses import Addresses, AddressState, Route, is_waited_for
 from pensieve.client.aio_connection import AsyncConnection, AsyncLink, Sleep
 from pensieve.client.channel import Address, Tls, key_of, names_of
 from pensieve.client.requests import PagedRequest, PagedResponse
@@ -101,11 +101,45 @@ class AsyncCaller:
         deadline = Deadline(self.timeout if timeout is None else timeout)
         is_of_job = bool(getattr(request, "job_id", ""))
         route = self._connection.route(key_of(request), is_of_one=is_of_job)
-        tries = Tries(self.retry, deadline)
         await self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
+        return await self._answered(
+            lambda: self._connection.unary(method, request, deadline, route),
+            deadline,
+            route,
+            repeat,
+        )
+
+    async def send_all(
+        self,
+        method: Callable[[AsyncLink], grpc.aio.StreamUnaryMultiCallable[Request, Response]],
+        requests: Callable[[], Iterator[Request]],
+        key: str,
+        timeout: float | None = None,
+    ) -> Response:
+        """As `call`, of a method that takes many requests; `key` names the conversation that they are about.
+
+        `requests` makes them anew for each try.
+        """
+        deadline = Deadline(self.timeout if timeout is None else timeout)
+        route = self._connection.route(key)
+        return await self._answered(
+            lambda: self._connection.send_all(method, requests(), deadline, route),
+            deadline,
+            route,
+            repeat=False,
+        )
+
+    async def _answered(
+        self,
+        send: Callable[[], Awaitable[Response]],
+        deadline: Deadline,
+        route: Route,
+        repeat: bool,
+    ) -> Response:
+        tries = Tries(self.retry, deadline)
         while True:
             try:
-                return await self._connection.unary(method, request, deadline, route)
+                return await send()
             except PensieveError as error:
                 failure = error
             if route.goes_on(failure, repeat):

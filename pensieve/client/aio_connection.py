@@ -40,7 +40,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc, status_pb2
+from pensieve.v1 import conversation_pb2_grpc, jobs_pb2_grpc, status_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -161,17 +161,21 @@ class AsyncConnection:
             self._check_cancelled()
             raise
 
-    async def create_job(
-        self, messages: Iterator[jobs_pb2.CreateJobRequest], deadline: Deadline, route: Route
-    ) -> jobs_pb2.Job:
-        """Send the messages of a file, and wait for the job that it makes."""
+    async def send_all(
+        self,
+        method: Callable[[AsyncLink], grpc.aio.StreamUnaryMultiCallable[Request, Response]],
+        requests: Iterator[Request],
+        deadline: Deadline,
+        route: Route,
+    ) -> Response:
+        """Send all requests and wait for the one response to them."""
         self._check_open()
         link = await self._chosen(route, deadline)
-        create, metadata = link.jobs_stub.CreateJob, routed(self._metadata, route.key)
+        metadata = routed(self._metadata, route.key)
         try:
-            job = (await create(messages, timeout=deadline.left(), metadata=metadata)).job
+            response = await method(link)(requests, timeout=deadline.left(), metadata=metadata)
             route.answered()
-            return job
+            return response
         except grpc.aio.AioRpcError as failure:
             raise error_of_call(failure, deadline) from None
         except asyncio.CancelledError:

@@ -72,7 +72,10 @@ class AsyncJobs:
         route = connection.route(upload.header.job_id, is_of_one=True)
         while True:
             try:
-                return job_of(await connection.create_job(upload.messages(), deadline, route))
+                created = await connection.send_all(
+                    lambda at: at.jobs_stub.CreateJob, upload.messages(), deadline, route
+                )
+                return job_of(created.job)
             except PensieveError as error:
                 if upload.error is not None:
                     raise upload.error from None

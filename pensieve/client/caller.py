@@ -12,7 +12,7 @@ from typing import ClassVar, Self, TypeVar
 
 import grpc
 
-from pensieve.client.addresses import Addresses, AddressState, is_waited_for
+from pensieve.client.addresses import Addresses, AddressState, Route, is_waited_for
 from pensieve.client.channel import Address, Tls, key_of, names_of
 from pensieve.client.connection import Connection, Link, Sleep
 from pensieve.client.requests import PagedRequest, PagedResponse
@@ -104,11 +104,45 @@ class Caller:
         deadline = Deadline(self.timeout if timeout is None else timeout)
         is_of_job = bool(getattr(request, "job_id", ""))
         route = self._connection.route(key_of(request), is_of_one=is_of_job)
-        tries = Tries(self.retry, deadline)
         self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
+        return self._answered(
+            lambda: self._connection.unary(method, request, deadline, route),
+            deadline,
+            route,
+            repeat,
+        )
+
+    def send_all(
+        self,
+        method: Callable[[Link], grpc.StreamUnaryMultiCallable[Request, Response]],
+        requests: Callable[[], Iterator[Request]],
+        key: str,
+        timeout: float | None = None,
+    ) -> Response:
+        """As `call`, of a method that takes many requests; `key` names the conversation that they are about.
+
+        `requests` makes them anew for each try.
+        """
+        deadline = Deadline(self.timeout if timeout is None else timeout)
+        route = self._connection.route(key)
+        return self._answered(
+            lambda: self._connection.send_all(method, requests(), deadline, route),
+            deadline,
+            route,
+            repeat=False,
+        )
+
+    def _answered(
+        self,
+        send: Callable[[], Response],
+        deadline: Deadline,
+        route: Route,
+        repeat: bool,
+    ) -> Response:
+        tries = Tries(self.retry, deadline)
         while True:
             try:
-                return self._connection.unary(method, request, deadline, route)
+                return send()
             except PensieveError as error:
                 failure = error
             if route.goes_on(failure, repeat):

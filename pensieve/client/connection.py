@@ -54,7 +54,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc, status_pb2
+from pensieve.v1 import conversation_pb2_grpc, jobs_pb2_grpc, status_pb2
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -198,17 +198,21 @@ class Connection:
         except grpc.RpcError as failure:
             raise error_of_call(failure, deadline) from None
 
-    def create_job(
-        self, messages: Iterator[jobs_pb2.CreateJobRequest], deadline: Deadline, route: Route
-    ) -> jobs_pb2.Job:
-        """Send the messages of a file, and wait for the job that it makes."""
+    def send_all(
+        self,
+        method: Callable[[Link], grpc.StreamUnaryMultiCallable[Request, Response]],
+        requests: Iterator[Request],
+        deadline: Deadline,
+        route: Route,
+    ) -> Response:
+        """Send all requests and wait for the one response to them."""
         self._check_open()
         link = self._chosen(route, deadline)
-        create, metadata = link.jobs_stub.CreateJob, routed(self._metadata, route.key)
+        metadata = routed(self._metadata, route.key)
         try:
-            job = create(messages, timeout=deadline.left(), metadata=metadata).job
+            response = method(link)(requests, timeout=deadline.left(), metadata=metadata)
             route.answered()
-            return job
+            return response
         except grpc.RpcError as failure:
             raise error_of_call(failure, deadline) from None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypedDict
 
 from google.protobuf import json_format, struct_pb2
@@ -20,6 +20,8 @@ from pensieve.v1 import conversation_pb2 as pb
 
 MessageInput = str | Sequence[Mapping[str, Any]]
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+PIECE_MESSAGES = 127  # of a history that is imported
+PIECE_BYTES = 256 << 10  # as much as the arguments of a request's calls may have
 MESSAGE_KEYS = ("role", "content", "tool_call_id", "tool_calls", "reasoning_content", "name")
 PRIORITY_MAX = 8
 
@@ -217,6 +219,41 @@ def create_request(
     for each in messages:
         _add_message(request, each)
     return request
+
+
+def import_requests(
+    request: pb.CreateConversationRequest,
+) -> Callable[[], Iterator[pb.ImportConversationRequest]] | None:
+    """Makes the pieces that create the same conversation; None if it is no longer than one request may be."""
+    pieces = list(_pieces(request.messages))
+    if len(pieces) <= 1:
+        return None
+
+    def requests() -> Iterator[pb.ImportConversationRequest]:
+        without = pb.CreateConversationRequest()
+        without.CopyFrom(request)
+        del without.messages[:]
+        yield pb.ImportConversationRequest(conversation=without)
+        for piece in pieces:
+            yield pb.ImportConversationRequest(messages=piece)
+        yield pb.ImportConversationRequest(complete=True)
+
+    return requests
+
+
+def _pieces(messages: Iterable[pb.NewMessage]) -> Iterator[list[pb.NewMessage]]:
+    """As many messages in each as one request may have."""
+    piece: list[pb.NewMessage] = []
+    num_bytes = 0
+    for each in messages:
+        size = each.ByteSize()
+        if piece and (len(piece) == PIECE_MESSAGES or num_bytes + size > PIECE_BYTES):
+            yield piece
+            piece, num_bytes = [], 0
+        piece.append(each)
+        num_bytes += size
+    if piece:
+        yield piece
 
 
 def prefix_request(

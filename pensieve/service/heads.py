@@ -70,6 +70,22 @@ def all_messages(begins: Begins) -> list[Message]:
     return [*system, *begins.messages]
 
 
+class GivenHistory:
+    """A history that comes in pieces; refused as soon as it cannot fit a context."""
+
+    def __init__(self, context_max: int) -> None:
+        self.messages: list[Message] = []
+        self._context_max = context_max
+        self._num_characters = 0
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        self.messages += messages
+        self._num_characters += sum(each.num_characters for each in messages)
+        if len(self.messages) > self._context_max:  # each takes a token at least
+            raise _too_long("messages", f"{len(self.messages):,} messages", self._context_max)
+        check_length("messages", self._num_characters, self._context_max)
+
+
 class Heads:
     """The heads that were asked for lately; any thread may ask."""
 
@@ -104,7 +120,11 @@ class Heads:
         if not (messages or settings.tools):
             raise InvalidArgument("prefix", "has a system prompt, tools or messages")
         for each in settings.messages:
-            if each.role not in ("user", "assistant", "tool"):
+            # A given history may have had a system message later on; the first one is the system prompt.
+            is_later = not settings.prefix_id and each.content and each is not messages[0]
+            if each.role not in ("user", "assistant", "tool") and not (
+                each.role == "system" and is_later
+            ):
                 raise InvalidArgument("messages", "are those of user, assistant and tool")
             if each.role == "user" and not each.content:
                 raise InvalidArgument("content", "a message must not be empty")
@@ -145,11 +165,13 @@ def _key(messages: Sequence[Message], setting: Setting) -> bytes:
 def check_length(field_name: str, size: int, context_max: int) -> None:
     """Refuse before it is tokenized what cannot fit."""
     if size > BYTES_PER_TOKEN_MAX * context_max:
-        error = InvalidArgument(
-            field_name, f"{size:,} characters cannot fit a context of {context_max:,} tokens"
-        )
-        error.is_too_long = True
-        raise error
+        raise _too_long(field_name, f"{size:,} characters", context_max)
+
+
+def _too_long(field_name: str, what: str, context_max: int) -> InvalidArgument:
+    error = InvalidArgument(field_name, f"{what} cannot fit a context of {context_max:,} tokens")
+    error.is_too_long = True
+    return error
 
 
 def tokens_of(head: Head, num_messages: int) -> list[list[int]]:

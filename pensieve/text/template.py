@@ -132,7 +132,7 @@ class ChatTemplate:
 
     def head(self, messages: Sequence[Message], setting: Setting) -> Head:
         """What each opening with these messages and a user's begins with; it may have no token."""
-        first = self._checked(messages, setting, self._refused_first) if messages else []
+        first = self._checked(messages, setting, self._refused_first, None) if messages else []
         texts = [
             self._render(
                 [*first, {"role": ROLE["user"], "content": each}], setting, reply_follows=True
@@ -161,7 +161,7 @@ class ChatTemplate:
         self, head: Head, first: Sequence[Message], messages: Sequence[Message], setting: Setting
     ) -> Delta:
         """What follows the head of the `first` messages where these open a log with them."""
-        before = self._checked(first, setting, self._refused_first) if first else []
+        before = self._checked(first, setting, self._refused_first, None) if first else []
         is_later = any(each.role == "assistant" for each in first)
         new = self._checked(
             messages, setting, self._refused_later if is_later else self._refused_first
@@ -202,7 +202,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], setting: Setting, *, reply_follows: bool = True
     ) -> TemplateText:
         """A whole conversation as the template would write it, for comparison only."""
-        new = self._checked(messages, setting, self._refused_first)
+        new = self._checked(messages, setting, self._refused_first, None)
         return self._render(new, setting, reply_follows=reply_follows)
 
     def continuation(self, messages: Sequence[Message], setting: Setting) -> TemplateText:
@@ -213,9 +213,14 @@ class ChatTemplate:
     # -- what comes in --
 
     def _checked(
-        self, messages: Sequence[Message], setting: Setting, refusals: Mapping[str, str]
+        self,
+        messages: Sequence[Message],
+        setting: Setting,
+        refusals: Mapping[str, str],
+        messages_max: int | None = MESSAGES_MAX,
     ) -> list[dict[str, Any]]:
-        if not 1 <= len(messages) <= MESSAGES_MAX:
+        """`messages_max`: None for those that a conversation begins with, which may be any number."""
+        if not messages or (messages_max is not None and len(messages) > messages_max):
             raise InvalidArgument("messages", f"a turn has 1 to {MESSAGES_MAX} messages")
         for name in setting.options:
             if name not in self.options:

@@ -554,9 +554,10 @@ class CreateConversationRequest(google.protobuf.message.Message):
 
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
-        """A history to begin with, behind the system prompt: messages of user, assistant and tool, in a form that a user's
-        message may follow.  They are of revision 0, so no rewind removes them; their tokens are those that the chat
+        """A history to begin with, behind the system prompt: messages of user, assistant and tool, and later ones of the
+        system, in a form that a user's message may follow.  They are of revision 0, so no rewind removes them; their tokens are those that the chat
         template writes, also of what a model once sampled.  At most 127, of 3 MiB together; not beside a prefix_id.
+        ImportConversation takes more.
         """
 
     def __init__(
@@ -595,6 +596,58 @@ class CreateConversationResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["conversation", b"conversation"]) -> None: ...
 
 Global___CreateConversationResponse: typing_extensions.TypeAlias = CreateConversationResponse
+
+@typing.final
+class ImportConversationRequest(google.protobuf.message.Message):
+    """A piece of a conversation with a long history."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    COMPLETE_FIELD_NUMBER: builtins.int
+    complete: builtins.bool
+    """In the last piece only: a stream that broke off looks like one that ended."""
+    @property
+    def conversation(self) -> Global___CreateConversationRequest:
+        """In the first piece only: what the conversation is created with."""
+
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
+        """The history goes on: at most 127 messages, of 3 MiB together.  All of it has to fit the model's context."""
+
+    def __init__(
+        self,
+        *,
+        conversation: Global___CreateConversationRequest | None = ...,
+        messages: collections.abc.Iterable[Global___NewMessage] | None = ...,
+        complete: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["conversation", b"conversation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "conversation", b"conversation", "messages", b"messages"]) -> None: ...
+
+Global___ImportConversationRequest: typing_extensions.TypeAlias = ImportConversationRequest
+
+@typing.final
+class ImportConversationResponse(google.protobuf.message.Message):
+    """The new conversation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: builtins.int
+    @property
+    def conversation(self) -> Global___Conversation:
+        """As created."""
+
+    def __init__(
+        self,
+        *,
+        conversation: Global___Conversation | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["conversation", b"conversation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["conversation", b"conversation"]) -> None: ...
+
+Global___ImportConversationResponse: typing_extensions.TypeAlias = ImportConversationResponse
 
 @typing.final
 class GetConversationRequest(google.protobuf.message.Message):

@@ -41,6 +41,11 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_conversation__pb2.CreateConversationRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_conversation__pb2.CreateConversationResponse.FromString,
                 _registered_method=True)
+        self.ImportConversation = channel.stream_unary(
+                '/pensieve.v1.ConversationService/ImportConversation',
+                request_serializer=pensieve_dot_v1_dot_conversation__pb2.ImportConversationRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_conversation__pb2.ImportConversationResponse.FromString,
+                _registered_method=True)
         self.GetConversation = channel.unary_unary(
                 '/pensieve.v1.ConversationService/GetConversation',
                 request_serializer=pensieve_dot_v1_dot_conversation__pb2.GetConversationRequest.SerializeToString,
@@ -120,6 +125,14 @@ class ConversationServiceServicer(object):
 
     def CreateConversation(self, request, context):
         """Begins a conversation.  An id that is taken is ALREADY_EXISTS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportConversation(self, request_iterator, context):
+        """The same with a history of any length, which comes in pieces.  The conversation is created when the last piece
+        has come; if the stream breaks off before, there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,6 +253,11 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     request_deserializer=pensieve_dot_v1_dot_conversation__pb2.CreateConversationRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_conversation__pb2.CreateConversationResponse.SerializeToString,
             ),
+            'ImportConversation': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportConversation,
+                    request_deserializer=pensieve_dot_v1_dot_conversation__pb2.ImportConversationRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_conversation__pb2.ImportConversationResponse.SerializeToString,
+            ),
             'GetConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetConversation,
                     request_deserializer=pensieve_dot_v1_dot_conversation__pb2.GetConversationRequest.FromString,
@@ -340,6 +358,33 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/CreateConversation',
             pensieve_dot_v1_dot_conversation__pb2.CreateConversationRequest.SerializeToString,
             pensieve_dot_v1_dot_conversation__pb2.CreateConversationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportConversation(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pensieve.v1.ConversationService/ImportConversation',
+            pensieve_dot_v1_dot_conversation__pb2.ImportConversationRequest.SerializeToString,
+            pensieve_dot_v1_dot_conversation__pb2.ImportConversationResponse.FromString,
             options,
             channel_credentials,
             insecure,

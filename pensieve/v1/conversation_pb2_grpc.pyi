@@ -41,6 +41,22 @@ _ConversationServiceCreateConversationType = typing_extensions.TypeVar(
     ],
 )
 
+_ConversationServiceImportConversationType = typing_extensions.TypeVar(
+    '_ConversationServiceImportConversationType',
+    grpc.StreamUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.ImportConversationRequest,
+        pensieve.v1.conversation_pb2.ImportConversationResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.ImportConversationRequest,
+        pensieve.v1.conversation_pb2.ImportConversationResponse,
+    ],
+    default=grpc.StreamUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.ImportConversationRequest,
+        pensieve.v1.conversation_pb2.ImportConversationResponse,
+    ],
+)
+
 _ConversationServiceGetConversationType = typing_extensions.TypeVar(
     '_ConversationServiceGetConversationType',
     grpc.UnaryUnaryMultiCallable[
@@ -265,7 +281,7 @@ _ConversationServiceGetServerInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversationType, _ConversationServiceGetConversationType, _ConversationServiceListConversationsType, _ConversationServiceDeleteConversationType, _ConversationServiceSendMessageType, _ConversationServiceCancelTurnType, _ConversationServiceListMessagesType, _ConversationServiceForkConversationType, _ConversationServiceRewindConversationType, _ConversationServiceWarmConversationType, _ConversationServiceCreatePrefixType, _ConversationServiceGetPrefixType, _ConversationServiceListPrefixesType, _ConversationServiceDeletePrefixType, _ConversationServiceGetServerInfoType]):
+class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversationType, _ConversationServiceImportConversationType, _ConversationServiceGetConversationType, _ConversationServiceListConversationsType, _ConversationServiceDeleteConversationType, _ConversationServiceSendMessageType, _ConversationServiceCancelTurnType, _ConversationServiceListMessagesType, _ConversationServiceForkConversationType, _ConversationServiceRewindConversationType, _ConversationServiceWarmConversationType, _ConversationServiceCreatePrefixType, _ConversationServiceGetPrefixType, _ConversationServiceListPrefixesType, _ConversationServiceDeletePrefixType, _ConversationServiceGetServerInfoType]):
     """Ids match [A-Za-z0-9._~-]{1,128}.  Errors carry google.rpc details (see status.proto): ErrorInfo with a
     reason and the domain "pensieve" always, BadRequest for a wrong field, RetryInfo where trying again helps.
     """
@@ -275,6 +291,10 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.conversation_pb2.CreateConversationRequest,
             pensieve.v1.conversation_pb2.CreateConversationResponse,
+        ],
+        grpc.StreamUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.ImportConversationRequest,
+            pensieve.v1.conversation_pb2.ImportConversationResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.conversation_pb2.GetConversationRequest,
@@ -340,6 +360,10 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
             pensieve.v1.conversation_pb2.CreateConversationRequest,
             pensieve.v1.conversation_pb2.CreateConversationResponse,
         ],
+        grpc.aio.StreamUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.ImportConversationRequest,
+            pensieve.v1.conversation_pb2.ImportConversationResponse,
+        ],
         grpc.aio.UnaryUnaryMultiCallable[
             pensieve.v1.conversation_pb2.GetConversationRequest,
             pensieve.v1.conversation_pb2.GetConversationResponse,
@@ -401,6 +425,11 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
     CreateConversation: _ConversationServiceCreateConversationType
     """Begins a conversation.  An id that is taken is ALREADY_EXISTS."""
 
+    ImportConversation: _ConversationServiceImportConversationType
+    """The same with a history of any length, which comes in pieces.  The conversation is created when the last piece
+    has come; if the stream breaks off before, there is none.
+    """
+
     GetConversation: _ConversationServiceGetConversationType
     """One conversation, without its messages."""
 
@@ -460,6 +489,10 @@ ConversationServiceAsyncStub: typing_extensions.TypeAlias = ConversationServiceS
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.conversation_pb2.CreateConversationRequest,
         pensieve.v1.conversation_pb2.CreateConversationResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.ImportConversationRequest,
+        pensieve.v1.conversation_pb2.ImportConversationResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.conversation_pb2.GetConversationRequest,
@@ -531,6 +564,16 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.conversation_pb2.CreateConversationResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.CreateConversationResponse]]:
         """Begins a conversation.  An id that is taken is ALREADY_EXISTS."""
+
+    @abc.abstractmethod
+    def ImportConversation(
+        self,
+        request_iterator: _MaybeAsyncIterator[pensieve.v1.conversation_pb2.ImportConversationRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.conversation_pb2.ImportConversationResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.ImportConversationResponse]]:
+        """The same with a history of any length, which comes in pieces.  The conversation is created when the last piece
+        has come; if the stream breaks off before, there is none.
+        """
 
     @abc.abstractmethod
     def GetConversation(

@@ -68,6 +68,13 @@ def test_what_a_model_thought_and_called_is_exported_beside_its_text(tmp_path: P
         assert third == {**first, "id": "third"}
 
 
+def test_a_line_may_have_any_number_of_messages() -> None:
+    messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}]
+    line = {"messages": [{"role": "system", "content": "Be brief."}, *messages * 20_000]}
+    given = given_of(json.dumps(line))
+    assert (given.system_prompt, len(given.messages)) == ("Be brief.", 40_000)
+
+
 def test_calls_without_an_answer_have_ids_of_their_place() -> None:
     call = {"id": "", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     named, now = {**call, "id": "call_7"}, datetime.now(UTC)

@@ -16,6 +16,7 @@ import pensieve.client
 from pensieve import errors
 from pensieve.client import Client, Conversation, Retry
 from pensieve.client.grpc_errors import error_of
+from pensieve.client.requests import create_request, import_requests
 from pensieve.client.retry import Deadline
 from pensieve.v1 import status_pb2
 from tests.client.scripted import AWAY, Mishap, Refusal, ScriptedServer
@@ -35,6 +36,30 @@ def server() -> Iterator[ScriptedServer]:
 def client(server: ScriptedServer) -> Iterator[Client]:
     with Client(server.address, retry=Retry(retries=3), sleep=lambda seconds: None) as client:
         yield client
+
+
+def test_a_long_history_is_sent_in_pieces_that_a_request_may_have() -> None:
+    def sizes(*texts: str) -> list[int] | None:
+        given = [{"content": each} for each in texts]
+        request = create_request("c", "Rules.", (), None, {"a": 1}, "", given)
+        make = import_requests(request)
+        if make is None:
+            return None
+        first, *pieces, last = make()
+        assert (first.conversation.system_prompt, len(first.conversation.messages)) == ("Rules.", 0)
+        assert [*make()] == [first, *pieces, last]  # for another try
+        sent = [message for each in pieces for message in each.messages]
+        assert sent == [*request.messages]
+        assert [each.complete for each in (first, *pieces, last)] == [False] * (len(pieces) + 1) + [
+            True
+        ]
+        return [len(each.messages) for each in pieces]
+
+    assert sizes(*"x" * 127) is None
+    assert sizes(*"x" * 300) == [127, 127, 46]
+    large = "x" * (100 << 10)
+    assert sizes(large, large) is None
+    assert sizes(large, large, large, 9 * large, "x") == [2, 1, 1, 1]
 
 
 # -- conversations --

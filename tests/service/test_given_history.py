@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.client import Client
-from pensieve.errors import ContextFull, InvalidArgument
+from pensieve.client import AsyncClient, Client
+from pensieve.errors import AlreadyExists, ContextFull, InvalidArgument, NotFound
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig, details
 from tests.service.test_declared_prefixes import SHORT, SHOTS, log_of
@@ -140,6 +141,80 @@ def test_what_cannot_be_a_history_is_refused_by_the_name_of_its_field(rig: Daemo
     with pytest.raises(grpc.RpcError) as caught:
         rig.stub.GetConversation(pb.GetConversationRequest(conversation_id="refused"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def pieces(*given: Any, complete: bool = True) -> Iterator[pb.ImportConversationRequest]:
+    """What creates a conversation, and then lists of messages."""
+    yield pb.ImportConversationRequest(conversation=given[0])
+    for messages in given[1:]:
+        yield pb.ImportConversationRequest(messages=messages)
+    if complete:
+        yield pb.ImportConversationRequest(complete=True)
+
+
+def test_a_history_that_comes_in_pieces_is_the_same_as_one_that_comes_at_once(
+    rig: DaemonRig,
+) -> None:
+    whole = pb.CreateConversationRequest(
+        conversation_id="at-once", system_prompt=RULES, messages=SHOTS, metadata={"a": 1}
+    )
+    assert rig.stub.CreateConversation(whole).conversation.num_messages == len(SHOTS) + 1
+    first = pb.CreateConversationRequest(
+        conversation_id="in-pieces",
+        system_prompt=RULES,
+        messages=SHOTS[:1],
+        metadata={"a": 1},
+    )
+    made = rig.stub.ImportConversation(pieces(first, SHOTS[1:2], [], SHOTS[2:])).conversation
+    assert (made.num_messages, dict(made.metadata)) == (len(SHOTS) + 1, {"a": 1})
+    assert log_of(rig, "in-pieces") == log_of(rig, "at-once")
+
+
+def test_a_history_longer_than_a_request_is_created_by_both_clients(rig: DaemonRig) -> None:
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "!"},
+    ]
+    turns = [*turns * 70, {"role": "system", "content": "Be brief now."}, *turns]
+    wanted = [(each["role"], each["content"]) for each in turns]
+    with Client(rig.server.address) as client:
+        made = client.conversation("threads").create(messages=turns)
+        assert (made.conversation_id, made.num_messages, made.revision) == ("threads", 143, 0)
+        assert [(m.role, m.text) for m in client.conversation("threads").messages()] == wanted
+        assert client.conversation("threads").ask("And?", max_tokens=2).revision == 1
+        with pytest.raises(AlreadyExists):
+            client.conversation("threads").create(messages=turns)
+
+    async def main() -> list[tuple[str, str]]:
+        async with AsyncClient(rig.server.address) as client:
+            talk = client.conversation("tasks")
+            await talk.create(messages=turns)
+            return [(each.role, each.text) async for each in talk.messages()]
+
+    assert asyncio.run(main()) == wanted
+
+
+def test_a_history_that_breaks_off_or_is_wrong_makes_no_conversation(rig: DaemonRig) -> None:
+    new = pb.CreateConversationRequest(conversation_id="broken")
+    some = [pb.NewMessage(content="x")] * 100
+    wrong = [pb.NewMessage(content="x", thinking="y")]
+    endless = [some] * (rig.daemon.context_max // 100 + 1)
+    cases: list[tuple[Iterator[pb.ImportConversationRequest], str]] = [
+        (pieces(new, SHOTS, complete=False), "complete"),
+        (iter([]), "conversation"),
+        (iter([pb.ImportConversationRequest(messages=SHOTS, complete=True)]), "conversation"),
+        (pieces(new, some, wrong), "messages[100]"),
+        (pieces(new, [*some, *some]), "messages"),
+        (pieces(new, *endless, complete=False), "messages"),
+        (pieces(new, [pb.NewMessage(role=pb.ROLE_SYSTEM, content="x")]), "messages"),
+    ]
+    for given, field in cases:
+        with pytest.raises(grpc.RpcError) as caught:
+            rig.stub.ImportConversation(given)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details(caught.value)["BadRequest"].field_violations[0].field == field
+    with Client(rig.server.address) as client, pytest.raises(NotFound):
+        client.conversation("broken").get()
 
 
 def test_a_history_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -150,6 +150,25 @@ def test_what_is_expensive_to_parse_is_refused_before_it_is_parsed(
         sizes.check(type(request), request.SerializeToString())
 
 
+def test_the_fields_of_a_request_within_a_request_have_its_own_limits() -> None:
+    kind = pb.ImportConversationRequest
+    tools, hello = [text(100)] * 256, [pb.NewMessage(content="x")] * 127
+    inner = CREATE(conversation_id="c", tools=tools, messages=hello)
+    sizes.check(kind, kind(conversation=inner, messages=hello).SerializeToString())
+    for wrong, field in (
+        (kind(conversation=CREATE(tools=[*tools, text(1)])), "conversation.tools"),
+        (kind(conversation=CREATE(messages=[*hello, *hello])), "conversation.messages"),
+        (kind(messages=[*hello, *hello]), "messages"),
+        (
+            kind(messages=[pb.NewMessage(tool_calls=[pb.ToolCall()] * 65)]),
+            "messages[0].tool_calls",
+        ),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            sizes.check(kind, wrong.SerializeToString())
+        assert refused.value.field == field
+
+
 def test_unknown_fields_count_too() -> None:
     with pytest.raises(InvalidArgument, match="fields"):
         sizes.check(SEND, b"\xf8\x3f\x01" * 600)

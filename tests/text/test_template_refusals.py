@@ -25,6 +25,15 @@ def test_the_number_of_messages_is_bounded():
         template_of(QWEN_3).opening([user("x")] * (MESSAGES_MAX + 1), NOTHING)
 
 
+def test_a_conversation_begins_with_any_number_of_messages():
+    template, first = template_of(QWEN_3), [user("x"), Message("assistant", "y")] * MESSAGES_MAX
+    head = template.head(first, NOTHING)
+    assert len(head.spans) == len(first)
+    behind = template.behind(head, first, [user("z")], NOTHING)
+    whole = template.tokenizer.encode(template.render([*first, user("z")], NOTHING), at_start=True)
+    assert head.token_ids + behind.token_ids == whole.ids
+
+
 @pytest.mark.parametrize(
     ("family", "messages", "field", "problem"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc import json_values, translate
 from pensieve.service.grpc.auth import caller
 from pensieve.service.grpc.server_info import server_info
-from pensieve.service.heads import PrefixSettings
+from pensieve.service.heads import GivenHistory, PrefixSettings
 from pensieve.service.openai.conversation_items import in_parts
 from pensieve.store import records
 from pensieve.text.reply_pieces import ReplyPieces
@@ -34,18 +34,31 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def CreateConversation(
         self, request: pb.CreateConversationRequest, context: Any
     ) -> pb.CreateConversationResponse:
-        settings = ConversationSettings(
-            request.conversation_id or _drawn(),
-            system_prompt=request.system_prompt,
-            tools=json_values.objects("tools", request.tools),
-            template_options=json_values.one_object("template_options", request.template_options),
-            metadata=json_values.one_object("metadata", request.metadata),
-            prefix_id=request.prefix_id,
-            tenant=caller().tenant,
-            messages=translate.messages_of(request.messages) if request.messages else (),
-        )
+        settings = _settings(request)
         created = await self.daemon.writable_by(settings.tenant).create(settings)
         return pb.CreateConversationResponse(conversation=self._conversation(created))
+
+    async def ImportConversation(
+        self, requests: AsyncIterator[pb.ImportConversationRequest], context: Any
+    ) -> pb.ImportConversationResponse:
+        conversations = self.daemon.writable_by(caller().tenant)
+        first = await anext(requests, None)
+        if first is None or not first.HasField("conversation"):
+            raise InvalidArgument("conversation", "is missing: the first piece has it")
+        settings = _settings(first.conversation)
+        history = GivenHistory(self.daemon.context_max)
+        history.extend(settings.messages)
+        piece: pb.ImportConversationRequest | None = first
+        while piece is not None:
+            if piece.messages:
+                history.extend(translate.messages_of(piece.messages, len(history.messages)))
+            if piece.complete:
+                break
+            piece = await anext(requests, None)
+        else:
+            raise InvalidArgument("complete", "is missing: the last piece has it")
+        created = await conversations.create(replace(settings, messages=history.messages))
+        return pb.ImportConversationResponse(conversation=self._conversation(created))
 
     async def GetConversation(
         self, request: pb.GetConversationRequest, context: Any
@@ -242,6 +255,19 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
 
     def _conversation(self, found: records.Conversation) -> pb.Conversation:
         return translate.conversation(found, self.daemon.context_max)
+
+
+def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:
+    return ConversationSettings(
+        request.conversation_id or _drawn(),
+        system_prompt=request.system_prompt,
+        tools=json_values.objects("tools", request.tools),
+        template_options=json_values.one_object("template_options", request.template_options),
+        metadata=json_values.one_object("metadata", request.metadata),
+        prefix_id=request.prefix_id,
+        tenant=caller().tenant,
+        messages=translate.messages_of(request.messages) if request.messages else (),
+    )
 
 
 def _id(conversation_id: str) -> str:

@@ -44,7 +44,9 @@ NAME_BYTES_MAX = 512  # of a tool, of its call, of who speaks
 TOOL_CALLS_MAX = 64  # of a message, of
 TOOL_CALLS_BYTES_MAX = 256 << 10  # together; of their arguments, in a whole request
 FIELDS_MAX = 512  # of one request, each element of a list counting as one
-INNER_FIELDS_MAX = 72  # of one of its messages, the calls of tools counting as one each
+INNER_FIELDS_MAX = (
+    72  # of one of its messages, the calls of tools counting as one each; not of a request in it
+)
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # wire types
 
@@ -73,6 +75,13 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
             "tools": Limit(TOOLS_BYTES_MAX, TOOLS_MAX),
             "template_options": Limit(TEMPLATE_OPTIONS_BYTES_MAX),
             "metadata": METADATA,
+        },
+    ),
+    "ImportConversationRequest": (
+        REQUEST_BYTES_MAX,
+        {
+            "conversation": Limit(REQUEST_BYTES_MAX),
+            "messages": Limit(TEXT_BYTES_MAX, MESSAGES_MAX - 1),
         },
     ),
     "CreateJobRequest": (2 << 20, {"chunk": Limit(CHUNK_BYTES_MAX)}),
@@ -167,8 +176,11 @@ def _check_fields(
                     path + field.name, f"is larger than {limit.bytes_max:,} bytes"
                 )
             if wire_type == BYTES and field.message_type and field.message_type.name in LIMITS:
-                inner = f"{path}{field.name}[{counts[number] - 1}]."
-                _check_fields(field.message_type, raw, start, place, INNER_FIELDS_MAX, inner)
+                is_request = field.message_type.name.endswith("Request")
+                index = "" if is_request else f"[{counts[number] - 1}]"
+                most = FIELDS_MAX if is_request else INNER_FIELDS_MAX
+                inner = f"{path}{field.name}{index}."
+                _check_fields(field.message_type, raw, start, place, most, inner)
         if num_fields > fields_max:
             raise InvalidArgument(path[:-1] or "request", f"has more than {fields_max} fields")
 

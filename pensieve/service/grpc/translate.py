@@ -96,10 +96,11 @@ REASON_NUMBERS = {
 # -- in --
 
 
-def messages_of(given: Sequence[pb.NewMessage]) -> list[Message]:
+def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]:
+    """Errors call the first of them `messages[first]`."""
     check_arguments(given)
     messages = []
-    for index, each in enumerate(given):
+    for index, each in enumerate(given, first):
         where, role = f"messages[{index}]", ROLES.get(each.role)
         if role is None:
             raise InvalidArgument(f"{where}.role", "is no role this server knows")

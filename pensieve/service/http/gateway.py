@@ -54,8 +54,10 @@ class Gateway:
         self._service, self._bodies = ConversationService(daemon), bodies
 
     def routes(self) -> Iterator[tuple[str, str, Act, Mapping[str, Any]]]:
-        """One for each method."""
+        """One for each method that takes one request."""
         for method in pb.DESCRIPTOR.services_by_name["ConversationService"].methods:
+            if method.client_streaming:
+                continue
             settings = {"deletes": AUDITED[method.name]} if method.name in AUDITED else {}
             yield "POST", f"/{SERVICE}/{method.name}", self._act_of(method), settings
 

@@ -8,7 +8,7 @@ it (`annotations`, a null `refusal`) says nothing and passes, as does what a cli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pensieve.service.openai.fields import Fields, Refusal, check_json, quoted
@@ -26,7 +26,11 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
         raise Refusal(fields.where("messages"), "is required", "missing_required_parameter")
     if not 1 <= len(given) <= MESSAGES_MAX:
         raise Refusal(fields.where("messages"), f"a request has 1 to {MESSAGES_MAX} messages")
-    where = fields.where("messages")
+    return messages_of(given, fields.where("messages"))
+
+
+def messages_of(given: Sequence[Any], where: str) -> tuple[Message, ...]:
+    """Any number of messages; errors name the first one that is wrong."""
     return tuple(_message(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
 
 

@@ -19,11 +19,13 @@ LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\
 OBJECTS_MAX = 65_536  # of one text, their members counted too
 
 
-def read_json(text: bytes | str, where: str) -> Any:
+def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -> Any:
     """The value; whatever is wrong with the text becomes a Refusal of `where`."""
     try:
         written = text if isinstance(text, str) else text.decode("utf-8")
-        return json.loads(written, object_pairs_hook=_Objects(), parse_constant=_no_number)
+        return json.loads(
+            written, object_pairs_hook=_Objects(objects_max), parse_constant=_no_number
+        )
     except json.JSONDecodeError as error:
         problem = f"is not JSON: {error.msg} at character {error.pos + 1}"
     except UnicodeDecodeError as error:
@@ -50,13 +52,13 @@ class _NotOurs(ValueError):
 class _Objects:
     """Makes the objects of one text, of the parser's pairs."""
 
-    def __init__(self) -> None:
-        self._left = OBJECTS_MAX
+    def __init__(self, objects_max: float) -> None:
+        self._objects_max = self._left = objects_max
 
     def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         self._left -= 1 + len(pairs)
         if self._left < 0:
-            raise _NotOurs(f"holds more than {OBJECTS_MAX:,} objects and members")
+            raise _NotOurs(f"holds more than {self._objects_max:,} objects and members")
         members = dict(pairs)
         if len(members) < len(pairs):
             names: set[str] = set()
