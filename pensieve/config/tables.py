@@ -254,7 +254,7 @@ SERVING: Table = (
         "http_hosts",
         names,
         "",
-        "host names served where no token is needed, beside IP addresses and the machine's own names (*: any)",
+        "host names served where no token is needed, beside IP addresses and its own names (*: any)",
         "NAME,…",
         "listening",
     ),

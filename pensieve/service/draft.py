@@ -68,6 +68,7 @@ class Ask:
         None  # that it is: made of the LiveTurn that has ended, how, and what was withheld
     )
     chain: ChainEnd | None = None  # by which its client's next request will find the conversation
+    history_digest: bytes = b""  # of a keyed request, of all messages that its client sent
     shared_prompt: SharedPrompt | None = None  # with the other choices of its request
 
     @property

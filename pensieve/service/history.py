@@ -450,6 +450,7 @@ class History:
             ask.options.sampling.seed or self._random_bits(63) + 1,
             ask.expected_revision,
             pending=ask.pending,
+            history_digest=ask.history_digest,
         )
 
     def _known(self, turn: records.StoredTurn) -> Known:

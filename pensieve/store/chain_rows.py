@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 KEY_BYTES = 16
+OF_A_REQUEST = b"request"  # in place of a session; the digests of sessions are longer
 STATES_MAX = 16  # that are looked at, of those with the same key, and of each
 HOLDERS_MAX = 64
 
@@ -30,6 +31,19 @@ def insert_state(
         "INSERT INTO chains (key, message, session, at) VALUES (?, ?, ?, ?)",
         (chain_key(tenant, state.digest), message, state.session, now),
     )
+
+
+def insert_request(
+    conn: Connection, tenant: str, request_id: str, message: int, now: float
+) -> None:
+    """Record which turn a request began; `message` is one of the turn's messages."""
+    state = ChainState(_request_digest(request_id), OF_A_REQUEST)
+    insert_state(conn, tenant, state, message, now)
+
+
+def _request_digest(request_id: str) -> bytes:
+    whole = b"request\0" + request_id.encode(errors="surrogatepass")
+    return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
 def copy_states(conn: Connection, old: int, new: int) -> None:
@@ -86,27 +100,17 @@ class Begun(NamedTuple):
     num_messages: int  # of its prompt
 
 
-BEGUN = """
-    SELECT t.conversation, (SELECT count(*) FROM messages m
-        WHERE m.turn_id = t.turn_id AND m.finish_reason IS NULL)
-    FROM {holder} JOIN turns t ON t.conversation = holder.conversation AND t.request_key = ?
-    WHERE t.state IN ('running', 'completed', 'cancelled') AND holder.{name} = ? LIMIT 1
-"""
-
-
-def turn_of_request(conn: Connection, message: int, request_key: bytes) -> Begun | None:
-    """Of a request, in some conversation that has this message."""
-    query = BEGUN.format(holder="history holder", name="message")
-    row = conn.execute(query, (request_key, message)).fetchone()
-    return None if row is None else Begun(*row)
-
-
-def turn_in_conversation(
-    conn: Connection, conversation_key: bytes, request_key: bytes
-) -> Begun | None:
-    """Of a request, in the conversation of this key."""
-    query = BEGUN.format(holder="conversations holder", name="key")
-    row = conn.execute(query, (request_key, conversation_key)).fetchone()
+def turn_of_request(conn: Connection, tenant: str, request_id: str) -> Begun | None:
+    """Return the turn that a request began, in whichever conversation of the tenant it is."""
+    row = conn.execute(
+        "SELECT t.conversation, (SELECT count(*) FROM messages m"
+        " WHERE m.turn_id = t.turn_id AND m.finish_reason IS NULL)"
+        " FROM chains c JOIN messages first ON first.message = c.message"
+        " JOIN turns t ON t.turn_id = first.turn_id"
+        " WHERE c.key = ? AND c.session = ? AND t.state IN ('running', 'completed', 'cancelled')"
+        " LIMIT 1",
+        (chain_key(tenant, _request_digest(request_id)), OF_A_REQUEST),
+    ).fetchone()
     return None if row is None else Begun(*row)
 
 

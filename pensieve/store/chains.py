@@ -13,6 +13,10 @@ the same history, forks as well.  So a fork needs no rows of its own, a rewind d
 was cut does not hold the message), and what a fork has is found when the original is deleted.  When nothing
 holds the message it is deleted, and its states go with it (ON DELETE CASCADE), whoever deletes it.
 
+A keyed request (with an Idempotency-Key) has a row, too, from the beginning of its turn on: the key is a
+digest of tenant and request, and the message is the first that the request brought.  So a retry finds its
+turn in any conversation, and the same key with another body is noticed.
+
 A row holds digests and numbers, no text.  Rows grow old: those from before some time are deleted, a few in a
 transaction; a history that was last continued before that is new to us when it comes again.
 """
@@ -67,29 +71,10 @@ class Chains:
             may_append,
         )
 
-    def request(
-        self,
-        digests: Sequence[bytes],
-        session: bytes,
-        request_id: str,
-        conversation_id: str,
-        *,
-        tenant: str = "",
-    ) -> ChainRequest | None:
-        """The turn of a request that came before, if it runs or has its reply.
-
-        It was begun in `conversation_id`, or appended to a history that begins like this one.
-        """
-        request_key = conversation_rows.digest(request_id)
+    def request(self, request_id: str, *, tenant: str = "") -> ChainRequest | None:
+        """Return the turn that a keyed request began, if the turn runs or has its reply."""
         with self._writer.reading() as conn:
-            key = conversation_rows.conversation_key(conversation_id, tenant)
-            turn = chain_rows.turn_in_conversation(conn, key, request_key)
-            if turn is None and (found := _longest(conn, digests, session, tenant)) is not None:
-                turns = (
-                    chain_rows.turn_of_request(conn, message, request_key)
-                    for message in found.messages
-                )
-                turn = next((each for each in turns if each is not None), None)
+            turn = chain_rows.turn_of_request(conn, tenant, request_id)
             if turn is None:
                 return None
             conversation = conversation_rows.conversation_numbered(conn, turn.conversation)

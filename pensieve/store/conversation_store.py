@@ -37,6 +37,7 @@ from typing import Any
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows
 from pensieve.store.backend import ScrubSteps
+from pensieve.store.chain_rows import insert_request
 from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS
@@ -325,7 +326,10 @@ class ConversationStore:
             else:
                 turn_rows.restart_turn(conn, stored.turn.turn_id, tenant)
                 turn = turn_rows.require_turn(conn, stored.turn.turn_id).turn
-            message_rows.insert_messages(conn, tenant, request.messages, turn.turn_id, 0)
+            links = message_rows.insert_messages(conn, tenant, request.messages, turn.turn_id, 0)
+            if request.history_digest:
+                first = links[0].message
+                insert_request(conn, tenant, request.request_id, first, self.now())
         self._running.add(turn.turn_id)
         return Begun(turn, must_run=True)
 

@@ -146,11 +146,15 @@ class TurnRequest:
     expected_created_at: float | None = None
     # The conversation's pending messages, which the turn brings among its own; None: it brings none.
     pending: Sequence[NewMessage] | None = None
+    history_digest: bytes = b""  # of a keyed request, of all messages that its client sent
 
     def content_hash(self) -> str:
-        """A digest that is the same for the same messages and sampling."""
+        """Return a digest that is the same for the same messages, sampling and client history."""
         messages = [[message.role, message.private()] for message in self.messages]
-        return hashlib.sha256(canonical_json([messages, dict(self.sampling)])).hexdigest()
+        content = [messages, dict(self.sampling)]
+        if self.history_digest:
+            content.append(self.history_digest.hex())
+        return hashlib.sha256(canonical_json(content)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +249,7 @@ class ChainMatch(NamedTuple):
 
 
 class ChainRequest(NamedTuple):
-    """A turn that a request began, in a conversation whose history begins like its own."""
+    """A turn that a keyed request began."""
 
     conversation_id: str
     num_messages: int  # that the request added

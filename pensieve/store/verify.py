@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import conversation_rows
 from pensieve.store.bodies import TOKEN_BYTES, checked_body
+from pensieve.store.chain_rows import OF_A_REQUEST
 from pensieve.store.connection import read_only
 from pensieve.store.stored_bytes import ADDED_UP
 
@@ -202,8 +203,8 @@ STORE_QUERIES = (
     ),
     (
         "chain {}: its message is no reply",
-        "SELECT chain FROM chains c WHERE NOT EXISTS (SELECT 1 FROM messages m"
-        " WHERE m.message = c.message AND m.finish_reason IS NOT NULL)",
+        f"SELECT chain FROM chains c WHERE length(session) <> {len(OF_A_REQUEST)} AND NOT EXISTS"
+        " (SELECT 1 FROM messages m WHERE m.message = c.message AND m.finish_reason IS NOT NULL)",
     ),
     (
         "tenant {!r}: its conversations take {} bytes, and {} are counted",

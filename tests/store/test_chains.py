@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pensieve.errors import InvalidArgument
 from pensieve.store import ConversationStore, TurnRequest, chain_rows, chains
 from pensieve.store.records import ChainMatch, ChainState
 from tests.store.faulty import writer_of
@@ -193,25 +194,43 @@ def test_states_grow_old(store: ConversationStore, monkeypatch: pytest.MonkeyPat
     assert store.verify() == []
 
 
-def test_a_request_that_came_before_is_found(store: ConversationStore) -> None:
-    def request(*states: str, request_id: str, name: str = "") -> tuple[str, int] | None:
-        keys = [digest(each) for each in states]
-        got = store.chains.request(keys, b"", request_id, name or "none")
+def test_a_keyed_request_is_found_in_any_conversation_of_its_tenant(
+    store: ConversationStore,
+) -> None:
+    def found(request_id: str, tenant: str = "") -> tuple[str, int] | None:
+        got = store.chains.request(request_id, tenant=tenant)
         return None if got is None else (got.conversation_id, got.num_messages)
 
     create(store, "tea")
     say(store, "tea", "a")
-    two = TurnRequest("again", [user("one", 3), user("two", 4)])
+    two = TurnRequest("again", [user("one", 3), user("two", 4)], history_digest=b"digest")
     turn = store.begin_turn("tea", two).turn
-    assert request("a", request_id="again") == ("tea", 2)  # it runs
+    assert found("again") == ("tea", 2)  # it runs
     store.interrupt_turn(turn.turn_id)
-    assert request("a", request_id="again") is None  # it is begun anew
+    assert found("again") is None  # it is begun anew
     store.begin_turn("tea", two)
-    store.finish_turn(turn.turn_id, reply("yes", 5), "stop", {})
-    assert request("a", request_id="again") == ("tea", 2)
-    assert request("x", request_id="again") is None
-    assert request("x", request_id="again", name="tea") == ("tea", 2)
-    assert request("a", request_id="other", name="tea") is None
+    store.finish_turn(turn.turn_id, reply("yes", 5), "stop", {}, ChainState(digest("ab"), b""))
+    store.fork_conversation("tea", 2, "cup")
+    assert found("again") == ("tea", 2)
+    assert found("again", tenant="another") is None
+    assert found("r-a") is None  # it had no key
+    assert store.verify() == store.integrity_check() == []
+    store.rewind_conversation("tea", 1)
+    assert found("again") == ("tea", 2)  # its request may still be repeated
+    store.delete_conversation("tea")
+    assert found("again") is None
+    assert store.verify() == store.integrity_check() == []
+
+
+def test_the_content_of_a_keyed_request_is_its_clients_whole_history(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    store.begin_turn("tea", TurnRequest("r", [user("go on", 1)], history_digest=b"one"))
+    again = store.begin_turn("tea", TurnRequest("r", [user("go on", 1)], history_digest=b"one"))
+    assert not again.must_run
+    with pytest.raises(InvalidArgument, match="other content"):
+        store.begin_turn("tea", TurnRequest("r", [user("go on", 1)], history_digest=b"two"))
 
 
 def test_a_great_many_conversations_with_the_same_history_are_not_all_looked_at(

@@ -20,9 +20,8 @@ the turn (StaleRevision, TurnRunning, NotFound), and it is looked for again, at 
 last times without appending.  A fork is reserved until its first turn has begun: other requests with the same
 history do not append to it.
 
-**The same request again** finds its turn by its request_id: in the conversation that was made for it, whose
-id follows from the request's, or appended to a history that begins like its own.  One that comes while the
-first is about to begin waits for that.
+**The same request again** finds its turn by its request_id, in any conversation of its tenant.  With another
+history or other messages it is refused.  One that comes while the first is about to begin waits for that.
 
 **Nothing is left behind.**  A conversation that was made for a turn which then did not begin, failed or was
 given up is deleted, unless something has used it meanwhile.
@@ -250,18 +249,12 @@ class Binder:
         raise AssertionError("the last attempt returns or raises")
 
     async def _known(self, one: _Choice, seconds_left: float | None) -> Bound | None:
-        """The turn of a request that came before."""
+        """Return the turn of a request that came before; InvalidArgument if its body differs."""
         if not one.request_id:
             return None
-        chains, past = self._daemon.store.chains, one.past
+        chains, tenant = self._daemon.store.chains, one.chat.tenant
         found = await self._daemon.threads.in_store(
-            one.chat.tenant,
-            chains.request,
-            past.beginnings,
-            past.end.session,
-            one.request_id,
-            one.conversation_id,
-            tenant=one.chat.tenant,
+            tenant, chains.request, one.request_id, tenant=tenant
         )
         if found is None:
             return None
@@ -372,6 +365,7 @@ class _Choice:
             metadata=chat.metadata,
             given_sampling=chat.given_sampling,
             chain=self.past.end,
+            history_digest=self.past.end.digest if chat.request_id else b"",
         )
 
     def opening(self) -> Ask:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from pensieve.errors import InvalidArgument
 from pensieve.service.binding.binder import Binder, Chat
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
@@ -120,7 +121,13 @@ async def begin_bound(
         num_choices=request.num_choices,
         reply_reader=bodies.reply_reader(request),
     )
-    bound = await binder.begin(chat)
+    try:
+        bound = await binder.begin(chat)
+    except InvalidArgument as error:
+        if error.field != "request_id":
+            raise
+        problem = "was used before with another request"
+        raise InvalidArgument("idempotency-key", problem) from None
     exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
     exchange.out["x-pensieve-bound"] = bound[0].how.value
     exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)

@@ -491,6 +491,40 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
         slow.begin(replace(opening, messages=(Message("user", "Something else"),)))
 
 
+@pytest.mark.parametrize("how", [How.NEW, How.APPENDED, How.FORKED])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
+    slow: Bindings, how: How, is_running: bool
+) -> None:
+    talk = Talk(slow)
+    if how is not How.NEW:
+        talk.say("One")
+    if how is How.FORKED:
+        before = list(talk.messages)
+        talk.say("Two")
+        talk.messages = before
+    options = TurnOptions(Sampling(max_tokens=100_000 if is_running else 4, ignore_eos=True))
+    last = Message("user", "Go on")
+    keyed = Chat((*talk.messages, last), options, request_id="key")
+    (first,) = slow.begin(keyed) if is_running else slow.all_of(keyed)
+    assert first.how is how
+    ids = slow.ids
+    beginnings = ((), (Message("user", "Other"), Message("assistant", "other")), talk.messages)
+    others = [Message("user", "Else"), *([] if is_running else [last])]
+    for beginning in beginnings:
+        for message in others:
+            other = replace(keyed, messages=(*beginning, message))
+            if other == keyed:
+                continue
+            with pytest.raises(InvalidArgument, match="used before with other content"):
+                slow.begin(other)
+    assert slow.ids == ids
+    (again,) = slow.begin(keyed)
+    assert (again.how, again.live.turn_id) == (How.KNOWN, first.live.turn_id)
+    if is_running:
+        slow.leave(first)
+
+
 def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
     chat = Chat((Message("user", "One"),), SHORT, request_id="r")
 

@@ -116,6 +116,19 @@ def test_the_same_request_again_computes_nothing(rig: HttpRig) -> None:
     assert text == first.value["choices"][0]["message"]["content"]
 
 
+def test_a_key_with_an_unrelated_body_is_refused(rig: HttpRig) -> None:
+    reply = rig.chat("A beginning.").value["choices"][0]["message"]["content"]
+    headers = {"idempotency-key": "of a second turn"}
+    first = rig.chat("A beginning.", reply, "Go on.", headers=headers)
+    assert first.headers["x-pensieve-bound"] == "appended"
+    for contents in (("Unrelated.",), ("Another.", "Beginning.", "Go on.")):
+        other = rig.chat(*contents, headers=headers)
+        assert (other.status, other.error["param"]) == (400, "idempotency-key")
+        assert "used before with another request" in other.error["message"]
+    again = rig.chat("A beginning.", reply, "Go on.", headers=headers)
+    assert again.value["choices"] == first.value["choices"]
+
+
 def test_choices_are_branches_that_a_client_may_go_on_with(rig: HttpRig) -> None:
     answer = rig.chat("Pick one.", n=3, temperature=20.0).value
     texts = [each["message"]["content"] for each in answer["choices"]]
