@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 WIDE, PHONE = (1280, 800), (390, 800)
 TINY = {"threads": "1", "chunk_tokens": "16", "device_cache": "480t", "host_cache": "480t"}
 LONG = "The grey cat walks along the river and looks at the boats. " * 3
+EDIT = "Edit message (later messages will be removed)"
 PARTS = ("nav", "#chat", "#memory")
 SEND = "**/pensieve.v1.ConversationService/SendMessage"
 CODE = (
@@ -132,8 +133,9 @@ def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
         assert told(page) == ["My name is Ada.", "What is my name?"]
 
         act(page, "user", 1, "Edit")
+        page.get_by_label(EDIT).fill("Who am I?")
         with page.expect_response(SEND):
-            answer(page, "Who am I?")
+            page.locator(".edit").get_by_role("button", name="Send").click()
         expect(page.locator("article.reply .cost").nth(1)).to_be_visible()
         assert told(page) == ["My name is Ada.", "Who am I?"]
         assert [each.content for each in history(tiny, page)][::2] == told(page)
@@ -156,6 +158,31 @@ def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
         act(page, "reply", 0, "Fork after")
         expect(named(page)).to_have_text("Fork of Fork of My name is Ada.")
         assert told(page) == ["My name is Ada."]
+
+
+def test_an_edit_keeps_the_lines_of_a_message(browser: Any, slow: HttpRig) -> None:
+    text = "A list:\n\n- one\n- two"
+    with opened(browser, slow) as page:
+        say(page, text)
+        field = page.get_by_label(EDIT)
+        act(page, "user", 0, "Edit")
+        expect(field).to_be_focused()
+        expect(field).to_have_value(text)
+        expect(page.locator("article.user .body")).to_be_hidden()
+        page.keyboard.press("Escape")
+        expect(field).to_have_count(0)
+        assert told(page) == [text]
+        assert focused(page) == "Edit"
+        page.keyboard.press("Enter")
+        page.keyboard.press("Control+End")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("- three")
+        with page.expect_response(SEND):
+            page.keyboard.press("Enter")
+        expect(page.locator("article.reply .cost")).to_be_visible()
+        expect(field).to_have_count(0)
+        assert told(page) == [f"{text}\n- three"]
+        assert history(slow, page)[0].content == f"{text}\n- three"
 
 
 def test_names_are_the_daemons_and_what_is_deleted_is_gone(
@@ -360,6 +387,8 @@ def test_axe_finds_nothing(browser: Any, tiny: HttpRig, size: tuple[int, int], s
         tabs = page.locator("[data-show]") if size == PHONE else None
         say(page, "A message.")
         page.wait_for_timeout(700)
+        act(page, "user", 0, "Edit")
+        assert rules_broken(page) == []
         if tabs:
             tabs.nth(0).click()
             assert rules_broken(page) == []
