@@ -17,7 +17,8 @@ import grpc
 from pensieve.history.connection import Connection, Replica
 from pensieve.history.guard import Guard
 from pensieve.history.service import HistoryConfig, HistoryService
-from pensieve.launch.history import OPTIONS, EventLog
+from pensieve.launch.history import OPTIONS, SERVICE, EventLog
+from pensieve.service.grpc.server import Health
 from pensieve.service.threads import Threads
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.remote.methods import METHODS
@@ -30,8 +31,9 @@ from tests.service.rig_daemon import wait_for
 class ServiceRig:
     """The service behind a port of its own; `link` is the daemons' way to it."""
 
-    def __init__(self, folder: Path, *, lease_seconds: float = 60.0) -> None:
+    def __init__(self, folder: Path, *, lease_seconds: float = 60.0, secret: str = "") -> None:
         self._folder = folder
+        self._secret = secret
         self._lease_seconds = lease_seconds
         self._event_log = folder / "events.jsonl"
         self._loop = asyncio.new_event_loop()
@@ -49,8 +51,11 @@ class ServiceRig:
         self._events = EventLog(self._event_log)
         config = HistoryConfig(self._lease_seconds)
         self.service = HistoryService(self._store, self.threads, config, record=self._events)
-        self._server = grpc.aio.server(interceptors=[Guard("")], options=OPTIONS)
+        self._server = grpc.aio.server(interceptors=[Guard(self._secret)], options=OPTIONS)
         history_pb2_grpc.add_HistoryServiceServicer_to_server(self.service, self._server)
+        health = Health(("", SERVICE))
+        health.set(True)
+        self._server.add_generic_rpc_handlers((health.handlers(),))
         address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
         self.threads.spawn(self.service.watch())
