@@ -236,7 +236,10 @@ class Conversations:
             if deleted.is_pending:
                 await erased(self._history.finish_erasure, self._threads)
             if deleted.error is not None:
-                raise deleted.error
+                try:
+                    raise deleted.error
+                finally:
+                    del deleted  # as in `Threads.whole`
 
         await self._threads.whole(sequence())
 

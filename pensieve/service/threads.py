@@ -122,7 +122,10 @@ class Threads:
         task = self.loop.create_task(sequence)
         self._sequences.add(task)
         task.add_done_callback(self._sequence_ended)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # its error's traceback holds this frame: a cycle if the frame held the task
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it in the background; nobody waits for it."""

@@ -12,14 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from pensieve.errors import InvalidArgument
+from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.service.draft import Outdated
 from pensieve.service.fair_pool import FairPool
+from pensieve.service.threads import Threads
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.text import ChatTemplate
 from pensieve.v1 import conversation_pb2 as pb
+from tests.service.http.rig_http import http_rig
 from tests.service.rig_daemon import PATIENCE_SECONDS, DaemonRig, stopped_store, wait_for
 
 # -- the pool --
@@ -76,19 +79,50 @@ def test_a_refusal_is_no_garbage_that_only_a_collection_frees() -> None:
     errors: list[weakref.ref[InvalidArgument]] = []
 
     async def main() -> None:
-        pool = FairPool(asyncio.get_running_loop(), 1, "store")
-        for i in range(3):
+        threads = Threads(asyncio.get_running_loop(), 1)
+        for i in range(4):
+            job = threads.in_store("a", _refuse, i)
             try:
-                await pool.run("a", lambda i=i: _refuse(i))  # type: ignore[misc]
+                await (threads.whole(job) if i % 2 else job)
             except InvalidArgument as error:
                 errors.append(weakref.ref(error))
-        await pool.run("a", lambda: None)  # the thread has let go of the last one
-        pool.close()
-        assert [error() for error in errors] == [None, None, None]
+            del job
+        await threads.in_store("a", lambda: None)  # the thread has let go of the last one
+        await threads.close()
+        assert [error() for error in errors] == [None] * 4
 
+    with no_collections():
+        asyncio.run(main())
+
+
+def test_a_refused_turn_leaves_nothing_that_only_a_collection_frees(tmp_path: Path) -> None:
+    """Over gRPC and over HTTP; texts and tokens of what was too long would stay in memory."""
+    with http_rig(tmp_path / "data") as door:
+        rig, long = door.rig, "word " * (2 * door.rig.daemon.context_max)
+        rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
+        gc.collect()
+        with no_collections():
+            for conversation_id in ("c", "new"):
+                with pytest.raises(grpc.RpcError) as refused:
+                    rig.ask(conversation_id, long)
+                assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+            with pytest.raises(grpc.RpcError):
+                request = pb.DeleteConversationRequest(conversation_id="nobody")
+                rig.stub.DeleteConversation(request)
+            assert door.chat(long).status == 400
+            assert door.chat("hello", "yes", long).status == 400
+            wait_for(lambda: not errors_in_memory(), 10.0)
+
+
+def errors_in_memory() -> list[PensieveError]:
+    return [each for each in gc.get_objects() if isinstance(each, PensieveError)]
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
     gc.disable()
     try:
-        asyncio.run(main())
+        yield
     finally:
         gc.enable()
 

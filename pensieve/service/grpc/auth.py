@@ -17,7 +17,6 @@ it is no failure, although gRPC lets that fail at times instead of cancelling th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import logging
@@ -30,7 +29,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -301,10 +300,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     call.answers(answer)
                 outcome = "OK"
                 return answer
-            except (asyncio.CancelledError, grpc.aio.AbortError):
+            except asyncio.CancelledError:
                 raise
+            except grpc.aio.AbortError as aborted:  # by a handler: its status has been sent
+                # gRPC keeps this error with the call, whose frames the error holds.
+                aborted.__traceback__ = aborted.__context__ = None
             except grpc.aio.InternalError:  # of gRPC: the client left while it was written to
-                await _abort(context, grpc.StatusCode.CANCELLED, "the client has left")
+                _end_with(context, grpc.StatusCode.CANCELLED, "the client has left")
             except PensieveError as error:
                 outcome = error.reason
                 self.count_refusal(error)
@@ -312,13 +314,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     log.error("%s failed: %s", details.method, whole_line(error))
                 if call is not None:
                     await call.refused(error)
-                await abort_with(context, error)
+                end_with(context, error)
             except Exception:
                 outcome = "INTERNAL"
                 self.count_refusal(None)
                 incident = secrets.token_hex(8)
                 log.exception("incident %s in %s", incident, details.method)
-                await _abort(context, grpc.StatusCode.INTERNAL, f"internal error {incident}")
+                _end_with(context, grpc.StatusCode.INTERNAL, f"internal error {incident}")
             finally:
                 if held is not None:
                     held.release()
@@ -397,18 +399,18 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
         raise InvalidArgument("request", "is not a message of this method") from None
 
 
-async def abort_with(context: Any, error: PensieveError) -> NoReturn:
-    """End a call with an error of our tree."""
+def end_with(context: Any, error: PensieveError) -> None:
+    """Have the call end with an error of our tree once its handler returns."""
     context.set_trailing_metadata(
         ((translate.DETAILS_KEY, translate.status(error).SerializeToString()),)
     )
-    await _abort(context, translate.status_code(error), translate.text_of(error))
+    _end_with(context, translate.status_code(error), translate.text_of(error))
 
 
-async def _abort(context: Any, code: grpc.StatusCode, text: str) -> NoReturn:
-    with contextlib.suppress(grpc.aio.InternalError):  # the client has left
-        await context.abort(code, text)
-    raise asyncio.CancelledError
+def _end_with(context: Any, code: grpc.StatusCode, text: str) -> None:
+    """As `context.abort`, whose error stays with the call and holds the request until a collection."""
+    context.set_code(code)
+    context.set_details(text)
 
 
 def new_token(tenant: str, admin: bool, name: str = "", **limits: float | None) -> tuple[str, str]:
