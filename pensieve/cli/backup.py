@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
     restoring.add_argument(
         "--last-good",
         action="store_true",
-        help="where a file is damaged, restore what was before it",
+        help="where a file is damaged or missing, restore what was before it",
     )
     restoring.add_argument(
         "--replace", action="store_true", help="overwrite the history that --data has"
@@ -116,7 +116,9 @@ def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
         f"to {resolved.values['data']}"
     )
     if restored.damage:
-        print(f"what came later is damaged: {restored.damage}")
+        print(f"what came later is damaged or missing: {restored.damage}")
+    if not restored.newest_known:
+        print("an older version wrote this backup, so a later segment may be missing")
     return 0
 
 

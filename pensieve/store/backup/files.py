@@ -4,6 +4,7 @@
     base.json   its description, with the SHA-256 of base.db and, in a line of its own, of the description
     N.segment   a line with the format, a line with the description (JSON), the compressed changes (numbers of
                 pages, then pages), and the SHA-256 of all that
+    newest      the number of the newest segment, written after it; older backups have no such file
 
 Whatever does not agree with its checksum is BackupDamaged, which names the file.
 """
@@ -24,6 +25,7 @@ from pensieve.store.durable import new_file
 
 BASE_NAME = "base.db"
 DESCRIPTION_NAME = "base.json"
+NEWEST_NAME = "newest"
 FORMAT = b"pensieve segment 1\n"
 BASE_FORMAT = 1
 DIGEST_BYTES = 32
@@ -89,6 +91,20 @@ def read_base_description(folder: Path) -> Base:
         return Base(**fields)
     except (ValueError, TypeError, KeyError):
         raise BackupDamaged(f"{path} fails its checksum") from None
+
+
+def write_newest(folder: Path, number: int) -> None:
+    with new_file(folder / NEWEST_NAME) as file:
+        file.write(f"{number}\n".encode())
+
+
+def read_newest(folder: Path) -> int | None:
+    """The number of the newest segment that was written, 0 for none; None if that is not known."""
+    path = folder / NEWEST_NAME
+    try:
+        return int(_read(path)) if path.exists() else None
+    except ValueError:
+        raise BackupDamaged(f"{path} is not a number") from None
 
 
 def write_segment(path: Path, head: SegmentHead, changes: Changes) -> str:

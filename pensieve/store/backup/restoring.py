@@ -5,10 +5,10 @@
                checks the database as a whole, and only then puts it into a data folder
 
 A backup of an older schema is restored as it is; the next start brings it to the present one and checks
-it again.  A moment is restored from the latest generation that has one.  If a file on the way is damaged,
-that is an error that names it; with `to_last_good` the moment before the damage is restored instead, if
-need be of an earlier generation.  The data folder is locked throughout, and has the old history or the new
-one as a whole.
+it again.  A moment is restored from the latest generation that has one.  If a file on the way is damaged
+or missing, that is an error that names it; with `to_last_good` the moment before it is restored instead, if
+need be of an earlier generation.  The file `newest` tells whether the newest segment is missing.  The data
+folder is locked throughout, and has the old history or the new one as a whole.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pensieve.store.backup.files import (
     Base,
     Segment,
     read_base_description,
+    read_newest,
     read_segment,
     read_segment_head,
 )
@@ -57,6 +58,7 @@ class Restored:
     conversations: int
     messages: int
     damage: str = ""  # why it is not a later moment
+    newest_known: bool = True  # else a later segment may be missing without a trace
 
 
 def points(folder: Path) -> list[Points]:
@@ -176,8 +178,9 @@ def _chain(generation: Points, at: float | None) -> tuple[Base, list[Path]]:
 
 
 def _segment_paths(path: Path) -> list[Path]:
-    """Up to the last one; a missing one stands for itself, and cannot be read."""
+    """Up to the newest that was written; a missing one stands for itself, and cannot be read."""
     numbers = [int(found.stem) for found in path.glob("*.segment") if found.stem.isdecimal()]
+    numbers.append(read_newest(path) or 0)
     return [path / f"{number:08}.segment" for number in range(1, max(numbers, default=0) + 1)]
 
 
@@ -213,7 +216,8 @@ def _write(
     with read_only(partial, wanted.driver, immutable=True) as conn:
         (conversations,) = conn.execute("SELECT count(*) FROM conversations").fetchone()
         (messages,) = conn.execute("SELECT count(*) FROM messages").fetchone()
-    return Restored(base.generation, last, time, conversations, messages, damage)
+    known = read_newest(path) is not None
+    return Restored(base.generation, last, time, conversations, messages, damage, known)
 
 
 def _count_anew(partial: Path, wanted: _Wanted) -> None:

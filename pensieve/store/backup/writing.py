@@ -35,6 +35,7 @@ from pensieve.store.backup.files import (
     read_base_description,
     sha256_of,
     write_base_description,
+    write_newest,
     write_segment,
 )
 from pensieve.store.durable import new_file, sync
@@ -192,6 +193,7 @@ class BaseCopy:
                 sha256_of(self._partial / BASE_NAME),
             )
             write_base_description(self._partial, described)
+            write_newest(self._partial, 0)
             self._partial.replace(self._generation.path)
             sync(folder.path)
         done = Generation(self._generation.number, self._generation.path, described.time)
@@ -283,8 +285,9 @@ class Chain:
         )
         path = self.generation.path
         with explained(path.parent):
-            self._previous = write_segment(path / f"{head.number:08}.segment", head, changes)
-        self._number = head.number
+            sha256 = write_segment(path / f"{head.number:08}.segment", head, changes)
+            write_newest(path, head.number)
+        self._number, self._previous = head.number, sha256
         self.time = changes.time
 
 

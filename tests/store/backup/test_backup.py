@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import threading
@@ -391,7 +393,8 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["a bit", "torn", "empty", "missing"])
 @pytest.mark.parametrize(
-    ("name", "turns_before"), [("00000002.segment", 2), ("base.db", 0), ("base.json", 0)]
+    ("name", "turns_before"),
+    [("00000003.segment", 3), ("00000002.segment", 2), ("base.db", 0), ("base.json", 0)],
 )
 def test_damage_is_named_and_restoring_stops_before_it_only_when_told(
     shipped: list[float], driver: Any, backup: Path, how: str, name: str, turns_before: int
@@ -406,6 +409,37 @@ def test_damage_is_named_and_restoring_stops_before_it_only_when_told(
     if name == "00000002.segment":
         with restored(backup, driver, shipped[1]) as found:
             assert len(found.messages("tea")) == 2
+
+
+def test_an_older_backup_does_not_know_its_newest_segment_and_restoring_says_so(
+    shipped: list[float], driver: Any, backup: Path
+) -> None:
+    generation, data = backup / "generation-000002", backup.with_name("restored")
+    assert restore(backup, data, driver=driver).newest_known
+    (generation / files.NEWEST_NAME).unlink()
+    (generation / "00000003.segment").unlink()
+    found = restore(backup, data, driver=driver, replace=True)
+    assert (found.segment, found.time, found.newest_known) == (2, shipped[3], False)
+
+
+def test_a_segment_whose_number_could_not_be_written_down_is_written_again(
+    store: ConversationStore, driver: Any, backup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(store, "tea")
+    shipping = Shipping(store, backup)
+    create(store, "cup")
+    with monkeypatch.context() as full:
+        full.setattr(writing, "write_newest", fails_with_no_space)
+        with pytest.raises(StoreUnavailable, match="No space"):
+            shipping.ship()
+    create(store, "pot")
+    assert shipping.ship()
+    with restored(backup, driver) as found:
+        assert history(found) == history(store)
+
+
+def fails_with_no_space(*arguments: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_segments_of_another_chain_are_refused(
