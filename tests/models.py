@@ -156,7 +156,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         _config("Gemma2Config", head_dim=8, sliding_window=64, attn_logit_softcapping=None),
         "layer 0 sees at most 64 positions",
     ),
-    "gemma2-softcap": (_config("Gemma2Config", head_dim=8), "layer 0 passes softcap = 50.0"),
+    "gemma2-softcap": (
+        _config("Gemma2Config", head_dim=8, sliding_window=64),
+        "layer 0 passes softcap = 50.0 to its attention, which we do not honour (a cap on scores)",
+    ),
+    "gemma4": (
+        _config(
+            "Gemma4TextConfig",
+            head_dim=8,
+            global_head_dim=16,
+            sliding_window=64,
+            num_hidden_layers=6,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            num_kv_shared_layers=0,
+        ),
+        "its layers differ in heads or types",
+    ),
     "llama4-chunks": (
         _config(
             "Llama4TextConfig",
@@ -172,10 +188,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             "GptOssConfig",
             head_dim=8,
             num_local_experts=4,
-            layer_types=["full_attention"] * 2,
+            sliding_window=64,
             **_EXPERTS,
         ),
-        "layer 0 passes s_aux to its attention, which we do not honour",
+        "layer 0 passes s_aux to its attention, which we do not honour (attention sinks)",
+    ),
+    "mimo-v2": (
+        _config(
+            "MiMoV2FlashConfig",
+            head_dim=8,
+            v_head_dim=16,
+            sliding_window=64,
+            num_experts=4,
+            n_routed_experts=4,
+            moe_intermediate_size=16,
+            **_EXPERTS,
+        ),
+        "layer 0 has queries, keys and values of different sizes (4 heads of 8, 2 heads of 8, 2 heads of 16)",
     ),
     "falcon": (
         _config("FalconConfig"),
@@ -185,14 +214,33 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         _config("StableLmConfig"),
         "StableLmAttention does not pass the forward's keyword arguments on",
     ),
-    "mamba": (_config("MambaConfig"), "none of its layers calls the attention interface"),
+    "mamba": (
+        _config("MambaConfig"),
+        "it keeps a recurrent state beside KV (state-space layers or linear attention): none of its "
+        "layers calls the attention interface",
+    ),
+    "falcon-h1": (
+        _config(
+            "FalconH1Config",
+            mamba_d_ssm=32,
+            mamba_n_heads=4,
+            mamba_d_head=8,
+            mamba_d_state=8,
+            mamba_n_groups=1,
+        ),
+        "it keeps a recurrent state beside KV (state-space layers or linear attention): ",
+    ),
+    "deepseek-v3.2": (
+        _config("DeepseekV32Config", **_LATENT, index_n_heads=2, index_head_dim=16, index_topk=16),
+        "its queries see only 16 keys that an index chooses (sparse attention)",
+    ),
     "recurrent-gemma": (
         _config("RecurrentGemmaConfig", num_hidden_layers=3, lru_width=32, head_dim=8),
-        "layer 0 never calls the attention interface (is it recurrent?)",
+        "(state-space layers or linear attention): layer 0 never calls the attention interface",
     ),
     "qwen3-next": (
         _config("Qwen3NextConfig", **_QWEN3_NEXT),
-        "layer 0 never calls the attention interface (is it recurrent?)",
+        "(state-space layers or linear attention): layer 0 never calls the attention interface",
     ),
     "deepseek-v3": (
         _config("DeepseekV3Config", **_LATENT),

@@ -22,9 +22,11 @@ from pensieve.extras import PACKAGES
 
 UNKNOWN = "unknown: "
 REFUSED = "cannot be loaded: "
-# The settings that decide how layers run.
+# The settings that decide how a model is loaded.
 LOADING = [
-    s for s in SETTINGS if s.name in ("device", "dtype", "context_max", "weights", "kv_dtype")
+    s
+    for s in SETTINGS
+    if s.name in ("device", "dtype", "context_max", "weights", "kv_dtype", "chat_template")
 ]
 OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate", "gguf")
 
@@ -155,10 +157,11 @@ def _gpu_kernels() -> str:
 
 
 def _model(arguments: argparse.Namespace) -> dict[str, str]:
-    """Load it as `serve` would, with the same settings of the environment; its form, and its costs."""
+    """Load it, its tokenizer and its template as `serve` would, with the same settings of the environment."""
     try:
         from pensieve.launch import profiles
-        from pensieve.launch.model_folder import resolve_model
+        from pensieve.launch.executor import check_vocabulary
+        from pensieve.launch.model_folder import load_texts, resolve_model
         from pensieve.launch.model_ranks import load_model
     except ImportError as error:
         return {"model": f"{UNKNOWN}{error.name} is missing"}
@@ -167,8 +170,10 @@ def _model(arguments: argparse.Namespace) -> dict[str, str]:
     try:
         settings = resolve(flags, os.environ).settings
         folder = resolve_model(settings.model)
+        texts = load_texts(folder, _ignored, settings.chat_template)
         with contextlib.ExitStack() as undo:
             loaded = load_model(settings, folder, _ignored, undo).model
+            check_vocabulary(texts.template.tokenizer, loaded.shape)
             kept = profiles.kept(profiles.key_of(settings, folder, loaded))
     except PensieveError as error:
         return {"model": f"{REFUSED}{one_line(error)}"}

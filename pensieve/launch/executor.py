@@ -31,6 +31,7 @@ from pensieve.model.parallel.executor import ParallelExecutor
 from pensieve.model.parallel.staged_executor import StagedExecutor
 from pensieve.model.parallel.stages import StageModel
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.model.shape import ModelShape
 from pensieve.text import Tokenizer
 
 
@@ -108,6 +109,13 @@ class BuiltExecutor(NamedTuple):
     checksums: PageChecksums | None
 
 
+def check_vocabulary(tokenizer: Tokenizer, shape: ModelShape) -> None:
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ModelError(
+            f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {shape.vocab_size}"
+        )
+
+
 def build_executor(
     settings: Settings,
     folder: Path,
@@ -121,10 +129,7 @@ def build_executor(
         settings = replace(settings, stream="off")
     ranks = load_model(settings, folder, report, undo)
     shape = ranks.model.shape
-    if tokenizer.vocab_size > shape.vocab_size:
-        raise ModelError(
-            f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {shape.vocab_size}"
-        )
+    check_vocabulary(tokenizer, shape)
     sampler = Sampler(shape.vocab_size, ranks.model.eos_token_ids | end_of_turn_ids)
     tiers = _allocate(settings, ranks, sampler, report)
     graphs = _graphs(settings, ranks, tiers.memory, report)

@@ -32,8 +32,14 @@ HARMLESS = frozenset(
 )
 
 
+MEANING = {"s_aux": "attention sinks", "softcap": "a cap on scores"}
+
+
 class Observer:
-    """A forward pass that notes sizes and types, checks masks and arguments, and computes nothing."""
+    """A forward pass that notes sizes and types, checks masks and arguments, and computes nothing.
+
+    A short view is only noted: a lower context helps there, unless something else is refused.
+    """
 
     paged_rows: PagedRows | None = None
     pages_ready = False
@@ -41,6 +47,7 @@ class Observer:
     def __init__(self, context_max: int) -> None:
         self._context_max = context_max
         self.layers: list[Any] = []
+        self.views: dict[Any, int] = {}  # how many positions a layer sees, where that is not all
         self.sizes: set[tuple[int, int, int]] = set()  # heads, kv_heads, head_size
         self.dtypes: set[torch.dtype] = set()
 
@@ -58,9 +65,12 @@ class Observer:
         self._check_mask(layer, attention_mask)
         self._check_arguments(layer, module, rest)
         if key.shape != value.shape or query.shape[::2] != key.shape[::2]:
+            described = (
+                f"{each.shape[1]} heads of {each.shape[2]}" for each in (query, key, value)
+            )
             raise UnsupportedModel(
-                f"layer {layer} has queries, keys and values of different sizes: "
-                f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+                f"layer {layer} has queries, keys and values of different sizes ({', '.join(described)}), "
+                "and a page holds keys and values of one size"
             )
         self.layers.append(layer)
         self.sizes.add((query.shape[1], key.shape[1], key.shape[2]))
@@ -76,7 +86,15 @@ class Observer:
         reach = int(attention_mask.flatten()[0]) if attention_mask.numel() == 1 else 0
         if reach == 0:
             raise UnsupportedModel(f"layer {layer} asks for a mask that is not causal")
+        self._note_view(layer, reach)
+
+    def _note_view(self, layer: Any, reach: int) -> None:
         if reach < self._context_max:
+            self.views[layer] = min(reach, self.views.get(layer, reach))
+
+    def check_views(self) -> None:
+        if self.views:
+            layer, reach = min(self.views.items(), key=lambda item: item[1])
             raise UnsupportedModel(
                 f"layer {layer} sees at most {reach} positions (a sliding window or chunks), "
                 f"fewer than the context of {self._context_max}; --context-max {reach} serves it up to there"
@@ -86,15 +104,27 @@ class Observer:
         for name, given in rest.items():
             if given is None or name in HARMLESS:
                 continue
-            if name == "sliding_window" and int(given) >= self._context_max:
+            if name == "sliding_window":
+                self._note_view(layer, int(given))
                 continue
             shown = f" = {given}" if isinstance(given, int | float) else ""
+            meaning = f" ({MEANING[name]})" if name in MEANING else ""
             raise UnsupportedModel(
-                f"layer {layer} passes {name}{shown} to its attention, which we do not honour"
+                f"layer {layer} passes {name}{shown} to its attention, which we do not honour{meaning}"
             )
         causal = rest.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise UnsupportedModel(f"layer {layer} is not causal")
+
+
+def declared(module: Any) -> str:
+    """What the model itself says of its layers that KV in pages cannot hold; empty if nothing."""
+    config = module.config.get_text_config()
+    if getattr(module, "_is_stateful", False):
+        return "it keeps a recurrent state beside KV (state-space layers or linear attention): "
+    if chosen := getattr(config, "index_topk", None):
+        return f"its queries see only {chosen} keys that an index chooses (sparse attention): "
+    return ""
 
 
 def observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
@@ -116,10 +146,12 @@ def observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
         set(range(num_layers)) - {layer for layer in observer.layers if layer is not None}
     )
     if not observer.layers:
-        raise UnsupportedModel("none of its layers calls the attention interface")
+        raise UnsupportedModel(
+            f"{declared(module)}none of its layers calls the attention interface"
+        )
     if observer.layers != list(range(num_layers)):
         raise UnsupportedModel(
-            f"layer {silent[0]} never calls the attention interface (is it recurrent?)"
+            f"{declared(module)}layer {silent[0]} never calls the attention interface"
             if silent
             else f"its attention is called for layers {observer.layers}, expected 0 to "
             f"{num_layers - 1} once each, in this order"
@@ -129,6 +161,7 @@ def observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
             f"its layers differ in heads or types: {sorted(observer.sizes)}, "
             f"{sorted(str(dtype) for dtype in observer.dtypes)}"
         )
+    observer.check_views()
     ((num_heads, num_kv_heads, head_size),) = observer.sizes
     if num_heads % num_kv_heads:
         raise UnsupportedModel(f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")

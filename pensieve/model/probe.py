@@ -44,7 +44,7 @@ from pensieve.model.batch import Batch
 from pensieve.model.fuse import Fused, fuse
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.layer_range import BlankTable
-from pensieve.model.observe import observe
+from pensieve.model.observe import declared, observe
 from pensieve.model.shape import ModelShape
 
 INT8_DIFFERENCE = 0.15  # of the logits' range; weights or keys in a wrong order give far more
@@ -122,7 +122,7 @@ def probe(
         raise
     except Exception as error:
         raise UnsupportedModel(
-            f"the probe failed with {type(error).__name__}: {one_line(error)}"
+            f"{declared(module)}the probe failed with {type(error).__name__}: {one_line(error)}"
         ) from error
     return shape
 
@@ -212,7 +212,7 @@ def _compare(
     difference = _difference(rows, torch.cat(plain), exact)
     if not difference <= tolerance:
         raise UnsupportedModel(
-            "its logits through our attention differ from its own by "
+            f"{declared(flat.module)}its logits through our attention differ from its own by "
             f"{difference:.1e} of their range (at most {tolerance:.1e} is rounding)"
         )
 
@@ -350,19 +350,32 @@ def _check_far_neighbor(
     # A second table is one of positions: it has no rotary frequencies, and nothing past its end.
     is_last = len(embeddings) > 1 or shape.context_max < own_max
     far = shape.context_max - 1 if is_last else 4 * shape.context_max
-    recorders = []
+    alone = _beside(flat, prompt, 0)
+
+    def is_changed(neighbor: int) -> bool:
+        return not all(map(torch.equal, alone, _beside(flat, prompt, neighbor)))
+
+    if not is_changed(far):
+        return
+    harmless, harmful = 0, far
+    while harmful - harmless > 1:
+        middle = (harmless + harmful) // 2
+        harmless, harmful = (harmless, middle) if is_changed(middle) else (middle, harmful)
+    longest = min(harmful, own_max - 1)
+    raise UnsupportedModel(
+        "its rotary frequencies depend on the longest context in the batch, so one conversation would "
+        f"change another; --context-max {longest} serves it up to there"
+    )
+
+
+def _beside(flat: FlatModel, prompt: list[int], neighbor: int) -> list[torch.Tensor]:
+    """What reaches the attention from a prompt beside a token at that position."""
+    recorder = _Recorder(len(prompt))
     device = flat.module.device
-    for neighbor in (0, far):
-        recorder = _Recorder(len(prompt))
-        positions = torch.tensor([*range(len(prompt)), neighbor], device=device)
-        ids = torch.tensor([*prompt, prompt[0]], device=device)
-        flat.logits(ids, positions, positions[:0], recorder)
-        recorders.append(recorder)
-    if not all(map(torch.equal, recorders[0].arrived, recorders[1].arrived)):
-        raise UnsupportedModel(
-            "its rotary frequencies depend on the longest context in the batch, "
-            "so one conversation would change another"
-        )
+    positions = torch.tensor([*range(len(prompt)), neighbor], device=device)
+    ids = torch.tensor([*prompt, prompt[0]], device=device)
+    flat.logits(ids, positions, positions[:0], recorder)
+    return recorder.arrived
 
 
 def _paged(

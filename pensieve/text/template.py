@@ -107,6 +107,11 @@ class ChatTemplate:
         self._refused_later = self._refusals(skeleton(None))
         for role in ("user", "assistant"):
             why = self._refused_first.get(role) or self._refused_later.get(role)
+            if why is not None and self._takes_parts():
+                raise ModelError(
+                    "the chat template takes content as a list of parts, as those of models for images do, "
+                    "and not as text; --chat-template FILE gives the model one for text"
+                )
             if why is not None:
                 raise ModelError(f"the chat template cannot write a message of the {role}: {why}")
         self.knows_tools, self._tools_move = self._where_tools_go()
@@ -356,6 +361,17 @@ class ChatTemplate:
                 where = " after a reply" if past else ""
                 refusals[role] = f"the chat template writes no message of the role {role!r}{where}"
         return refusals
+
+    def _takes_parts(self) -> bool:
+        """Whether it writes content that is a list of parts."""
+        parts = [{"type": "text", "text": MARK}]
+        try:
+            text = self._render(
+                [{"role": ROLE["user"], "content": parts}], Setting(), reply_follows=True
+            )
+        except InvalidArgument:
+            return False
+        return MARK in text
 
     def _where_tools_go(self) -> tuple[bool, bool]:
         """Whether the template writes tools at all, and whether it writes them again with each message."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.cli.main import main
@@ -67,10 +70,51 @@ def test_the_doctor_says_in_which_form_a_models_layers_would_run(tmp_path: Path)
     assert "; KV in int8, " in told.stdout
 
 
+def with_texts(folder: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_PATH / name, folder)
+    return folder
+
+
+def mistral(folder: Path, vocab_size: int = 2560) -> Path:
+    config = SERVED["mistral"]()
+    config.vocab_size = vocab_size
+    return with_texts(save_tiny(config, folder))
+
+
+def test_tokenizer_and_template_are_loaded_as_a_daemon_loads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def problem(*arguments: str) -> str:
+        assert main(["doctor", *arguments]) == 1
+        return capsys.readouterr().out.partition("! ")[2]
+
+    few = mistral(tmp_path / "few", vocab_size=100)
+    assert "the tokenizer knows 2560 tokens, the model 100" in problem(str(few))
+    folder = mistral(tmp_path / "model")
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for each in messages %}{{ each.content[0].text }}{% endfor %}")
+    said = problem(str(folder), "--chat-template", str(template))
+    assert "the model cannot be loaded: the chat template takes content as a list of parts" in said
+    (folder / "tokenizer.json").unlink()
+    assert f"the model cannot be loaded: {folder} has no tokenizer.json" in problem(str(folder))
+
+
+def test_weights_that_would_be_left_out_are_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = mistral(tmp_path / "model")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight_scale"] = torch.ones(1)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert main(["doctor", str(folder)]) == 1
+    assert "hold what the model would leave out: model.layers.0.mlp.up" in capsys.readouterr().out
+
+
 def test_a_model_that_cannot_be_loaded_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = save_tiny(SERVED["mistral"](), tmp_path / "model")
+    folder = mistral(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text()) | {"sliding_window": 64}
     (folder / "config.json").write_text(json.dumps(config))
     assert main(["doctor", str(folder)]) == 1

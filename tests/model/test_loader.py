@@ -114,6 +114,16 @@ def test_what_is_plain_up_to_some_length_is_served_up_to_it(
         assert f"--context-max {longest} serves it" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "longest"), [("longrope", 64), ("dynamic-rope", 255), ("gemma2-window", 64)]
+)
+def test_a_lower_context_is_named_where_it_helps(family: str, longest: int, tmp_path: Path) -> None:
+    folder = save_tiny(REFUSED[family][0](), tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"--context-max {longest} serves it up to there"):
+        load(folder)
+    assert load(folder, context_max=longest).shape.context_max == longest
+
+
 def test_a_context_beyond_the_models_own_is_refused(folder_of: FolderOf) -> None:
     with pytest.raises(UnsupportedModel, match="made for 256 tokens; --context-max 257 is more"):
         load(folder_of("llama-gqa"), context_max=257)
@@ -131,6 +141,8 @@ def test_a_model_that_would_not_be_exact_is_refused(family: str, tmp_path: Path)
     assert message.startswith(f"cannot serve {tmp_path}: ")
     assert reason in message
     assert "\n" not in message
+    helps = "sees at most" in reason or "rotary frequencies" in reason
+    assert ("--context-max" in message) == helps
 
 
 def test_rotary_scalings_that_do_not_depend_on_length_are_served(tmp_path: Path) -> None:
@@ -359,7 +371,7 @@ def test_an_adapter_beside_the_model_is_refused(copied: Path) -> None:
         if is_adapter_alone:
             (copied / "config.json").unlink()
         with pytest.raises(
-            UnsupportedModel, match="its adapter .* merge it into the weights first"
+            UnsupportedModel, match=r"its adapter .* merge it into the weights first"
         ):
             load(copied)
 
