@@ -18,13 +18,13 @@ from pensieve.kernels.layer.cpu_experts import PackedExperts
 from pensieve.kernels.layer.cpu_rows import CpuPagedRows, Widths, Workspace
 from pensieve.kernels.layer.cpu_weights import (
     LinearStruct,
-    Norm,
     NormStruct,
-    Packed,
     library,
     norm_struct,
     packed,
 )
+from pensieve.kernels.layer.cpu_weights import Norm as Norm
+from pensieve.kernels.layer.cpu_weights import Packed as Packed
 from pensieve.kernels.layer.protocol import (
     DenseLayer,
     ExpertWeights,

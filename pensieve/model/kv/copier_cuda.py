@@ -59,9 +59,15 @@ class Stream(Protocol):
 class Streams(Protocol):
     """What the copier and the streamer need of a device; the tests have another one."""
 
-    swap_in: Stream
-    swap_out: Stream
-    staging: Stream  # of the streamer (streamer_cuda.py)
+    @property
+    def swap_in(self) -> Stream: ...
+
+    @property
+    def swap_out(self) -> Stream: ...
+
+    @property
+    def staging(self) -> Stream:
+        """Of the streamer (streamer_cuda.py)."""
 
     @property
     def compute(self) -> Stream:
