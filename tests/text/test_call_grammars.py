@@ -13,8 +13,7 @@ from pensieve.text import ChatTemplate, PartMarker, ReplyPieces, style_named
 from pensieve.text.grammars import GrammarError, Grammars, Matcher
 from pensieve.text.tool_calls.styles import CallForm
 from tests.service.schemas import a_whole_schema, is_valid
-from tests.text.families import LLAMA_3, MISTRAL, QWEN_3
-from tests.text.test_tool_calls import template_of
+from tests.text.families import LLAMA_3, MISTRAL, QWEN_3, template_of
 from tests.text.world import template_with
 
 CITY = {
@@ -257,7 +256,10 @@ def test_forms_are_found_by_templates() -> None:
     assert style_for("llama").form is CallForm.LLAMA
     assert style_for("mistral").form is CallForm.MISTRAL_LIST
     assert style_for("named").form is CallForm.MISTRAL_NAMED
-    assert style_named("pythonic", template("hermes")).form is None
-    coder = template_with(PLAIN + "{# <tool_call>\n<function=name> #}")
-    assert style_named("auto", coder).name == "hermes"
-    assert style_named("auto", coder).form is None
+    pythonic = style_named("pythonic", template("hermes"))
+    assert pythonic is not None
+    assert pythonic.form is None
+    coder = style_named("auto", template_with(PLAIN + "{# <tool_call>\n<function=name> #}"))
+    assert coder is not None
+    assert coder.name == "hermes"
+    assert coder.form is None

@@ -1,5 +1,7 @@
 """Text that is released bit by bit is the text of the whole."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,9 +33,11 @@ LIBRARIES = {
 TOKENIZERS = {name: Tokenizer(library.to_str()) for name, library in LIBRARIES.items()}
 
 
-def released(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+def released(tokenizer: Tokenizer, ids: Sequence[int | None]) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
-    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+    known = [token_id for token_id in ids if token_id is not None]
+    assert len(known) == len(ids)
+    return [*(detokenizer.push(token_id) for token_id in known), detokenizer.flush()]
 
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -43,7 +47,7 @@ any_ids = st.lists(st.integers(-3, 400), max_size=40)
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece", "metaspace"])
 @settings(derandomize=True, max_examples=200)
 @given(text=any_text)
-def test_any_text_comes_back_and_is_what_the_library_decodes(name, text):
+def test_any_text_comes_back_and_is_what_the_library_decodes(name: str, text: str) -> None:
     if name != "byte level":
         text = text.replace("▁", "")  # for these vocabularies it is a space
     tokenizer, library = TOKENIZERS[name], LIBRARIES[name]
@@ -58,14 +62,14 @@ def test_any_text_comes_back_and_is_what_the_library_decodes(name, text):
 @pytest.mark.parametrize("name", LIBRARIES)
 @settings(derandomize=True, max_examples=200)
 @given(ids=any_ids)
-def test_any_ids_give_the_same_text_bit_by_bit_and_at_once(name, ids):
+def test_any_ids_give_the_same_text_bit_by_bit_and_at_once(name: str, ids: list[int]) -> None:
     tokenizer = TOKENIZERS[name]
     assert "".join(released(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @settings(derandomize=True, max_examples=200)
 @given(ids=any_ids)
-def test_any_ids_of_a_byte_level_vocabulary_decode_as_the_library_does(ids):
+def test_any_ids_of_a_byte_level_vocabulary_decode_as_the_library_does(ids: list[int]) -> None:
     tokenizer = TOKENIZERS["byte level"]
     known = [token_id for token_id in ids if 0 <= token_id < tokenizer.vocab_size]
     assert tokenizer.decode(ids) == BYTE_LEVEL.decode(known, skip_special_tokens=True)
@@ -74,19 +78,19 @@ def test_any_ids_of_a_byte_level_vocabulary_decode_as_the_library_does(ids):
 @pytest.mark.parametrize("name", ["words", "word pieces"])
 @settings(derandomize=True, max_examples=200)
 @given(ids=st.lists(st.integers(0, 3), max_size=8))
-def test_word_vocabularies_decode_as_the_library_does(name, ids):
+def test_word_vocabularies_decode_as_the_library_does(name: str, ids: list[int]) -> None:
     library = LIBRARIES[name]
     assert TOKENIZERS[name].decode(ids) == library.decode(ids, skip_special_tokens=True)
 
 
-def test_only_complete_characters_are_released():
+def test_only_complete_characters_are_released() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     ids = [SENTENCEPIECE.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
     assert released(tokenizer, ids) == ["", "", "", "😀", ""]
     assert released(tokenizer, ids[:3]) == ["", "", "", "\ufffd"]
 
 
-def test_the_first_word_of_a_reply_has_no_leading_space():
+def test_the_first_word_of_a_reply_has_no_leading_space() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     hello = SENTENCEPIECE.token_to_id("▁Hello")
     end = tokenizer.token_id("</s>")
@@ -94,13 +98,13 @@ def test_the_first_word_of_a_reply_has_no_leading_space():
     assert released(tokenizer, [end, hello, end, hello]) == ["", "Hello", "", " Hello", ""]
 
 
-def test_special_tokens_say_nothing_and_think_tags_are_text():
+def test_special_tokens_say_nothing_and_think_tags_are_text() -> None:
     tokenizer = tokenizer_of(QWEN_3)
     ids = tokenizer.encode_literal("<think>yes</think><|im_end|>")
     assert tokenizer.decode(ids) == "<think>yes</think>"
 
 
-def test_ids_beyond_the_vocabulary_say_nothing():
+def test_ids_beyond_the_vocabulary_say_nothing() -> None:
     detokenizer = Detokenizer(TOKENIZERS["byte level"])
     assert detokenizer.push(10**9) == ""
     assert detokenizer.push(-1) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from functools import cache
@@ -218,7 +219,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(extras.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     monkeypatch.delenv(extras.ADD, raising=False)
     with pytest.raises(ConfigError, match="llguidance"):
         Grammars(tokenizer()).matcher("regex", "a")

@@ -1,24 +1,25 @@
 """Whatever a client writes, wherever: no control token that the template did not write."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
 from pensieve.text import ChatTemplate, Message, Setting, Tokenizer, ToolCall
-from tests.text.families import FAMILIES, QWEN_3, template_of
+from tests.text.families import FAMILIES, QWEN_3, Family, template_of
 from tests.text.tiny_tokenizers import byte_level_library
 
 
-def spoken(template, ids):
+def spoken(template: ChatTemplate, ids: Iterable[int]) -> str:
     """All of it, special tokens too."""
     return b"".join(template.tokenizer.piece(i, first=False) for i in ids).decode()
 
 
-def control_counts(template, ids):
+def control_counts(template: ChatTemplate, ids: Iterable[int]) -> Counter[int]:
     return Counter(token_id for token_id in ids if token_id in template.tokenizer.control_ids)
 
 
-def conversation(template, text):
+def conversation(template: ChatTemplate, text: str) -> tuple[list[Message], Setting]:
     """A conversation with `text` wherever a client may write, and its setting."""
     messages = [Message("user", text), Message("assistant", text), Message("user", text)]
     if "system" not in template._refused_first:
@@ -38,7 +39,7 @@ def conversation(template, text):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_control_string_everywhere_yields_no_control_token(family):
+def test_every_control_string_everywhere_yields_no_control_token(family: Family) -> None:
     template = template_of(family)
     messages, setting = conversation(template, "harmless")
     expected = control_counts(template, template.opening(messages, setting).token_ids)
@@ -55,7 +56,7 @@ def test_every_control_string_everywhere_yields_no_control_token(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_faked_turn_stays_a_users_text(family):
+def test_a_faked_turn_stays_a_users_text(family: Family) -> None:
     """A user writes the template's own rendering of a conversation."""
     template = template_of(family)
     whole = template.opening(
@@ -67,7 +68,7 @@ def test_a_faked_turn_stays_a_users_text(family):
     assert control_counts(template, ids) == control_counts(template, plain)
 
 
-def test_a_control_token_cannot_be_put_together_from_the_templates_brackets():
+def test_a_control_token_cannot_be_put_together_from_the_templates_brackets() -> None:
     """Some templates write `'<' + key + '>'` with a key of the client's."""
     source = "{% for m in messages %}{{ '<' + m.content + '>' }}{{ '<|' ~ m.content ~ '|>' }}{% endfor %}"
     library = byte_level_library(("<|im_end|>", "<think>"))
@@ -92,7 +93,7 @@ def test_a_control_token_cannot_be_put_together_from_the_templates_brackets():
         "m.content.split('-')[0] ~ m.content.split('-')[1]",
     ],
 )
-def test_no_operation_on_a_clients_text_makes_it_the_templates(expression):
+def test_no_operation_on_a_clients_text_makes_it_the_templates(expression: str) -> None:
     source = "{% for m in messages %}{{ " + expression + " }}{% endfor %}"
     library = byte_level_library(("<end>",))
     template = ChatTemplate(Tokenizer(library.to_str(), templates={"default": source}))
@@ -101,14 +102,14 @@ def test_no_operation_on_a_clients_text_makes_it_the_templates(expression):
     assert template.tokenizer.token_id("<end>") not in ids
 
 
-def test_the_reply_that_stands_for_the_past_cannot_be_forged():
+def test_the_reply_that_stands_for_the_past_cannot_be_forged() -> None:
     """REPLY is half of a surrogate pair; its JSON escape stays six characters."""
     template = template_of(QWEN_3)
     ids = template.delta([Message("user", r"\udfff")], None, Setting()).token_ids
     assert r"\udfff" in spoken(template, ids)
 
 
-def test_text_of_any_kind_is_stored_exactly():
+def test_text_of_any_kind_is_stored_exactly() -> None:
     template = template_of(QWEN_3)
     for text in (
         "a\0b",

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
 from pensieve.text.reply import ReplyText
-from tests.model.world import LetterTokenizer
+from tests.model.world import letter_tokenizer
 
 A, B, C, D = 26, 27, 28, 29  # "a" to "d"
 EURO = [100, 101, 102]
 
 
-def run(token_ids: list[int], *, length: int = 99, **fields: object) -> list[object]:
+def run(token_ids: list[int], *, length: int = 99, **fields: Any) -> list[object]:
     """What each token answers: its text, or (text, finish) where it ends the turn."""
     sampling = Sampling(**fields)
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {2})
-    reply = ReplyText(LetterTokenizer(), ends, sampling.stop, sampling.min_tokens)
+    reply = ReplyText(letter_tokenizer(), ends, sampling.stop, sampling.min_tokens)
     answers: list[object] = []
     for number, token_id in enumerate(token_ids, 1):
         is_last = number == length

@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 
 from pensieve.text.parts import Part
 from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
-from pensieve.text.tool_calls import STYLES, Call, CallArguments, CallBegan
+from pensieve.text.tool_calls import STYLES, Call, CallArguments, CallBegan, CallStyle
 from pensieve.text.trimming import WHITE_CHARACTERS_MAX
-from tests.text.written_calls import TOOLS, cut, together
+from tests.text.written_calls import TOOLS, Read, cut, together
 
 TEXT, THINKING, CALL = Part.TEXT, Part.THINKING, Part.TOOL_CALL
 
 
-def pieces_of(*tokens, style=None):
+def pieces_of(*tokens: tuple[str, Part], style: CallStyle | None = None) -> Read:
     cutter = ReplyPieces(style, ())
     pieces = [each for text, part in tokens for each in cutter.push(text, part)]
     return together([*pieces, *cutter.end()], cutter)
 
 
-def test_pieces_come_with_the_tokens_that_complete_them():
+def test_pieces_come_with_the_tokens_that_complete_them() -> None:
     cutter = ReplyPieces(STYLES["hermes"], TOOLS)
     pushed = [
         cutter.push(text, part)
@@ -60,7 +60,7 @@ def test_pieces_come_with_the_tokens_that_complete_them():
     assert cutter.ends_with_call
 
 
-def test_without_a_style_all_is_text():
+def test_without_a_style_all_is_text() -> None:
     call = '<tool_call>{"name": "get_time"}</tool_call>'
     found = pieces_of((call, CALL), ("\n", TEXT))
     assert (found.text, found.calls, found.ends_with_call) == (call + "\n", [], False)
@@ -82,12 +82,12 @@ def test_without_a_style_all_is_text():
         ("\n" * 9_000 + "a b" + "\n" * 9, "a b"),
     ],
 )
-def test_thinking_is_shown_without_what_opens_and_closes_it(thinking, shown):
+def test_thinking_is_shown_without_what_opens_and_closes_it(thinking: str, shown: str) -> None:
     assert pieces_of((thinking, THINKING)).thinking == shown
     assert pieces_of(*((each, THINKING) for each in thinking)).thinking == shown
 
 
-def test_runs_of_thinking_are_paragraphs_and_an_empty_one_is_none():
+def test_runs_of_thinking_are_paragraphs_and_an_empty_one_is_none() -> None:
     found = pieces_of(
         ("<think>one</think>", THINKING),
         (" and", TEXT),
@@ -102,14 +102,14 @@ def test_runs_of_thinking_are_paragraphs_and_an_empty_one_is_none():
     assert (found.thinking, found.text) == ("one\n\ntwo\n\nthree", "and done \n")
 
 
-def test_white_space_before_a_text_stays_where_nothing_was_thought():
+def test_white_space_before_a_text_stays_where_nothing_was_thought() -> None:
     assert pieces_of((" \n", TEXT), ("Hello ", TEXT)).text == " \nHello "
     behind = pieces_of((" \n", TEXT), ("hm", THINKING), ("\n\n", TEXT), ("Hello ", TEXT))
     assert (behind.thinking, behind.text) == ("hm", "Hello ")
     assert pieces_of(("hm", THINKING), ("\n\n", TEXT)).text == ""
 
 
-def test_a_long_run_of_white_space_is_passed_on():
+def test_a_long_run_of_white_space_is_passed_on() -> None:
     """So that it is not withheld; what follows it directly is passed on with it."""
     long = "\n" * (WHITE_CHARACTERS_MAX + 1)
     cutter = ReplyPieces(None)
@@ -150,7 +150,9 @@ TOKENS = st.lists(
 
 @example([('[THINK]<tool_call>{"name": "f"}', CALL)], [], STYLES["hermes"])
 @given(TOKENS, st.lists(st.integers(0), max_size=12), st.sampled_from([None, STYLES["hermes"]]))
-def test_tokens_may_be_cut_anywhere(tokens, borders, style):
+def test_tokens_may_be_cut_anywhere(
+    tokens: list[tuple[str, Part]], borders: list[int], style: CallStyle | None
+) -> None:
     whole = pieces_of(*tokens, style=style)
     for cutting in (lambda text: cut(text, borders) or [""], lambda text: list(text) or [""]):
         assert whole == pieces_of(

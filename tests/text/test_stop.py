@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from types import FrameType
 from typing import Any
@@ -25,11 +26,11 @@ def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, str | None, st
     return released, None, matcher.flush()
 
 
-def test_text_ends_before_the_stop_string():
+def test_text_ends_before_the_stop_string() -> None:
     assert feed(("\n\n",), ["one\n", "\ntwo"]) == ("one", "\n\n", "")
 
 
-def test_what_may_begin_a_stop_string_is_withheld():
+def test_what_may_begin_a_stop_string_is_withheld() -> None:
     matcher = StopMatcher(("END",))
     assert matcher.push("the E") == ("the ", None)
     assert matcher.push("N") == ("", None)
@@ -38,23 +39,23 @@ def test_what_may_begin_a_stop_string_is_withheld():
     assert matcher.flush() == "E"
 
 
-def test_of_two_matches_with_one_last_character_the_longest_counts():
+def test_of_two_matches_with_one_last_character_the_longest_counts() -> None:
     assert feed(("b", "aab"), ["xaab"]) == ("x", "aab", "")
 
 
-def test_the_match_that_is_complete_first_counts_even_if_it_begins_later():
+def test_the_match_that_is_complete_first_counts_even_if_it_begins_later() -> None:
     assert feed(("abcd", "bc"), ["abcd"]) == ("a", "bc", "")
 
 
-def test_a_stop_string_found_inside_the_beginning_of_another():
+def test_a_stop_string_found_inside_the_beginning_of_another() -> None:
     assert feed(("aabaac", "ba"), ["aaba"]) == ("aa", "ba", "")
 
 
-def test_without_stop_strings_everything_is_released_at_once():
+def test_without_stop_strings_everything_is_released_at_once() -> None:
     assert StopMatcher(()).push("text") == ("text", None)
 
 
-def test_no_text_may_follow_a_match():
+def test_no_text_may_follow_a_match() -> None:
     matcher = StopMatcher(("a",))
     matcher.push("a")
     with pytest.raises(AssertionError):
@@ -93,13 +94,13 @@ def check_against_naive(stops: tuple[str, ...], text: str) -> None:
     assert released + matcher.flush() == text
 
 
-def test_every_small_pair_of_stop_strings_on_every_small_text():
+def test_every_small_pair_of_stop_strings_on_every_small_text() -> None:
     for stops in product(words(3), repeat=2):
         for text in product("ab", repeat=6):
             check_against_naive(stops, "".join(text))
 
 
-def test_every_small_stop_string_on_every_longer_text():
+def test_every_small_stop_string_on_every_longer_text() -> None:
     for stop in words(5):
         for text in product("ab", repeat=8):
             check_against_naive((stop,), "".join(text))
@@ -111,7 +112,9 @@ def test_every_small_stop_string_on_every_longer_text():
     st.text("abc"),
     st.data(),
 )
-def test_however_the_text_is_cut_into_pieces(stops, text, data):
+def test_however_the_text_is_cut_into_pieces(
+    stops: tuple[str, ...], text: str, data: st.DataObject
+) -> None:
     pieces = []
     rest = text
     while rest:
@@ -140,7 +143,7 @@ def num_lines_run(function: Callable[[], object]) -> int:
     return num_lines
 
 
-def test_sixteen_long_stop_strings_cost_linear_time():
+def test_sixteen_long_stop_strings_cost_linear_time() -> None:
     """Every character of this text extends or nearly completes all of the stop strings."""
 
     def push(length: int, num_pieces: int) -> None:
@@ -153,7 +156,7 @@ def test_sixteen_long_stop_strings_cost_linear_time():
     }
     for length in matchers:
         push(length, 100)  # they withhold as much as they ever will
-    short, long = (num_lines_run(lambda length=length: push(length, 500)) for length in (4, 128))
+    short, long = (num_lines_run(partial(push, length, 500)) for length in (4, 128))
     twice = num_lines_run(lambda: push(128, 1000))
     assert long <= 1.1 * short
     assert twice <= 2.1 * long

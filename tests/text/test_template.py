@@ -1,5 +1,7 @@
 """Deltas are exactly what the template writes, token by token, and the past is never touched."""
 
+from typing import Any
+
 import pytest
 
 from pensieve.text import Message, Setting, ToolCall
@@ -21,7 +23,7 @@ from tests.text.world import EQUIPPED, NOTHING, TOOL, by_name, spoken, template_
 # -- against transformers --
 
 
-def oracle_ids(family: Family, messages, tools=None, **options):
+def oracle_ids(family: Family, messages: Any, tools: Any = None, **options: Any) -> list[int]:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
@@ -36,7 +38,7 @@ def oracle_ids(family: Family, messages, tools=None, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
-def test_an_opening_has_the_ids_that_transformers_gives_it(family):
+def test_an_opening_has_the_ids_that_transformers_gives_it(family: Family) -> None:
     template = template_of(family)
     messages = [
         user("  Hello there,\n\nhow are you? "),
@@ -52,7 +54,7 @@ def test_an_opening_has_the_ids_that_transformers_gives_it(family):
 
 
 @pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL], ids=by_name)
-def test_tools_and_their_calls_have_the_ids_that_transformers_gives_them(family):
+def test_tools_and_their_calls_have_the_ids_that_transformers_gives_them(family: Family) -> None:
     template = template_of(family)
     call = ToolCall("get_weather", {"city": "Oslo", "days": [1, 2]}, "call00000")
     messages = [
@@ -87,7 +89,7 @@ APPEND_ONLY = [LLAMA_3, QWEN_2_5, QWEN_3, PHI_3, GEMMA, MISTRAL]
 
 
 @pytest.mark.parametrize("family", APPEND_ONLY, ids=by_name)
-def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family):
+def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family: Family) -> None:
     template = template_of(family)
     first, *turns = [user(f"Hello {i}, how are you?") for i in range(4)]
     history = [first]
@@ -137,7 +139,9 @@ def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family):
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_a_delta_begins_with_what_still_closes_the_open_reply(family, open_delta, closed_delta):
+def test_a_delta_begins_with_what_still_closes_the_open_reply(
+    family: Family, open_delta: str, closed_delta: str
+) -> None:
     template = template_of(family)
     ordinary = template.tokenizer.encode_text("a")[0]
     for last in (ordinary, None):
@@ -148,7 +152,7 @@ def test_a_delta_begins_with_what_still_closes_the_open_reply(family, open_delta
         )
 
 
-def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so():
+def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so() -> None:
     template = template_of(GEMMA)
     assert template.end_of_turn_ids == {
         template.tokenizer.token_id("<eos>"),
@@ -157,7 +161,7 @@ def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so():
     assert template.tokenizer.eos_token_ids == {template.tokenizer.token_id("<eos>")}
 
 
-def test_thinking_switched_off_stays_in_the_log_that_it_was_sampled_into():
+def test_thinking_switched_off_stays_in_the_log_that_it_was_sampled_into() -> None:
     template = template_of(QWEN_3)
     quiet = Setting(options={"enable_thinking": False})
     opening = template.opening([user("Hello")], quiet).token_ids
@@ -168,7 +172,7 @@ def test_thinking_switched_off_stays_in_the_log_that_it_was_sampled_into():
     )
 
 
-def test_a_tools_answer_follows_a_sampled_call():
+def test_a_tools_answer_follows_a_sampled_call() -> None:
     template = template_of(QWEN_3)
     end = template.tokenizer.token_id("<|im_end|>")
     answers = [Message("tool", "one"), Message("tool", "two")]
@@ -182,7 +186,7 @@ def test_a_tools_answer_follows_a_sampled_call():
     assert second.startswith("\n<tool_response>\ntwo")
 
 
-def test_a_deepseek_answer_follows_a_sampled_call():
+def test_a_deepseek_answer_follows_a_sampled_call() -> None:
     template = template_of(DEEPSEEK_R1)
     delta = template.delta(
         [Message("tool", "sunny")], template.tokenizer.token_id(DEEPSEEK_R1.eos), NOTHING
@@ -193,14 +197,14 @@ def test_a_deepseek_answer_follows_a_sampled_call():
     )
 
 
-def test_a_clients_own_call_is_written_as_json_where_the_template_adds_text_to_it():
+def test_a_clients_own_call_is_written_as_json_where_the_template_adds_text_to_it() -> None:
     template = template_of(DEEPSEEK_R1)
     call = Message("assistant", tool_calls=(ToolCall("f", {"a": "é"}),))
     opening = template.opening([user("Hi"), call, Message("tool", "1")], NOTHING)
     assert '<｜tool▁sep｜>f\n```json\n{"a": "é"}\n```' in spoken(template, opening.token_ids)
 
 
-def test_the_system_prompt_and_the_tools_are_written_once():
+def test_the_system_prompt_and_the_tools_are_written_once() -> None:
     """Mistral's template would move both to the last message."""
     template = template_of(MISTRAL)
     opening = template.opening([Message("system", "Be kind."), user("Hello")], EQUIPPED)
@@ -210,7 +214,7 @@ def test_the_system_prompt_and_the_tools_are_written_once():
     assert spoken(template, delta.token_ids) == "</s>[INST] Hi[/INST]"
 
 
-def test_a_template_that_wants_to_see_the_call_that_is_answered():
+def test_a_template_that_wants_to_see_the_call_that_is_answered() -> None:
     source = QWEN_2_5.template.replace(
         '{%- elif message.role == "tool" %}',
         '{%- elif message.role == "tool" %}{%- if not messages[loop.index0 - 1].tool_calls and '

@@ -10,17 +10,17 @@ from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
 LOOP = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
 
 
-def opening_text(template, setting=NOTHING):
+def opening_text(template: ChatTemplate, setting: Setting = NOTHING) -> str:
     return spoken(template, template.opening([user("Hi")], setting).token_ids)
 
 
-def test_the_day_is_a_value_and_not_the_clocks():
+def test_the_day_is_a_value_and_not_the_clocks() -> None:
     template = template_with(LOOP + "{{ strftime_now('%d %b %Y') }}")
     newton = Setting(now=datetime(1687, 7, 5, tzinfo=UTC))
     assert opening_text(template, newton) == "<s>user:Hi</s>05 Jul 1687"
 
 
-def test_loop_controls_generation_tags_and_json_without_escapes():
+def test_loop_controls_generation_tags_and_json_without_escapes() -> None:
     template = template_with(
         "{% for m in messages %}{% generation %}<s>{{ m.content | tojson }}{% endgeneration %}"
         "{% if loop.index > 5 %}{% break %}{% endif %}{% endfor %}{{ {'é': '<b>'} | tojson }}"
@@ -28,7 +28,7 @@ def test_loop_controls_generation_tags_and_json_without_escapes():
     assert opening_text(template) == '<s>"Hi"{"é": "<b>"}'
 
 
-def test_a_second_template_serves_conversations_with_tools():
+def test_a_second_template_serves_conversations_with_tools() -> None:
     template = template_with(
         LOOP, tool_use="{% for t in tools %}[{{ t.function.name }}]{% endfor %}" + LOOP
     )
@@ -36,7 +36,7 @@ def test_a_second_template_serves_conversations_with_tools():
     assert opening_text(template, EQUIPPED) == "[get_weather]<s>user:Hi</s>"
 
 
-def test_control_tokens_that_pass_through_macros_sets_and_filters():
+def test_control_tokens_that_pass_through_macros_sets_and_filters() -> None:
     template = template_with(
         "{% macro turn(m) %}<s>{{ m.role }}{% endmacro %}"
         "{% set end %}{{ eos_token }}{% endset %}"
@@ -46,11 +46,13 @@ def test_control_tokens_that_pass_through_macros_sets_and_filters():
     )
     ids = template.opening([user("Hi")], NOTHING).token_ids
     start, end = (template.tokenizer.token_id(text) for text in ("<s>", "</s>"))
+    assert start is not None
+    assert end is not None
     assert spoken(template, ids) == "<s>user<s>Hi<s></s>Hi</s></s>"
     assert (ids.count(start), ids.count(end)) == (3, 3)
 
 
-def test_control_tokens_in_lists_and_mappings():
+def test_control_tokens_in_lists_and_mappings() -> None:
     template = template_with(
         "{% set turn = {'user': '<s>', 'assistant': '</s>'} %}"
         "{% for m in messages %}{{ turn[m.role] }}{{ m.content }}"
@@ -61,13 +63,13 @@ def test_control_tokens_in_lists_and_mappings():
     assert (ids[0], ids[-2:]) == (start, [end, start])
 
 
-def test_a_control_token_composed_of_a_role():
+def test_a_control_token_composed_of_a_role() -> None:
     template = template_of(PHI_3)
     ids = template.opening([user("Hi")], NOTHING).token_ids
     assert ids[0] == template.tokenizer.token_id("<|user|>")
 
 
-def test_a_reply_that_ended_with_the_next_turns_first_token():
+def test_a_reply_that_ended_with_the_next_turns_first_token() -> None:
     """GLM's models end a turn by naming who speaks next."""
     library = byte_level_library(("<|assistant|>", "<|tool|>", "<|user|>"))
     source = (
@@ -75,6 +77,8 @@ def test_a_reply_that_ended_with_the_next_turns_first_token():
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     user_id, tool_id = (library.token_to_id(text) for text in ("<|user|>", "<|tool|>"))
+    assert user_id is not None
+    assert tool_id is not None
     template = ChatTemplate(
         Tokenizer(library.to_str(), eos_token_ids=[user_id, tool_id], templates={"default": source})
     )

@@ -1,9 +1,10 @@
 """What a template does to earlier turns is found at load and named."""
 
 import pytest
+from tokenizers import Tokenizer as Library
 
 from pensieve.errors import ModelError
-from pensieve.text import ChatTemplate, Tokenizer, probe
+from pensieve.text import ChatTemplate, TemplateReport, Tokenizer, probe
 from tests.text.families import (
     DEEPSEEK_R1,
     GEMMA,
@@ -12,13 +13,14 @@ from tests.text.families import (
     PHI_3,
     QWEN_2_5,
     QWEN_3,
+    Family,
     template_of,
 )
 from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 
 
 @pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5], ids=lambda family: family.name)
-def test_templates_that_only_append(family):
+def test_templates_that_only_append(family: Family) -> None:
     report = probe(template_of(family))
     assert report == (type(report))(True, True, (), (), ())
 
@@ -52,20 +54,22 @@ def test_templates_that_only_append(family):
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_what_a_template_does_to_earlier_turns_is_named(family, differences):
+def test_what_a_template_does_to_earlier_turns_is_named(
+    family: Family, differences: set[str]
+) -> None:
     report = probe(template_of(family))
     assert set(report.differences) == differences
     assert report.append_only == (not differences)
     assert report.same_tokens
 
 
-def test_dialogues_that_a_template_cannot_render():
+def test_dialogues_that_a_template_cannot_render() -> None:
     refusals = probe(template_of(GEMMA)).refusals
     assert "a system prompt: the chat template refuses: System role not supported" in refusals
     assert "tools: this model's chat template does not write tools" in refusals
 
 
-def report_on(source, library=None):
+def report_on(source: str, library: Library | None = None) -> TemplateReport:
     library = library or byte_level_library(("<s>", "</s>"))
     return probe(ChatTemplate(Tokenizer(library.to_str(), templates={"default": source})))
 
@@ -79,7 +83,7 @@ def report_on(source, library=None):
         "{{ ('<s>@' ~ m.role) | replace('@', '') }}",
     ],
 )
-def test_control_tokens_that_cannot_be_distinguished_from_text_are_noticed(opening):
+def test_control_tokens_that_cannot_be_distinguished_from_text_are_noticed(opening: str) -> None:
     ending = " {{ m.content }}</s>{% endfor %}"
     lost = report_on("{% for m in messages %}" + opening + ending).lost_controls
     assert "conversations" in lost
@@ -90,11 +94,11 @@ ALL = [DEEPSEEK_R1, GEMMA, LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3]
 
 
 @pytest.mark.parametrize("family", ALL, ids=lambda family: family.name)
-def test_the_templates_of_real_models_lose_none(family):
+def test_the_templates_of_real_models_lose_none(family: Family) -> None:
     assert probe(template_of(family)).lost_controls == ()
 
 
-def test_any_other_difference_is_quoted():
+def test_any_other_difference_is_quoted() -> None:
     report = report_on(
         "{% for m in messages %}<s>{{ loop.revindex }} {{ m.role }} {{ m.content }}</s>{% endfor %}"
     )
@@ -105,7 +109,7 @@ def test_any_other_difference_is_quoted():
     )
 
 
-def test_tokens_that_differ_at_the_border_of_a_turn_are_noticed():
+def test_tokens_that_differ_at_the_border_of_a_turn_are_noticed() -> None:
     """This vocabulary begins every section with a space, and here nothing else divides a log."""
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -125,6 +129,6 @@ def test_tokens_that_differ_at_the_border_of_a_turn_are_noticed():
         "{{ 'x' * 10 ** 13 }}{% for m in messages %}{{ m.content }}{% endfor %}",
     ],
 )
-def test_a_template_that_python_cannot_take_is_a_model_error(source):
+def test_a_template_that_python_cannot_take_is_a_model_error(source: str) -> None:
     with pytest.raises(ModelError):
         report_on(source)

@@ -1,5 +1,7 @@
 """What a template cannot write is refused, and the error names the field."""
 
+from typing import Any, cast
+
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
@@ -14,13 +16,14 @@ from tests.text.families import (
     MISTRAL,
     PHI_3,
     QWEN_3,
+    Family,
     template_of,
 )
 from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
 
 
-def test_the_number_of_messages_is_bounded():
+def test_the_number_of_messages_is_bounded() -> None:
     with pytest.raises(InvalidArgument, match="1 to 4096"):
         template_of(QWEN_3).opening([user("x")] * (MESSAGES_MAX + 1), NOTHING)
 
@@ -48,7 +51,7 @@ def test_a_conversation_begins_with_any_number_of_messages():
         (QWEN_3, [Message("assistant", thinking="\udfff")], "thinking", "surrogate"),
         (QWEN_3, [Message("tool", "1", tool_call_id="\ud800")], "tool_call_id", "surrogate"),
         (QWEN_3, [Message("tool", "1", name="\ud800")], "name", "surrogate"),
-        (QWEN_3, [Message("user", 7)], "content", "must be text, not int"),
+        (QWEN_3, [Message("user", cast("str", 7))], "content", "must be text, not int"),
         (
             QWEN_3,
             [Message("assistant", tool_calls=(ToolCall("f", {"a": {1, 2}}),))],
@@ -76,27 +79,29 @@ def test_a_conversation_begins_with_any_number_of_messages():
     ],
     ids=str,
 )
-def test_what_cannot_be_written_is_refused_and_names_the_field(family, messages, field, problem):
+def test_what_cannot_be_written_is_refused_and_names_the_field(
+    family: Family, messages: list[Message], field: str, problem: str
+) -> None:
     with pytest.raises(InvalidArgument, match=problem) as caught:
         template_of(family).opening(messages, NOTHING)
     assert caught.value.field == field
     assert "\n" not in str(caught.value)
 
 
-def test_a_system_prompt_that_could_only_stand_at_the_beginning():
+def test_a_system_prompt_that_could_only_stand_at_the_beginning() -> None:
     """DeepSeek's template moves it there, where the log has long been written."""
     with pytest.raises(InvalidArgument, match="no message of the role 'system' after a reply"):
         template_of(DEEPSEEK_R1).delta([Message("system", "Kind."), user("Hi")], None, NOTHING)
 
 
-def test_a_system_prompt_in_the_middle():
+def test_a_system_prompt_in_the_middle() -> None:
     template = template_of(QWEN_3)
     delta = template.delta([Message("system", "Kind."), user("Hi")], None, NOTHING)
     assert "<|im_start|>system\nKind.<|im_end|>\n" in spoken(template, delta.token_ids)
 
 
-def deep(levels):
-    value: object = {}
+def deep(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
     for _ in range(levels):
         value = {"x": value}
     return value
@@ -117,7 +122,9 @@ def deep(levels):
         (LLAMA_3, Setting(options={"date_string": 7}), "messages", "refuses"),
     ],
 )
-def test_a_setting_that_cannot_be_honoured_is_refused(family, setting, field, problem):
+def test_a_setting_that_cannot_be_honoured_is_refused(
+    family: Family, setting: Setting, field: str, problem: str
+) -> None:
     with pytest.raises(InvalidArgument, match=problem) as caught:
         template_of(family).opening([user("Hi")], setting)
     assert caught.value.field == field
@@ -136,12 +143,12 @@ def test_a_setting_that_cannot_be_honoured_is_refused(family, setting, field, pr
         ("{% set _ = messages.append(1) %}{{ messages[0].content }}", "unsafe"),
     ],
 )
-def test_a_template_that_cannot_serve_is_refused_at_load(source, problem):
+def test_a_template_that_cannot_serve_is_refused_at_load(source: str, problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         template_with(source)
 
 
-def test_nul_is_refused_where_the_tokenizer_would_lose_it():
+def test_nul_is_refused_where_the_tokenizer_would_lose_it() -> None:
     words = WordLevel({"<unk>": 0, "hello": 1}, unk_token="<unk>")
     source = "{% for m in messages %}{{ m.content }} {% endfor %}"
     template = ChatTemplate(Tokenizer(Library(words).to_str(), templates={"default": source}))
@@ -149,13 +156,13 @@ def test_nul_is_refused_where_the_tokenizer_would_lose_it():
         template.opening([user("a\0b")], NOTHING)
 
 
-def test_a_log_that_begins_with_text_begins_like_any_text():
+def test_a_log_that_begins_with_text_begins_like_any_text() -> None:
     library = sentencepiece_library(("<s>",), prepend_scheme="first")
     source = "{% for m in messages %}{{ m.content }}<s>{% endfor %}"
     template = ChatTemplate(Tokenizer(library.to_str(), templates={"default": source}))
     assert template.opening([user("the")], NOTHING).token_ids == library.encode("the<s>").ids
 
 
-def test_a_model_without_a_template():
+def test_a_model_without_a_template() -> None:
     with pytest.raises(ModelError, match="no chat template"):
         ChatTemplate(Tokenizer(byte_level_library().to_str()))

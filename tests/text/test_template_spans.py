@@ -9,6 +9,7 @@ from tests.text.families import (
     MISTRAL,
     PHI_3,
     QWEN_2_5,
+    Family,
     template_of,
 )
 from tests.text.test_template_language import LOOP
@@ -16,7 +17,7 @@ from tests.text.world import NOTHING, by_name, spoken, template_with, user
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
-def test_messages_tile_the_log(family):
+def test_messages_tile_the_log(family: Family) -> None:
     template = template_of(family)
     messages = [user("Hello"), Message("assistant", "Yes"), user("Hi")]
     for delta in (template.opening(messages, NOTHING), template.delta(messages, None, NOTHING)):
@@ -28,7 +29,7 @@ def test_messages_tile_the_log(family):
             assert message.content in piece
 
 
-def test_the_span_of_each_message():
+def test_the_span_of_each_message() -> None:
     template = template_of(QWEN_2_5)
     end = template.tokenizer.token_id("<|im_end|>")
     delta = template.delta([user("Hello"), Message("assistant", "Yes"), user("Hi")], end, NOTHING)
@@ -43,7 +44,7 @@ def test_the_span_of_each_message():
     )
 
 
-def test_a_template_that_insists_on_a_users_message_at_the_end():
+def test_a_template_that_insists_on_a_users_message_at_the_end() -> None:
     template = template_with(
         "{% if messages[-1].role != 'user' %}{{ raise_exception('Say something!') }}{% endif %}"
         + LOOP
@@ -55,7 +56,7 @@ def test_a_template_that_insists_on_a_users_message_at_the_end():
         assert pieces[1:] == ["", "<s>assistant:Yes</s><s>user:Hi</s>"]
 
 
-def test_a_control_token_is_never_shared_by_two_messages():
+def test_a_control_token_is_never_shared_by_two_messages() -> None:
     """Phi-3 ends a last message with <|endoftext|>, which begins like <|user|>."""
     template = template_of(PHI_3)
     delta = template.opening([user("Hello"), Message("assistant", "Yes"), user("Hi")], NOTHING)
@@ -66,7 +67,7 @@ def test_a_control_token_is_never_shared_by_two_messages():
     ]
 
 
-def test_a_message_that_the_template_writes_into_the_next_has_an_empty_span():
+def test_a_message_that_the_template_writes_into_the_next_has_an_empty_span() -> None:
     template = template_of(MISTRAL)
     opening = template.opening([Message("system", "Kind."), user("Hi")], NOTHING)
     assert opening.spans[0][1] <= 1  # BOS at most
@@ -74,7 +75,9 @@ def test_a_message_that_the_template_writes_into_the_next_has_an_empty_span():
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
-def test_of_very_many_messages_the_last_one_has_all_tokens(family, monkeypatch):
+def test_of_very_many_messages_the_last_one_has_all_tokens(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are rendered once, and the tokens are the same."""
     template = template_of(family)
     history = [user("Hello"), Message("assistant", "Yes")] * 3

@@ -3,17 +3,17 @@
 from pensieve.text.template_text import TemplateText, concat, written, written_mask
 
 
-def test_joining_keeps_who_wrote_what():
+def test_joining_keeps_who_wrote_what() -> None:
     text = written("<|") + "user" + written("|>")
     assert text == "<|user|>"
     assert text.written == b"\x01\x01\x00\x00\x00\x00\x01\x01"
 
 
-def test_plain_text_on_the_left_is_a_clients():
+def test_plain_text_on_the_left_is_a_clients() -> None:
     assert ("ab" + written("c")).written == b"\x00\x00\x01"
 
 
-def test_stripping_and_slicing_cut_the_marks_with_the_text():
+def test_stripping_and_slicing_cut_the_marks_with_the_text() -> None:
     text = "  a" + written("b \n")
     assert text.strip() == "ab"
     assert text.strip().written == b"\x00\x01"
@@ -23,12 +23,12 @@ def test_stripping_and_slicing_cut_the_marks_with_the_text():
     assert (written("[x]") + "y").strip("[").written == b"\x01\x01\x00"
 
 
-def test_joining_with_a_written_separator():
+def test_joining_with_a_written_separator() -> None:
     joined = written(", ").join(["a", written("b")])
     assert (joined, joined.written) == ("a, b", b"\x00\x01\x01\x01")
 
 
-def test_any_other_operation_yields_text_without_marks():
+def test_any_other_operation_yields_text_without_marks() -> None:
     text = written("<|im_end|>")
     for changed in (
         text.replace("x", "y"),
@@ -41,11 +41,11 @@ def test_any_other_operation_yields_text_without_marks():
     assert written_mask(TemplateText("<|im_end|>")) == bytes(10)
 
 
-def test_it_compares_and_hashes_as_its_text():
+def test_it_compares_and_hashes_as_its_text() -> None:
     assert written("user") == "user"
     assert {"user": 1}[written("user")] == 1
     assert isinstance(str(written("user")), TemplateText)
 
 
-def test_concat_of_nothing_is_empty():
+def test_concat_of_nothing_is_empty() -> None:
     assert concat([]) == ""

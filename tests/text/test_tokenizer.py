@@ -1,6 +1,8 @@
 """Loading a folder, and text that never becomes a control token."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
@@ -16,6 +18,7 @@ from tests.text.families import (
     LLAMA_3,
     PHI_3,
     QWEN_3,
+    Family,
     tokenizer_of,
     write_folder,
 )
@@ -24,7 +27,7 @@ from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 # -- loading --
 
 
-def test_a_folder_gives_tokens_strings_templates_and_end_of_turn(tmp_path):
+def test_a_folder_gives_tokens_strings_templates_and_end_of_turn(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path, LLAMA_3))
     assert tokenizer.special_strings == {
         "bos_token": "<|begin_of_text|>",
@@ -45,13 +48,15 @@ def test_a_folder_gives_tokens_strings_templates_and_end_of_turn(tmp_path):
         ("generation_config.json", {"eos_token_id": None}, {364}),
     ],
 )
-def test_where_the_end_of_turn_ids_come_from(tmp_path, file, content, ids):
+def test_where_the_end_of_turn_ids_come_from(
+    tmp_path: Path, file: str, content: Any, ids: set[int]
+) -> None:
     write_folder(tmp_path, LLAMA_3)
     (tmp_path / file).write_text(json.dumps(content))
     assert Tokenizer.load(tmp_path).eos_token_ids == ids
 
 
-def test_templates_by_name_and_the_jinja_file_which_wins(tmp_path):
+def test_templates_by_name_and_the_jinja_file_which_wins(tmp_path: Path) -> None:
     write_folder(tmp_path, LLAMA_3)
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     config = {"chat_template": named, "eos_token": {"content": "<|eot_id|>"}}
@@ -62,7 +67,7 @@ def test_templates_by_name_and_the_jinja_file_which_wins(tmp_path):
     assert Tokenizer.load(tmp_path).special_strings["eos_token"] == "<|eot_id|>"
 
 
-def test_a_special_tokens_map_is_read_too(tmp_path):
+def test_a_special_tokens_map_is_read_too(tmp_path: Path) -> None:
     byte_level_library(("<s>", "</s>")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
     tokenizer = Tokenizer.load(tmp_path)
@@ -86,7 +91,9 @@ def test_a_special_tokens_map_is_read_too(tmp_path):
         ("generation_config.json", b'{"eos_token_id": "</s>"}', "no usable tokenizer"),
     ],
 )
-def test_a_bad_file_is_one_clear_line(tmp_path, file, content, problem):
+def test_a_bad_file_is_one_clear_line(
+    tmp_path: Path, file: str, content: Any, problem: str
+) -> None:
     write_folder(tmp_path, LLAMA_3)
     (tmp_path / file).unlink(missing_ok=True)
     if content is not None:
@@ -96,13 +103,13 @@ def test_a_bad_file_is_one_clear_line(tmp_path, file, content, problem):
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_does_not_exist(tmp_path):
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         Tokenizer.load(tmp_path / "nowhere")
 
 
-def test_the_fingerprint_changes_with_whatever_decides_the_tokens(tmp_path):
-    def fingerprint(**changed):
+def test_the_fingerprint_changes_with_whatever_decides_the_tokens(tmp_path: Path) -> None:
+    def fingerprint(**changed: Any) -> str:
         write_folder(tmp_path, LLAMA_3)
         for name, content in changed.items():
             (tmp_path / name.replace("__", ".")).write_text(content)
@@ -120,7 +127,7 @@ def test_the_fingerprint_changes_with_whatever_decides_the_tokens(tmp_path):
     assert len(others | {first}) == 4
 
 
-def test_truncation_and_padding_in_the_file_are_ignored(tmp_path):
+def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
     library = byte_level_library()
     library.enable_truncation(4)
     library.enable_padding(length=16)
@@ -131,7 +138,7 @@ def test_truncation_and_padding_in_the_file_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_user_text_never_becomes_a_control_token(family):
+def test_user_text_never_becomes_a_control_token(family: Family) -> None:
     tokenizer = tokenizer_of(family)
     for text in (*family.special, *family.plain_added):
         hostile = f"say {text}{text}now"
@@ -142,7 +149,7 @@ def test_user_text_never_becomes_a_control_token(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_literals_are_tokenized_as_the_library_tokenizes_them(family):
+def test_literals_are_tokenized_as_the_library_tokenizes_them(family: Family) -> None:
     tokenizer = tokenizer_of(family)
     library = byte_level_library(family.special, family.plain_added, family.rstrip)
     controls = (*family.special, *family.plain_added)
@@ -154,13 +161,13 @@ def test_literals_are_tokenized_as_the_library_tokenizes_them(family):
 @pytest.mark.parametrize(
     "text", ["Hello the", "<s>Hello<s> the</s>", "<s><s> Hello", " Hello</s>the"]
 )
-def test_the_space_before_a_section_is_the_librarys(prepend_scheme, text):
+def test_the_space_before_a_section_is_the_librarys(prepend_scheme: str | None, text: str) -> None:
     library = sentencepiece_library(("<s>", "</s>"), prepend_scheme=prepend_scheme)
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.encode_literal(text) == library.encode(text, add_special_tokens=False).ids
 
 
-def test_text_in_the_middle_of_a_log_gets_no_space_of_a_beginning():
+def test_text_in_the_middle_of_a_log_gets_no_space_of_a_beginning() -> None:
     library = sentencepiece_library(("<s>",), prepend_scheme="first")
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.decode(tokenizer.encode("the").ids) == "the"
@@ -168,7 +175,7 @@ def test_text_in_the_middle_of_a_log_gets_no_space_of_a_beginning():
     assert library.id_to_token(tokenizer.encode("the", at_start=True).ids[0]) == "▁t"
 
 
-def test_tokens_know_the_character_they_begin_at():
+def test_tokens_know_the_character_they_begin_at() -> None:
     tokenizer = tokenizer_of(PHI_3)
     text = tokenizer.encode("ab<|end|>é")
     assert text.starts[:2] == [0, 1]
@@ -176,7 +183,7 @@ def test_tokens_know_the_character_they_begin_at():
     assert text.starts[-2:] == [9, 9]
 
 
-def test_a_token_that_takes_white_space_with_it():
+def test_a_token_that_takes_white_space_with_it() -> None:
     library = byte_level_library()
     library.add_special_tokens([AddedToken("<m>", lstrip=True, rstrip=True, normalized=False)])
     tokenizer = Tokenizer(library.to_str())
@@ -185,13 +192,13 @@ def test_a_token_that_takes_white_space_with_it():
     assert len(tokenizer.encode_literal(text)) == 4
 
 
-def test_the_longest_of_several_control_tokens_counts():
+def test_the_longest_of_several_control_tokens_counts() -> None:
     library = byte_level_library(("<a>", "<a><b>"))
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.encode_literal("<a><b>") == [tokenizer.token_id("<a><b>")]
 
 
-def test_control_strings_in_text_are_not_even_cut():
+def test_control_strings_in_text_are_not_even_cut() -> None:
     """A cut would begin a new section, and this vocabulary begins each with a space."""
     library = sentencepiece_library(("<s>", "</s>"))
     library.add_tokens([AddedToken("<think>", special=False, normalized=False)])
@@ -202,13 +209,13 @@ def test_control_strings_in_text_are_not_even_cut():
         assert not tokenizer.control_ids & set(ids)
 
 
-def test_runs_of_sentencepiece_spaces_are_ordinary_text():
+def test_runs_of_sentencepiece_spaces_are_ordinary_text() -> None:
     library = sentencepiece_library(("<s>",))
     library.add_tokens([AddedToken("▁▁", normalized=False)])
     assert Tokenizer(library.to_str()).token_id("▁▁") is None
 
 
-def test_runs_of_white_space_are_ordinary_text():
+def test_runs_of_white_space_are_ordinary_text() -> None:
     library = byte_level_library(("<s>",), ("        ",))
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.control_ids == {tokenizer.token_id("<s>")}
@@ -224,26 +231,26 @@ def word_level(*words: str) -> Tokenizer:
     return Tokenizer(library.to_str())
 
 
-def test_a_vocabulary_whose_words_include_its_control_tokens():
+def test_a_vocabulary_whose_words_include_its_control_tokens() -> None:
     tokenizer = word_level("hello", "<end>", "<", "end>")
     assert tokenizer.encode_text("hello <end> hello") == [1, 3, 4, 1]
     assert tokenizer.encode_literal("hello<end>") == [1, 2]
 
 
-def test_unknown_words_are_allowed_and_are_not_control_tokens():
+def test_unknown_words_are_allowed_and_are_not_control_tokens() -> None:
     tokenizer = word_level("hello", "<end>")
     assert tokenizer.encode_text("hello <unk> other") == [1, 0, 0]
     assert tokenizer.control_ids == {2}
 
 
-def test_a_control_token_of_a_single_character_cannot_be_written():
+def test_a_control_token_of_a_single_character_cannot_be_written() -> None:
     library = Library(models.WordLevel({"<unk>": 0, "§": 1}, unk_token="<unk>"))
     library.add_special_tokens(["§"])
     with pytest.raises(InvalidArgument, match="means a control token"):
         Tokenizer(library.to_str()).encode_text("§")
 
 
-def test_a_normalizer_makes_no_control_token():
+def test_a_normalizer_makes_no_control_token() -> None:
     library = byte_level_library(("<end>",))
     library.normalizer = normalizers.Lowercase()
     library.add_tokens([AddedToken("<stop>", normalized=True)])
@@ -251,7 +258,7 @@ def test_a_normalizer_makes_no_control_token():
     assert not tokenizer.control_ids & set(tokenizer.encode_text("<END> <STOP> <stop>"))
 
 
-def test_our_own_anchor_is_text_even_if_a_client_guesses_it():
+def test_our_own_anchor_is_text_even_if_a_client_guesses_it() -> None:
     tokenizer = tokenizer_of(GEMMA)
     for text in (tokenizer._anchor, f"a{tokenizer._anchor}{tokenizer._anchor}b"):
         for at_start in (True, False):
@@ -260,7 +267,7 @@ def test_our_own_anchor_is_text_even_if_a_client_guesses_it():
             assert tokenizer.decode(ids) == text
 
 
-def test_nul_is_kept_by_byte_level_vocabularies_and_refused_by_those_that_lose_it():
+def test_nul_is_kept_by_byte_level_vocabularies_and_refused_by_those_that_lose_it() -> None:
     tokenizer = tokenizer_of(QWEN_3)
     tokenizer.check_text("a\0b", "content")
     assert tokenizer.decode(tokenizer.encode_text("a\0b")) == "a\0b"
@@ -268,13 +275,15 @@ def test_nul_is_kept_by_byte_level_vocabularies_and_refused_by_those_that_lose_i
         word_level("a").check_text("a\0b", "content")
 
 
-def test_token_text_of_any_id():
+def test_token_text_of_any_id() -> None:
     tokenizer = tokenizer_of(QWEN_3)
-    assert tokenizer.token_text(tokenizer.token_id("<|im_end|>")) == "<|im_end|>"
+    end = tokenizer.token_id("<|im_end|>")
+    assert end is not None
+    assert tokenizer.token_text(end) == "<|im_end|>"
     assert tokenizer.token_text(10**9) == tokenizer.token_text(-1) == ""
 
 
-def test_a_long_text_has_the_tokens_of_its_parts_and_too_long_a_one_is_refused():
+def test_a_long_text_has_the_tokens_of_its_parts_and_too_long_a_one_is_refused() -> None:
     tokenizer = Tokenizer.load(MODEL_PATH)
     line = "The rain is over in Oslo.\n"
     short, long = line * 200, line * 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,11 +18,19 @@ from pensieve.text.tool_calls.calls import CALLS_MAX
 from pensieve.text.tool_calls.finder import WITHHELD_MAX
 from pensieve.text.tool_calls.styles import CallForm
 from tests.text import families
-from tests.text.families import LLAMA_3, MISTRAL, QWEN_2_5, QWEN_3, template_of, tokenizer_of
+from tests.text.families import (
+    LLAMA_3,
+    MISTRAL,
+    QWEN_2_5,
+    QWEN_3,
+    Family,
+    template_of,
+    tokenizer_of,
+)
 from tests.text.written_calls import CALLS, WRITERS, cut, read
 
 PARIS = ("get_weather", {"city": "Paris", "days": 3})
-TIME = ("get_time", {})
+TIME: tuple[str, dict[str, Any]] = ("get_time", {})
 
 REPLIES = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
@@ -55,14 +64,14 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_the_calls_of_a_reply(name):
+def test_the_calls_of_a_reply(name: str) -> None:
     found = read(name.partition(",")[0], REPLIES[name])
     assert found.whole == [PARIS, TIME]
     assert (found.text, found.ends_with_call) == ("", True)
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_a_reply_may_be_cut_anywhere(name):
+def test_a_reply_may_be_cut_anywhere(name: str) -> None:
     style, reply = name.partition(",")[0], REPLIES[name]
     assert read(style, *reply) == read(style, reply)
     for border in range(len(reply)):
@@ -70,7 +79,7 @@ def test_a_reply_may_be_cut_anywhere(name):
 
 
 @pytest.mark.parametrize("name", REPLIES)
-def test_a_reply_that_breaks_off_loses_nothing(name):
+def test_a_reply_that_breaks_off_loses_nothing(name: str) -> None:
     """Wherever its limit lies: what has begun stays begun, the rest is text."""
     style, reply = name.partition(",")[0], REPLIES[name]
     for border in range(len(reply)):
@@ -81,7 +90,7 @@ def test_a_reply_that_breaks_off_loses_nothing(name):
             assert found.text == reply[:border]
 
 
-def test_arguments_are_passed_on_as_they_come_and_as_they_are_written():
+def test_arguments_are_passed_on_as_they_come_and_as_they_are_written() -> None:
     reply = (
         '<tool_call>{"name": "get_weather", "arguments": {"city" :\t"Par\\u0069s",\n"days":3e0 } }'
     )
@@ -93,13 +102,13 @@ def test_arguments_are_passed_on_as_they_come_and_as_they_are_written():
     assert (cut_off.whole, cut_off.text, cut_off.ends_with_call) == ([], "", False)
 
 
-def test_a_call_that_no_json_goes_on_stays_unfinished_and_the_rest_is_text():
+def test_a_call_that_no_json_goes_on_stays_unfinished_and_the_rest_is_text() -> None:
     found = read("hermes", '<tool_call>{"name": "get_time", "arguments": {"a": tru}}</tool_call> x')
     assert found.calls == [("get_time", '{"a": ')]
     assert (found.whole, found.text, found.ends_with_call) == ([], "tru}}</tool_call> x", False)
 
 
-def test_text_before_and_behind_calls_keeps_its_white_space_but_not_that_of_the_calls():
+def test_text_before_and_behind_calls_keeps_its_white_space_but_not_that_of_the_calls() -> None:
     found = read("hermes", "I look.\n\n" + REPLIES["hermes"] + "\n\nSo.\n")
     assert (found.text, found.whole) == ("I look.\n\nSo.\n", [PARIS, TIME])
     assert not found.ends_with_call
@@ -107,7 +116,7 @@ def test_text_before_and_behind_calls_keeps_its_white_space_but_not_that_of_the_
     assert read("hermes", REPLIES["hermes"] + "\n \n").text == ""
 
 
-def test_a_call_may_follow_what_only_began_like_one():
+def test_a_call_may_follow_what_only_began_like_one() -> None:
     for lead in ("<", "<tool_", "<tool_call>", '<tool_call>{"name', "a <b> "):
         found = read("hermes", lead + REPLIES["hermes"])
         assert (found.text, found.whole) == (lead.rstrip(), [PARIS, TIME])
@@ -149,7 +158,7 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize(("style", "text"), NO_CALLS)
-def test_what_is_no_call_is_text_exactly_as_it_was_sampled(style, text):
+def test_what_is_no_call_is_text_exactly_as_it_was_sampled(style: str, text: str) -> None:
     for reply in (text, text + "\n", "\n " + text):
         found = read(style, *reply)
         assert found.text == reply or found.calls, reply
@@ -157,14 +166,14 @@ def test_what_is_no_call_is_text_exactly_as_it_was_sampled(style, text):
     assert read(style, text) == (text, [], [], False, "")
 
 
-def test_without_tools_any_name_may_be_called_that_can_be_printed():
+def test_without_tools_any_name_may_be_called_that_can_be_printed() -> None:
     assert read("hermes", '<tool_call>{"name": "other"}', tools=()).whole == [("other", {})]
     for name in ("", "a\\nb", "a" * 257):
         text = f'<tool_call>{{"name": "{name}"}}'
         assert read("hermes", text, tools=()).text == text
 
 
-def test_a_reply_has_a_bounded_number_of_calls():
+def test_a_reply_has_a_bounded_number_of_calls() -> None:
     one = '<tool_call>{"name": "get_time"}</tool_call>'
     found = read("hermes", one * (CALLS_MAX + 1))
     assert (len(found.whole), found.text) == (CALLS_MAX, one)
@@ -195,7 +204,7 @@ def test_a_reply_has_a_bounded_number_of_calls():
         ("{'a': {'b': [1]}, \"c\": 'd',}", {"a": {"b": [1]}, "c": "d"}),
     ],
 )
-def test_literals_of_python(literal, value):
+def test_literals_of_python(literal: str, value: Any) -> None:
     found = read("pythonic", f"[get_weather(city={literal})]")
     assert found.whole == [("get_weather", {"city": value})]
 
@@ -208,21 +217,21 @@ def test_literals_of_python(literal, value):
         *("__import__('os')", "[,]", "'\\U00110000'", "+1", "1 if x else 2", "{'a' 1}", "{**a}"),
     ],
 )
-def test_what_python_has_besides_is_no_argument(literal):
+def test_what_python_has_besides_is_no_argument(literal: str) -> None:
     found = read("pythonic", f"[get_weather(city={literal})]")
     assert found.whole == []
     assert [name for name, _ in found.calls] == ["get_weather"]
     assert found.text.endswith(")]")
 
 
-def test_an_argument_comes_once():
+def test_an_argument_comes_once() -> None:
     assert read("pythonic", "[get_weather(city=1, city=2)]").whole == []
     twice = "<parameter=city>1</parameter>" * 2
     assert read("hermes", f"<function=get_weather>{twice}</function>").whole == []
 
 
-def test_the_schema_says_what_an_argument_between_marks_is():
-    def element(city, days):
+def test_the_schema_says_what_an_argument_between_marks_is() -> None:
+    def element(city: str, days: str) -> str:
         return (
             f"<function=get_weather><parameter=city>{city}</parameter>"
             f"<parameter=days>{days}</parameter></function>"
@@ -242,7 +251,7 @@ def test_the_schema_says_what_an_argument_between_marks_is():
 # -- control tokens --
 
 
-def test_a_mark_without_text_opens_calls_too():
+def test_a_mark_without_text_opens_calls_too() -> None:
     call = Part.TOOL_CALL
     body = '{"name": "get_time", "arguments": {}}'
     for style, tokens in (
@@ -260,13 +269,14 @@ def test_a_mark_without_text_opens_calls_too():
         assert (apart.text, apart.whole) == ("So.", [TIME, TIME]), style
 
 
-def test_a_mark_that_the_model_has_as_a_token_counts_only_as_one():
+def test_a_mark_that_the_model_has_as_a_token_counts_only_as_one() -> None:
     style = style_of(template_of(QWEN_3))
+    assert style is not None
     assert read(style, REPLIES["hermes"]).text == REPLIES["hermes"]
     assert read(style, (REPLIES["hermes"], Part.TOOL_CALL)).whole == [PARIS, TIME]
 
 
-def test_thinking_ends_what_looked_like_a_call():
+def test_thinking_ends_what_looked_like_a_call() -> None:
     found = read("hermes", '<tool_call>{"name"', ("hm", Part.THINKING), ': "get_time"}')
     assert (found.text, found.thinking, found.calls) == (
         '<tool_call>{"name": "get_time"}',
@@ -278,24 +288,26 @@ def test_thinking_ends_what_looked_like_a_call():
 # -- styles --
 
 
-def test_the_style_of_a_model():
+def test_the_style_of_a_model() -> None:
     found = {each.name: style_of(template_of(each)) for each in families.FAMILIES}
-    assert {name: style.name for name, style in found.items() if style is not None} == {
+    styles = {name: style for name, style in found.items() if style is not None}
+    assert {name: style.name for name, style in styles.items()} == {
         "llama-3": "llama",
         "qwen2.5": "hermes",
         "qwen3": "hermes",
         "mistral": "mistral",
     }
-    assert found["qwen3"].mark_is_token
-    assert found["mistral"].mark_is_token
+    assert styles["qwen3"].mark_is_token
+    assert styles["mistral"].mark_is_token
 
 
-def test_a_setting_names_a_style():
+def test_a_setting_names_a_style() -> None:
     template = template_of(LLAMA_3)
     assert style_named("auto", template) == style_of(template)
     assert style_named("none", template_of(QWEN_3)) is None
-    assert style_named("hermes", template) == replace(STYLES["hermes"], form=CallForm.HERMES)
-    assert not style_named("hermes", template).mark_is_token
+    hermes = style_named("hermes", template)
+    assert hermes == replace(STYLES["hermes"], form=CallForm.HERMES)
+    assert not hermes.mark_is_token
     with pytest.raises(InvalidArgument, match="pythonic"):
         style_named("xml", template)
     (setting,) = (each for each in SERVING if each.name == "tool_calls")
@@ -304,7 +316,7 @@ def test_a_setting_names_a_style():
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, MISTRAL], ids=lambda each: each.name)
-def test_a_call_that_a_template_writes_is_read(family):
+def test_a_call_that_a_template_writes_is_read(family: Family) -> None:
     """With the parts and the texts that the tokens of such a reply have."""
     tokenizer, template = tokenizer_of(family), template_of(family)
     call = ToolCall("get_weather", {"city": 'Pa"ris\n', "days": [3, None]}, "abcdefghi")
@@ -316,7 +328,9 @@ def test_a_call_that_a_template_writes_is_read(family):
     marker = PartMarker(tokenizer)
     texts = ["" if tokenizer.is_silent(each) else tokenizer.token_text(each) for each in ids]
     tokens = [(text, marker.push(each)) for text, each in zip(texts, ids, strict=True)]
-    found = read(style_of(template), *tokens)
+    style = style_of(template)
+    assert style is not None
+    found = read(style, *tokens)
     assert found.whole == [("get_weather", {"city": 'Pa"ris\n', "days": [3, None]})]
     assert (found.text.strip(), found.ends_with_call) == ("", True)
 
@@ -325,7 +339,9 @@ def test_a_call_that_a_template_writes_is_read(family):
 
 
 @given(st.data(), st.sampled_from(sorted(WRITERS)), CALLS, st.lists(st.integers(0), max_size=20))
-def test_calls_that_were_written_are_read(data, writer, calls, borders):
+def test_calls_that_were_written_are_read(
+    data: st.DataObject, writer: str, calls: list[tuple[str, dict[str, Any]]], borders: list[int]
+) -> None:
     if writer == "hermes xml":  # where a value may not hold its own end, and a string stays one
         calls = [(name, dict.fromkeys(given, 7)) for name, given in calls]
     reply = WRITERS[writer](calls)
@@ -374,7 +390,9 @@ FRAGMENTS = st.lists(
 
 
 @given(st.sampled_from(sorted(STYLES)), FRAGMENTS, st.lists(st.integers(0), max_size=20))
-def test_any_text_is_read_alike_however_it_is_cut(style, reply, borders):
+def test_any_text_is_read_alike_however_it_is_cut(
+    style: str, reply: str, borders: list[int]
+) -> None:
     whole = read(style, reply)
     assert read(style, *cut(reply, borders)) == whole
     assert read(style, *reply) == whole
@@ -384,7 +402,7 @@ def test_any_text_is_read_alike_however_it_is_cut(style, reply, borders):
 
 
 @given(st.sampled_from(sorted(STYLES)), st.text() | FRAGMENTS)
-def test_a_text_without_a_call_comes_back_as_it_is(style, reply):
+def test_a_text_without_a_call_comes_back_as_it_is(style: str, reply: str) -> None:
     found = read(style, *reply)
     assert found.calls or found.text == reply
 
@@ -392,7 +410,7 @@ def test_a_text_without_a_call_comes_back_as_it_is(style, reply):
 # -- hostile replies --
 
 
-def test_no_more_than_a_bound_is_withheld():
+def test_no_more_than_a_bound_is_withheld() -> None:
     lead = '<tool_call>{"name": "get_time", "id": "'
     found = read("hermes", lead + "x" * WITHHELD_MAX, '"}</tool_call>')
     assert (found.calls, len(found.text)) == ([], len(lead) + WITHHELD_MAX + 14)

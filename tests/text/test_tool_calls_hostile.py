@@ -89,7 +89,9 @@ def num_lines(style: str, reply: str) -> int:
 
 
 @pytest.mark.parametrize(("style", "name"), CASES)
-def test_time_grows_with_the_length_of_a_reply_and_no_faster(monkeypatch, style, name):
+def test_time_grows_with_the_length_of_a_reply_and_no_faster(
+    monkeypatch: pytest.MonkeyPatch, style: str, name: str
+) -> None:
     """Limits are reached within the first part; the others cost the same."""
     monkeypatch.setattr(calls, "CALLS_MAX", 16)
     first, second, third = (
@@ -100,7 +102,7 @@ def test_time_grows_with_the_length_of_a_reply_and_no_faster(monkeypatch, style,
 
 
 @pytest.mark.parametrize(("style", "name"), CASES)
-def test_a_long_hostile_reply_is_read_to_its_end(style, name):
+def test_a_long_hostile_reply_is_read_to_its_end(style: str, name: str) -> None:
     """And nothing of it is lost: what no call has is text."""
     reply = reply_of(style, name, 100_000)
     found = read(style, reply)
@@ -108,7 +110,7 @@ def test_a_long_hostile_reply_is_read_to_its_end(style, name):
         assert found.text == reply
 
 
-def test_memory_is_bounded():
+def test_memory_is_bounded() -> None:
     for style, name in CASES:
         if name == "white space behind a call":  # which is dropped
             continue
@@ -129,7 +131,7 @@ def test_memory_is_bounded():
         ("pythonic", "[get_weather(city=", ")]"),
     ],
 )
-def test_depth_is_that_of_a_message(style, lead, end):
+def test_depth_is_that_of_a_message(style: str, lead: str, end: str) -> None:
     most = DEPTH_MAX if style == "pythonic" else DEPTH_MAX - 1  # the arguments themselves are one
     assert len(read(style, lead + "[" * most + "]" * most + end).whole) == 1
     deeper = read(style, lead + "[" * (most + 1) + "]" * (most + 1) + end)

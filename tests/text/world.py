@@ -1,6 +1,9 @@
 """Messages, settings and small templates that the template tests share."""
 
+from collections.abc import Iterable, Sequence
+
 from pensieve.text import ChatTemplate, Message, Setting, Tokenizer
+from tests.text.families import Family
 from tests.text.tiny_tokenizers import byte_level_library
 
 NOTHING = Setting()
@@ -15,20 +18,26 @@ TOOL = {
 EQUIPPED = Setting(tools=(TOOL,))
 
 
-def user(content):
+def user(content: str) -> Message:
     return Message("user", content)
 
 
-def spoken(template, ids):
+def spoken(template: ChatTemplate, ids: Iterable[int]) -> str:
     """All of it, special tokens too."""
     return b"".join(template.tokenizer.piece(i, first=False) for i in ids).decode()
 
 
-def by_name(family):
+def by_name(family: Family) -> str:
     return family.name
 
 
-def template_with(source, *, special=("<s>", "</s>"), plain=(), **named):
+def template_with(
+    source: str,
+    *,
+    special: Sequence[str] = ("<s>", "</s>"),
+    plain: Sequence[str] = (),
+    **named: str,
+) -> ChatTemplate:
     library = byte_level_library(special, plain)
     strings = {"bos_token": special[0], "eos_token": special[-1]}
     return ChatTemplate(
