@@ -19,7 +19,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from pensieve.builtin import MODEL_PATH, NAME
 from scripts.builtin_corpus.dialogues import conversation, examination
@@ -44,19 +49,21 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(MODEL_PATH)
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(MODEL_PATH).eval()
 
 
 RAW_TOKENIZER = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
 
 
-def replies(model, tokenizer, chats: list[list[dict[str, str]]]) -> list[str]:
+def replies(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]]
+) -> list[str]:
     """Greedy replies of plain transformers to several chats at once, padded on the left."""
     prompts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -72,7 +79,7 @@ def replies(model, tokenizer, chats: list[list[dict[str, str]]]) -> list[str]:
     )
 
 
-def reply(model, tokenizer, *said: str) -> str:
+def reply(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *said: str) -> str:
     """What the model answers to the last of several messages, having answered the others itself."""
     chat: list[dict[str, str]] = []
     for message in said:
@@ -84,13 +91,15 @@ def reply(model, tokenizer, *said: str) -> str:
 # The folder --------------------------------------------------------------------------------------
 
 
-def test_weights_are_at_most_8_megabytes_and_nothing_else_is_large():
+def test_weights_are_at_most_8_megabytes_and_nothing_else_is_large() -> None:
     sizes = {path.name: path.stat().st_size for path in MODEL_PATH.iterdir()}
     assert sizes["model.safetensors"] <= 8_000_000
     assert sum(sizes.values()) <= 8_500_000
 
 
-def test_it_is_an_ordinary_llama_computed_in_float32_and_ends_its_turns(model):
+def test_it_is_an_ordinary_llama_computed_in_float32_and_ends_its_turns(
+    model: PreTrainedModel,
+) -> None:
     assert NAME == "builtin"
     assert model.config.architectures == ["LlamaForCausalLM"]
     assert model.dtype == torch.float32
@@ -99,7 +108,7 @@ def test_it_is_an_ordinary_llama_computed_in_float32_and_ends_its_turns(model):
     assert model.generation_config.do_sample is False
 
 
-def test_it_has_between_one_and_three_and_a_half_million_parameters(model):
+def test_it_has_between_one_and_three_and_a_half_million_parameters(model: PreTrainedModel) -> None:
     assert 1_000_000 <= sum(p.numel() for p in model.parameters()) <= 3_500_000
 
 
@@ -108,24 +117,24 @@ def test_it_has_between_one_and_three_and_a_half_million_parameters(model):
 
 @given(st.text())
 @settings(max_examples=300)
-def test_any_text_comes_back_from_the_tokenizer_exactly(text):
+def test_any_text_comes_back_from_the_tokenizer_exactly(text: str) -> None:
     special = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     if any(literal in text for literal in special):
         return
     assert RAW_TOKENIZER.decode(RAW_TOKENIZER.encode(text).ids) == text
 
 
-def test_words_of_the_dialogues_are_single_tokens():
+def test_words_of_the_dialogues_are_single_tokens() -> None:
     ids = RAW_TOKENIZER.encode("my sister is called Anna and lives in Rome").ids
     assert len(ids) == 9
 
 
-def test_digits_are_single_tokens_so_that_numbers_can_be_copied():
+def test_digits_are_single_tokens_so_that_numbers_can_be_copied() -> None:
     tokens = RAW_TOKENIZER.encode("code 40817").tokens
     assert tokens[-5:] == ["Ġ4", "0", "8", "1", "7"]
 
 
-def test_chat_markers_are_special_tokens():
+def test_chat_markers_are_special_tokens() -> None:
     added = json.loads((MODEL_PATH / "tokenizer.json").read_text())["added_tokens"]
     assert {token["content"] for token in added if token["special"]} == {
         "<|endoftext|>",
@@ -135,7 +144,7 @@ def test_chat_markers_are_special_tokens():
 
 
 @pytest.mark.parametrize("system", [None, "You are a helpful assistant."])
-def test_rendering_is_append_only(tokenizer, system):
+def test_rendering_is_append_only(tokenizer: PreTrainedTokenizerBase, system: str | None) -> None:
     chat = [{"role": "system", "content": system}] if system else []
     for exchange in islice(conversation(Random(4)), 5):
         before = tokenizer.apply_chat_template(chat, tokenize=False) if chat else ""
@@ -149,7 +158,9 @@ def test_rendering_is_append_only(tokenizer, system):
         assert whole == prompt + exchange.reply + "<|im_end|>\n"
 
 
-def test_training_contexts_are_written_as_the_template_renders_them(tokenizer):
+def test_training_contexts_are_written_as_the_template_renders_them(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     exchanges = list(islice(conversation(Random(5)), 8))
     writer = ContextWriter(RAW_TOKENIZER)
     chat = [{"role": "system", "content": "Be kind."}]
@@ -167,7 +178,7 @@ def test_training_contexts_are_written_as_the_template_renders_them(tokenizer):
 # Dialogues ---------------------------------------------------------------------------------------
 
 
-def test_training_and_examination_never_share_a_value():
+def test_training_and_examination_never_share_a_value() -> None:
     random = Random(6)
     for topic in (NAME_TOPIC, *FIXED):
         assert not is_held_out(draw_fact(random, topic))
@@ -177,7 +188,7 @@ def test_training_and_examination_never_share_a_value():
     assert is_held_out(draw_fact(random, NAME_TOPIC, held_out=True))
 
 
-def test_an_examination_asks_after_exactly_the_distance_for_a_value_not_mentioned_since():
+def test_an_examination_asks_after_exactly_the_distance_for_a_value_not_mentioned_since() -> None:
     for seed in range(100):
         distance = 1 + seed % 20
         exchanges = examination(Random(seed), distance)
@@ -187,7 +198,7 @@ def test_an_examination_asks_after_exactly_the_distance_for_a_value_not_mentione
         assert value in told.reply
 
 
-def test_replies_weigh_and_silences_do_not():
+def test_replies_weigh_and_silences_do_not() -> None:
     random = Random(8)
     batch = ContextWriter(RAW_TOKENIZER).batch(random, 256, jumps=True)
     assert batch.ids.shape == batch.positions.shape == batch.weights.shape
@@ -202,7 +213,9 @@ def test_replies_weigh_and_silences_do_not():
 # What it says ------------------------------------------------------------------------------------
 
 
-def test_held_out_facts_are_recalled_after_1_to_20_turns(script, model, tokenizer):
+def test_held_out_facts_are_recalled_after_1_to_20_turns(
+    script: ModuleType, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Three conversations for each distance; every reply must be right to the letter."""
     examined = script.held_out_examinations(seed=77, per_distance=3)
     chats, expected = [], []
@@ -224,7 +237,9 @@ def test_held_out_facts_are_recalled_after_1_to_20_turns(script, model, tokenize
     assert len(wrong) <= 0.05 * len(examined), "\n".join(wrong)
 
 
-def test_the_examination_by_one_forward_pass_agrees_with_generation(script, model, tokenizer):
+def test_the_examination_by_one_forward_pass_agrees_with_generation(
+    script: ModuleType, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     writer = ContextWriter(RAW_TOKENIZER)
     recall = script.examine(model, writer, per_distance=1, seed=78)
     for distance in (1, 10, 20):
@@ -258,7 +273,9 @@ def test_the_examination_by_one_forward_pass_agrees_with_generation(script, mode
         (("what is my name?",), "not told me"),
     ],
 )
-def test_a_person_who_types_casually_gets_the_right_answer(model, tokenizer, said, expected):
+def test_a_person_who_types_casually_gets_the_right_answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, said: tuple[str, ...], expected: str
+) -> None:
     assert expected in reply(model, tokenizer, *said)
 
 
@@ -275,5 +292,7 @@ def test_a_person_who_types_casually_gets_the_right_answer(model, tokenizer, sai
         ("bye", "Goodbye! I will be here."),
     ],
 )
-def test_small_talk(model, tokenizer, said, expected):
+def test_small_talk(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, said: str, expected: str
+) -> None:
     assert reply(model, tokenizer, said) == expected
