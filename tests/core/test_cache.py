@@ -6,6 +6,8 @@ The KV of a reply's last token is computed with the next turn, so a log of 9 tok
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pensieve.core.cache import CacheConfig, KVCache
@@ -13,7 +15,7 @@ from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.prefix_tree import Branch
 from tests.core.world import Stage
 
-AHEAD = {"swap_out_below": 1.0}  # everything idle is copied to the host
+AHEAD: dict[str, Any] = {"swap_out_below": 1.0}  # everything idle is copied to the host
 
 
 def test_a_conversation_that_returns_before_its_pages_are_taken_pays_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pensieve.core.turn import Turn
 from tests.core.world import Stage
 
@@ -50,7 +52,7 @@ def test_three_disconnected_ranges_are_computed_in_one_iteration() -> None:
     assert (turn.usage.recomputed_tokens, turn.usage.device_tokens) == (8, 12)
 
 
-def shared_hole(**shape: object) -> Stage:
+def shared_hole(**shape: Any) -> Stage:
     """a and b share 8 tokens of KV whose first chunk is lost."""
     stage = Stage(16, 0, **shape)
     stage.say("a", 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from pensieve.core.turn import PRIORITY_MAX, FinishReason, Turn, TurnState
 from tests.core.world import Stage
 
 
-def full(num_turns: int, reply: int = 40, overlap: bool = False, **shape: object) -> Stage:
+def full(num_turns: int, reply: int = 40, overlap: bool = False, **shape: Any) -> Stage:
     """So many turns generate, and nobody else may run beside them."""
     shape = {
         "batch_tokens_max": 64,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pensieve.core.scheduler_config import SchedulerConfig
@@ -9,7 +11,7 @@ from pensieve.core.turn import Turn, TurnState
 from tests.core.world import Stage
 
 
-def full(ahead: int, places: int = 2, reply: int = 60, **shape: object) -> Stage:
+def full(ahead: int, places: int = 2, reply: int = 60, **shape: Any) -> Stage:
     """So many turns generate, and no other has a place."""
     settings = {"batch_tokens_max": 32, "turns_max": places, "late": 0.0, **shape}
     stage = Stage(settings.pop("device_pages", 400), 400, prefill_ahead=ahead, **settings)

@@ -6,6 +6,7 @@ import itertools
 import random
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def fewest_tokens(requests: Requests) -> int:
 def by_algorithm_1(requests: Requests) -> int:
     """Tokens that are computed with the paper's enlargement of first-level prefixes."""
 
-    def node(members: list[int], start: int) -> tuple[int, int, list[int], list[object]]:
+    def node(members: list[int], start: int) -> Any:
         """(tokens of its run, leaves, requests that end with it, children)"""
         end = start
         while all(len(requests[each]) > end for each in members) and (
@@ -85,15 +86,15 @@ def by_algorithm_1(requests: Requests) -> int:
             children([each for each in members if len(requests[each]) > end], end),
         )
 
-    def children(members: list[int], start: int) -> list[object]:
+    def children(members: list[int], start: int) -> list[Any]:
         by_token: dict[int, list[int]] = {}
         for each in members:
             by_token.setdefault(requests[each][start], []).append(each)
         return [node(group, start) for group in by_token.values()]
 
-    def enlarged(found: list[object]) -> list[object]:
-        out: list[object] = []
-        for tokens, leaves, ending, below in found:  # type: ignore[misc]
+    def enlarged(found: list[Any]) -> list[Any]:
+        out: list[Any] = []
+        for tokens, leaves, ending, below in found:
             below = enlarged(below)
             kept = []
             for child in below:
@@ -106,11 +107,11 @@ def by_algorithm_1(requests: Requests) -> int:
                 out.append((tokens, leaves, ending, kept))
         return out
 
-    def alone(found: list[object]) -> int:
-        return sum(each[0] * each[1] + alone(each[3]) for each in found)  # type: ignore[index]
+    def alone(found: list[Any]) -> int:
+        return sum(each[0] * each[1] + alone(each[3]) for each in found)
 
     first = enlarged(children(list(range(len(requests))), 0))
-    return sum(each[0] + alone(each[3]) for each in first)  # type: ignore[index]
+    return sum(each[0] + alone(each[3]) for each in first)
 
 
 def drawn(seed: int) -> list[array[int]]:
@@ -198,7 +199,8 @@ def papers_shape(num: int, seed: int) -> list[array[int]]:
     def words(count: int) -> array[int]:
         return array("I", choose.choices(range(32_000), k=count))
 
-    everybodys, requests = words(100), []
+    everybodys = words(100)
+    requests: list[array[int]] = []
     while len(requests) < num:
         prefix = everybodys + words(1000)
         requests += (prefix + words(choose.randint(300, 500)) for _ in range(7))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_tokens_are_packed_into_four_bytes() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"batch_tokens_max": 0}, {"turns_max": 0}])
-def test_an_impossible_scheduler_is_refused(wrong: dict[str, int]) -> None:
+def test_an_impossible_scheduler_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         SchedulerConfig(**wrong)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,10 @@ from pensieve.core.time_budget import PROBE_AFTER
 from tests.core.world import Stage
 
 # An iteration takes 10 ms, and 1 ms more for each token.
-TIMES = {"token_seconds": 0.001, "prompt_seconds_max": 0.05}
+TIMES: dict[str, Any] = {"token_seconds": 0.001, "prompt_seconds_max": 0.05}
 
 
-def stage(**changes: float) -> Stage:
+def stage(**changes: Any) -> Stage:
     made = Stage(400, 0, **{"batch_tokens_max": 256, **TIMES, **changes})
     made.say("replies", 4, 3)  # what an iteration takes without prompts,
     made.say("reads", 100)  # and with one
@@ -193,7 +194,7 @@ def test_a_burst_that_comes_first_is_measured_against_an_iteration_without() -> 
 # -- the objective --
 
 
-def paced(**changes: float) -> Stage:
+def paced(**changes: Any) -> Stage:
     """Iterations of 10 ms and 1 ms a token are to take 80 ms at most; somebody generates."""
     times = {"token_seconds": 0.001, "tbt_seconds": 0.08}
     made = Stage(4000, 0, **{"batch_tokens_max": 256, **times, **changes})
