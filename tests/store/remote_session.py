@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.store import ConversationStore
@@ -21,6 +21,7 @@ class LocalCaller:
         self.calls, self.store = calls, store
         self.session = calls.open_session(Session(NOBODY, replica, f"{replica}:1")).number
         self.number = 0
+        self.on_lost: Callable[[], None] = lambda: None
         self._reader = store.reader()
 
     def request(

@@ -15,6 +15,7 @@ import pytest
 from pensieve.errors import StoreUnavailable
 from pensieve.store import ConversationStore
 from pensieve.store.compaction import Phase, State
+from pensieve.store.erasure import Erasure
 from tests.store.faulty import FaultyDriver, history, writer_of
 from tests.store.talk import create, reply, say, user
 from tests.store.test_disk_faults import FULL, IO_ERROR
@@ -40,6 +41,7 @@ def copies(store: ConversationStore) -> Counter[str]:
 
 def begin_pass(store: ConversationStore) -> None:
     """Compact whether it is worth it or not."""
+    assert isinstance(store.erasure, Erasure)
     store.erasure._compaction._state = State(Phase.FENCE)
 
 

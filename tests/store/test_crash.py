@@ -70,7 +70,7 @@ def one_life(
     assert nursery.stdout is not None
     print(number, file=nursery.stdin, flush=True)
     pid = int(nursery.stdout.readline())
-    lines = []
+    lines: list[str] = []
     if number % 5:  # else it is killed while it opens the store
         while len(lines) < 1 + num_turns:
             lines.append(nursery.stdout.readline())

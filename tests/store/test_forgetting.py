@@ -11,6 +11,7 @@ import pytest
 
 from pensieve.store import ConversationStore, TurnRequest, TurnState, forgetting
 from pensieve.store.compaction import Phase, State
+from pensieve.store.erasure import Erasure
 from tests.store.faulty import history, world, writer_of
 from tests.store.talk import begin, create, reply, say, user
 
@@ -70,6 +71,7 @@ def test_logprobs_are_the_turns_alone_and_go_with_its_request(
     store.delete_conversation("cup")
     assert store.stored_bytes() < before + 2 * len(secret)
     assert store.verify() == []
+    assert isinstance(store.erasure, Erasure)
     store.erasure._compaction._state = State(Phase.FENCE)
     while store.erasure.step():
         pass

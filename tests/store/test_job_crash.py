@@ -63,7 +63,7 @@ def killed_after(folder: Path, life: int, num_said: int, seconds: float) -> list
         text=True,
     ) as child:
         assert child.stdout is not None
-        said = []
+        said: list[str] = []
         while len(said) < num_said and "done\n" not in said:
             said.append(child.stdout.readline())
             assert said[-1] != ""

@@ -173,7 +173,11 @@ def test_what_a_state_does_not_allow_is_refused(jobs: JobStore) -> None:
     with pytest.raises(WrongJobState, match="is waiting"):
         jobs.name_lines(KEY, [(1, "a")])
     jobs.set_state(KEY, JobState.ENDED, JobOutcome.CANCELLED)
-    for insert in (lambda: jobs.answer(KEY, [answer(1)]), lambda: jobs.refuse(KEY, [refusal(1)])):
+    inserts: list[Callable[[], object]] = [
+        lambda: jobs.answer(KEY, [answer(1)]),
+        lambda: jobs.refuse(KEY, [refusal(1)]),
+    ]
+    for insert in inserts:
         with pytest.raises(WrongJobState, match="is ended"):
             insert()
     assert results(jobs) == []

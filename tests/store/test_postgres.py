@@ -53,7 +53,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 @pytest.fixture
 def opened(tmp_path: Path, url: str) -> Iterator[Callable[..., ConversationStore]]:
     """Opens the database, each time in another data folder: as another daemon, perhaps elsewhere."""
-    stores = []
+    stores: list[ConversationStore] = []
 
     def open_one(holder: str = "pensieve test", **options: Any) -> ConversationStore:
         folder = tmp_path / f"data{len(stores)}"
@@ -172,7 +172,7 @@ def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_
         try:
             for end in ("pg_terminate_backend", "pg_cancel_backend"):
                 if end == "pg_cancel_backend":
-                    job = pool.submit(create, store, "cup")
+                    job: Future[Any] = pool.submit(create, store, "cup")
                 else:
                     job = pool.submit(store.finish_turn, turn_id, reply("hello", 2), "stop", {})
                 until_one_waits(job)
@@ -329,10 +329,10 @@ def begin_of(store: ConversationStore, tenant: str) -> int:
 
 def test_statements_and_texts_in_the_words_of_postgresql() -> None:
     by_place = translated("SELECT ? WHERE b LIKE '5%' AND x::text = ?")
-    assert by_place == ("SELECT $1 WHERE b LIKE '5%' AND x::text = $2", ())
+    assert tuple(by_place) == ("SELECT $1 WHERE b LIKE '5%' AND x::text = $2", ())
     assert by_place.in_order((1, "a")) == (1, "a")
     by_name = translated("SELECT :one WHERE a > :two OR a = :one")
-    assert by_name == ("SELECT $1 WHERE a > $2 OR a = $1", ("one", "two"))
+    assert tuple(by_name) == ("SELECT $1 WHERE a > $2 OR a = $1", ("one", "two"))
     assert by_name.in_order({"two": 2, "one": 1}) == [1, 2]
     for text in ("", "plain", "\0", "\x1a", "\x1a0", "\x1a\0\x1a"):
         assert "\0" not in escaped(text)
@@ -666,7 +666,7 @@ def test_no_session_stays_in_a_transaction_whatever_became_of_it(
 ) -> None:
     store = opened()
     create(store, "tea")
-    reads = store._backend.snapshots()  # type: ignore[attr-defined]
+    reads = store._backend.snapshots()
     there = f"SELECT DISTINCT state FROM pg_stat_activity WHERE datname = '{name_of(url)}'"
 
     def read(*statements: str) -> None:

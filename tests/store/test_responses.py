@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,12 @@ def raw(store: ConversationStore) -> bytes:
     return b"".join((store.folder.path / name).read_bytes() for name in names)
 
 
-def of_tea(response_id: str = "resp_1", revision: int | None = 1, **more: object) -> StoredResponse:
-    values = {"body": {"id": response_id, "text": "SECRET-hello"}, "request": "a1", **more}
+def of_tea(response_id: str = "resp_1", revision: int | None = 1, **more: Any) -> StoredResponse:
+    values: dict[str, Any] = {
+        "body": {"id": response_id, "text": "SECRET-hello"},
+        "request": "a1",
+        **more,
+    }
     return StoredResponse(response_id, "tea", revision=revision, **values)
 
 

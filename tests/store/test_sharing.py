@@ -481,7 +481,7 @@ def test_a_turn_whose_end_is_about_to_be_committed_is_not_read_as_interrupted(
         def read() -> tuple[bool, TurnState | None]:
             conversation = reads.submit(reader.get_conversation, "tea").result()
             found = reads.submit(reader.find_turn, "tea", str(turn), "").result()
-            return conversation.running_turn_id == turn, found and found.state
+            return conversation.running_turn_id == turn, found.state if found else None
 
         try:
             with store.group():

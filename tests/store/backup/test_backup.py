@@ -52,7 +52,9 @@ class Shipping:
     """What the daemon does in two threads, here in one."""
 
     def __init__(self, store: ConversationStore, path: Path) -> None:
-        self.source = store.backup_source
+        source = store.backup_source
+        assert isinstance(source, BackupSource)
+        self.source = source
         self.folder = BackupFolder.open(path, self.source.identity)
         self.feed: Feed | None = None
         self.begin_generation()
