@@ -75,7 +75,8 @@ class Bench:
         self.new_engine()
 
     def new_engine(self) -> None:
-        options = {"scheduler": SchedulerConfig(16, 8), "stops": False} | self.options
+        options: dict[str, Any] = {"scheduler": SchedulerConfig(16, 8), "stops": False}
+        options |= self.options
         self.rig = Rig(self.seed, cache=self.cache, config=self.config, **options)
         self.num_seen = 0
         launch = self.rig.executor.launch

@@ -23,7 +23,7 @@ from tests.engine.rig import Rig, packed, submit
 from tests.fakes import reply_to
 
 
-def test_a_turn_streams_its_tokens_and_then_ends():
+def test_a_turn_streams_its_tokens_and_then_ends() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=3))
     rig.run()
@@ -35,7 +35,7 @@ def test_a_turn_streams_its_tokens_and_then_ends():
     assert isinstance(rig.sink.events[-1], TurnEnded)
 
 
-def test_a_second_turn_computes_only_what_is_new():
+def test_a_second_turn_computes_only_what_is_new() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=3))
     rig.run()
@@ -50,7 +50,7 @@ def test_a_second_turn_computes_only_what_is_new():
 
 @pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_eviction_right_after_the_end_is_not_lost(depth: int, to_host: bool):
+def test_an_eviction_right_after_the_end_is_not_lost(depth: int, to_host: bool) -> None:
     """At depth 2 a turn that ends by what it says still has a slice under way, which holds its pages."""
     rig = Rig(depth=depth)
     rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=400))  # it stops before
@@ -68,7 +68,7 @@ def test_an_eviction_right_after_the_end_is_not_lost(depth: int, to_host: bool):
     )
 
 
-def test_a_message_turns_a_warm_into_the_turn():
+def test_a_message_turns_a_warm_into_the_turn() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], list(range(5, 35)), reply=3))
     rig.run()
@@ -92,7 +92,7 @@ def test_a_message_turns_a_warm_into_the_turn():
         (submit(1, "a", [1, 2], []), "NO_TOKENS"),
     ],
 )
-def test_an_impossible_turn_ends_at_once_and_harms_nobody(message: SubmitTurn, reason: str):
+def test_an_impossible_turn_ends_at_once_and_harms_nobody(message: SubmitTurn, reason: str) -> None:
     rig = Rig()
     rig.mailbox.put(message)
     rig.mailbox.put(submit(2, "b", [], [1, 2, 3]))
@@ -101,7 +101,7 @@ def test_an_impossible_turn_ends_at_once_and_harms_nobody(message: SubmitTurn, r
     assert rig.sink.reply_of(2) == reply_to([1, 2, 3], 9)
 
 
-def test_a_second_turn_beside_a_running_one_is_refused():
+def test_a_second_turn_beside_a_running_one_is_refused() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=20))
     rig.mailbox.put(submit(2, "a", [], [4], reply=2))
@@ -110,7 +110,7 @@ def test_a_second_turn_beside_a_running_one_is_refused():
     assert rig.sink.ends()[1].failure is None
 
 
-def test_the_queue_is_bounded_and_says_so():
+def test_the_queue_is_bounded_and_says_so() -> None:
     rig = Rig()
     for turn_id in range(1, 7):
         rig.mailbox.put(submit(turn_id, f"c{turn_id}", [], [turn_id]))
@@ -119,7 +119,7 @@ def test_the_queue_is_bounded_and_says_so():
     assert refused == [5, 6]
 
 
-def test_queries_are_answered():
+def test_queries_are_answered() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3]))
     rig.run()
@@ -134,7 +134,7 @@ def test_queries_are_answered():
     assert (check.query_id, check.problems) == (8, ())
 
 
-def test_integrity_problems_are_named():
+def test_integrity_problems_are_named() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3]))
     rig.run()
@@ -146,7 +146,7 @@ def test_integrity_problems_are_named():
     assert "disagree" in answer.problems[0]
 
 
-def test_a_failing_executor_ends_every_turn_and_closes_the_mailbox():
+def test_a_failing_executor_ends_every_turn_and_closes_the_mailbox() -> None:
     rig = Rig()
 
     def launch(iteration: Iteration) -> None:
@@ -163,7 +163,7 @@ def test_a_failing_executor_ends_every_turn_and_closes_the_mailbox():
         rig.mailbox.put(GetStats(1))
 
 
-def test_the_engine_runs_in_a_thread_until_its_mailbox_closes():
+def test_the_engine_runs_in_a_thread_until_its_mailbox_closes() -> None:
     rig, outbox = Rig(), Outbox()
     rig.engine.sink = outbox
     thread = threading.Thread(target=rig.engine.run)

@@ -31,6 +31,7 @@ from pensieve.engine.messages import (
     Message,
     OpenImport,
     RewindConversation,
+    SubmitTurn,
 )
 from pensieve.engine.pipe import events_of, message_of, pack_events, pack_message, unpack
 from tests.engine.rig import CACHE, Rig, packed, submit
@@ -208,7 +209,8 @@ def test_what_lies_on_the_host_goes_too_and_the_log_goes_with_it() -> None:
     hand_over(source, target, "a", log)
     turn_id = target.put("a", log, [5])
     message = target.mailbox.drain()[0]
-    without = replace(message, tokens=packed([5]), first_position=len(log))  # type: ignore[type-var]
+    assert isinstance(message, SubmitTurn)
+    without = replace(message, tokens=packed([5]), first_position=len(log))
     assert not any(type(each).__name__ == "LogNeeded" for each in crossed(target.engine, without))
     target.run()
     target.end_of(turn_id, [*log, 5])

@@ -25,7 +25,7 @@ from tests.engine.rig import ListSink, Rig, submit, traffic
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_journal_replays_to_the_same_iterations(seed: int, depth: int):
+def test_a_journal_replays_to_the_same_iterations(seed: int, depth: int) -> None:
     lines = io.StringIO()
     rig = Rig(seed, lines, depth=depth, failing=0.02)
     traffic(rig, seed, 60)
@@ -50,7 +50,7 @@ def test_a_journal_knows_whose_turns_waited() -> None:
         replay(alike.splitlines())
 
 
-def test_a_journal_tells_how_far_planning_ran_ahead():
+def test_a_journal_tells_how_far_planning_ran_ahead() -> None:
     lines = io.StringIO()
     rig = Rig(0, lines, depth=2, stops=False)
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=3))
@@ -62,7 +62,7 @@ def test_a_journal_tells_how_far_planning_ran_ahead():
     assert replay(lines) == 3
 
 
-def test_a_journal_that_was_tampered_with_is_refused():
+def test_a_journal_that_was_tampered_with_is_refused() -> None:
     lines = io.StringIO()
     rig = Rig(0, lines)
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4, 5]))
@@ -76,7 +76,9 @@ def test_a_journal_that_was_tampered_with_is_refused():
 
 
 @pytest.mark.parametrize("text", ['{"version":1}\n', "Dear diary\n", "[]\n", '{"plan":1.0}\n'])
-def test_nothing_is_appended_to_what_could_not_be_read_afterwards(tmp_path: Path, text: str):
+def test_nothing_is_appended_to_what_could_not_be_read_afterwards(
+    tmp_path: Path, text: str
+) -> None:
     path = tmp_path / "journal"
     path.write_text(text)
     with pytest.raises(ConfigError, match="cannot append"):
@@ -106,7 +108,7 @@ class FullDisk(io.StringIO):
 @pytest.mark.parametrize("num_lines", [0, 1, 7])
 def test_a_journal_that_cannot_be_written_is_given_up_and_turns_go_on(
     num_lines: int, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     lines = FullDisk(num_lines)
     with caplog.at_level(logging.WARNING, "pensieve"):
         rig = Rig(0, lines)
@@ -120,7 +122,7 @@ def test_a_journal_that_cannot_be_written_is_given_up_and_turns_go_on(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
-def test_an_engine_starts_though_the_disk_of_its_journal_is_full(tmp_path: Path):
+def test_an_engine_starts_though_the_disk_of_its_journal_is_full(tmp_path: Path) -> None:
     settings = resolve(
         {
             "data": str(tmp_path),

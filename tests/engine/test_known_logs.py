@@ -52,7 +52,7 @@ def expected(tokens: list[int]) -> list[int]:
     return reply_to(tokens, min(len(tokens) + 6, ENGINE.context_max))
 
 
-def test_the_next_turn_of_a_conversation_brings_its_message_alone():
+def test_the_next_turn_of_a_conversation_brings_its_message_alone() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(new(2, "a", log, [9]))
@@ -62,7 +62,7 @@ def test_the_next_turn_of_a_conversation_brings_its_message_alone():
     assert end_of(rig, 2).usage.device_tokens == len(log) - 1
 
 
-def test_an_engine_that_was_started_again_asks_for_the_log():
+def test_an_engine_that_was_started_again_asks_for_the_log() -> None:
     rig = Rig()
     log = list(range(20))
     rig.mailbox.put(new(7, "a", log, [9]))
@@ -76,7 +76,7 @@ def test_an_engine_that_was_started_again_asks_for_the_log():
     assert (usage.new_tokens, usage.recomputed_tokens) == (2, 19)
 
 
-def test_what_was_dropped_from_both_tiers_is_asked_for():
+def test_what_was_dropped_from_both_tiers_is_asked_for() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(EvictConversation("a"))
@@ -85,7 +85,7 @@ def test_what_was_dropped_from_both_tiers_is_asked_for():
     assert needed(rig) == [LogNeeded(2, "a", len(log))]
 
 
-def test_a_rewound_conversation_is_known_as_far_as_it_goes():
+def test_a_rewound_conversation_is_known_as_far_as_it_goes() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(RewindConversation("a", 3))
@@ -95,7 +95,7 @@ def test_a_rewound_conversation_is_known_as_far_as_it_goes():
     assert rig.sink.reply_of(2) == expected([*log[:3], 9])
 
 
-def test_a_turn_whose_rewind_was_lost_cuts_the_log_itself():
+def test_a_turn_whose_rewind_was_lost_cuts_the_log_itself() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(new(2, "a", log[:3], [9]))
@@ -104,7 +104,7 @@ def test_a_turn_whose_rewind_was_lost_cuts_the_log_itself():
     assert rig.sink.reply_of(2) == expected([*log[:3], 9])
 
 
-def test_a_fork_is_known_too():
+def test_a_fork_is_known_too() -> None:
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(ForkConversation("a", 4, "b"))
@@ -114,7 +114,7 @@ def test_a_fork_is_known_too():
     assert rig.sink.reply_of(2) == expected([*log[:4], 9])
 
 
-def test_a_log_that_is_longer_than_what_is_known_is_asked_for():
+def test_a_log_that_is_longer_than_what_is_known_is_asked_for() -> None:
     """It may be when the turn before this one was answered from another engine."""
     rig = Rig()
     log = first_turn(rig)
@@ -123,7 +123,7 @@ def test_a_log_that_is_longer_than_what_is_known_is_asked_for():
     assert needed(rig) == [LogNeeded(2, "a", len(log) + 3)]
 
 
-def test_a_turn_may_be_cancelled_while_it_waits_for_its_log():
+def test_a_turn_may_be_cancelled_while_it_waits_for_its_log() -> None:
     rig = Rig()
     rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
     rig.mailbox.put(CancelTurn(7, 3))
@@ -133,7 +133,7 @@ def test_a_turn_may_be_cancelled_while_it_waits_for_its_log():
     assert not rig.sink.reply_of(7)
 
 
-def test_a_conversation_may_be_deleted_while_its_turn_waits_for_the_log():
+def test_a_conversation_may_be_deleted_while_its_turn_waits_for_the_log() -> None:
     rig = Rig()
     rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
     rig.mailbox.put(DeleteConversation("a"))
@@ -143,7 +143,7 @@ def test_a_conversation_may_be_deleted_while_its_turn_waits_for_the_log():
     assert "a" not in rig.scheduler.cache.conversations
 
 
-def test_a_waiting_warm_gives_way_to_the_turn_that_it_was_for():
+def test_a_waiting_warm_gives_way_to_the_turn_that_it_was_for() -> None:
     rig = Rig()
     rig.mailbox.put(warm(7, "a", [1, 2, 3]))
     rig.mailbox.put(new(8, "a", [1, 2, 3], [9]))
@@ -154,7 +154,7 @@ def test_a_waiting_warm_gives_way_to_the_turn_that_it_was_for():
     assert rig.sink.reply_of(8) == expected([1, 2, 3, 9])
 
 
-def test_a_waiting_warm_ends_when_its_conversation_is_rewound():
+def test_a_waiting_warm_ends_when_its_conversation_is_rewound() -> None:
     """Its tokens may be others by the time that they come."""
     rig = Rig()
     rig.mailbox.put(warm(7, "a", [1, 2, 3]))
@@ -165,7 +165,7 @@ def test_a_waiting_warm_ends_when_its_conversation_is_rewound():
     assert "a" not in rig.scheduler.cache.conversations
 
 
-def test_a_second_turn_is_refused_while_the_first_waits_for_its_log():
+def test_a_second_turn_is_refused_while_the_first_waits_for_its_log() -> None:
     rig = Rig()
     rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
     rig.mailbox.put(new(8, "a", [1, 2, 3], [9]))
@@ -173,7 +173,7 @@ def test_a_second_turn_is_refused_while_the_first_waits_for_its_log():
     assert end_of(rig, 8).failure == "TURN_RUNNING"
 
 
-def test_a_log_of_the_wrong_length_fails_the_turn():
+def test_a_log_of_the_wrong_length_fails_the_turn() -> None:
     rig = Rig()
     rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
     rig.mailbox.put(ProvideLog(7, packed([1, 2])))
@@ -185,7 +185,7 @@ def test_a_log_of_the_wrong_length_fails_the_turn():
 @pytest.mark.parametrize("follow_up", ["delete", "rewind"])
 def test_nothing_is_built_on_the_log_of_a_conversation_whose_turn_still_releases_its_pages(
     follow_up: str,
-):
+) -> None:
     """One iteration ahead, a deleted conversation stays in the cache until its last slice is committed; one
     of the same name that is forked meanwhile is longer, but shares no token with it."""
     rig = Rig(depth=2, stops=False)
@@ -224,7 +224,9 @@ def running_with_a_slice_ahead() -> Rig:
     return rig
 
 
-def test_a_fork_of_a_conversation_that_still_releases_its_pages_takes_none_of_what_was_cut():
+def test_a_fork_of_a_conversation_that_still_releases_its_pages_takes_none_of_what_was_cut() -> (
+    None
+):
     """X is deleted and made anew in the store before it is forked; the KV is that of the old X."""
     rig = running_with_a_slice_ahead()
     log = list(range(500, 510))
@@ -358,7 +360,7 @@ def test_the_log_of_a_prefix_that_is_being_deleted_is_not_taken() -> None:
     assert end_of(rig, 3).usage.shared_tokens == 0
 
 
-def test_a_provided_log_replaces_whatever_is_cached_under_its_name():
+def test_a_provided_log_replaces_whatever_is_cached_under_its_name() -> None:
     """A fork of another conversation's log may be cached under this name, shorter than the real one."""
     rig = Rig()
     log = first_turn(rig)

@@ -22,6 +22,7 @@ def test_strips_say_where_the_chunks_are() -> None:
     ((name, tokens, running, left_out, strip),) = picture(stage.cache, 10, "")
     assert (name, running, left_out) == ("a", 0.0, 0)
     letters = stage.where("a").replace("D", "d")
+    assert isinstance(strip, str)
     runs = "".join(strip[n] * int(strip[n + 1]) for n in range(0, len(strip), 2))
     assert len(runs) == len(letters)
     assert tokens == stage.cache.conversations["a"].num_tokens
@@ -34,6 +35,7 @@ def test_long_conversations_show_their_end(monkeypatch: pytest.MonkeyPatch) -> N
     stage.run_until_idle()
     ((_, _, _, left_out, strip),) = picture(stage.cache, 10, "")
     assert left_out == len(stage.where("a")) - 3
+    assert isinstance(strip, str)
     assert sum(int(each) for each in strip if each.isdigit()) == 3
 
 

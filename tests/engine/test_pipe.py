@@ -44,7 +44,7 @@ MESSAGES = [
     box.OpenImport("acme/c"),
     box.ImportKv(8, "c", 1, (4, 2), (1 << 31, 0), 2, b"\x00\xff" * 9, (1,), True),
 ]
-EVENTS = [
+EVENTS: list[box.Event] = [
     SampledToken(1, 5, "Grüße 日本\x00\n"),
     SampledToken(1, 6, "", True, -0.25, (Logprob(6, -0.25), Logprob(9, -1.5))),
     box.LogNeeded(2, "c", 9),
