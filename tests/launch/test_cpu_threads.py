@@ -12,7 +12,7 @@ from pensieve.config import machine
 from pensieve.launch.cpu_threads import SPIN_COUNT, prepare_threads
 
 
-def test_a_process_that_nobody_told_anything_spins_briefly():
+def test_a_process_that_nobody_told_anything_spins_briefly() -> None:
     environ: dict[str, str] = {}
     prepare_threads(environ)
     assert environ == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
@@ -29,7 +29,7 @@ def _no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_there_are_no_more_threads_than_the_quota_lets_run(
     quota: float, threads: str | None, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
     monkeypatch.setattr(machine, "num_cores", lambda: 4)
     environ = {"OMP_WAIT_POLICY": "active"}
@@ -41,13 +41,13 @@ def test_there_are_no_more_threads_than_the_quota_lets_run(
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_what_the_operator_set_stays(name: str):
+def test_what_the_operator_set_stays(name: str) -> None:
     environ = {name: "active"}
     prepare_threads(environ)
     assert environ == {name: "active"}
 
 
-def test_the_command_line_says_it_before_torch_is_loaded():
+def test_the_command_line_says_it_before_torch_is_loaded() -> None:
     code = (
         "import os, sys\n"
         "from pensieve.cli.main import main\n"

@@ -66,7 +66,9 @@ def test_lines_that_were_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -
     with os.fdopen(ours, "w") as stderr, os.fdopen(theirs, "rb", buffering=0) as reader:
         monkeypatch.setattr(sys, "stderr", stderr)
         with log_lines.log_to_stderr("text", turns=True):
-            lines = log.handlers[-1]._lines
+            handler = log.handlers[-1]
+            assert isinstance(handler, log_lines._Beside)
+            lines = handler._lines
             log.info("first")
             wait_for(lambda: not lines.qsize())  # the thread has it, and is held up
             for number in range(8):
@@ -119,7 +121,9 @@ def test_a_pipe_that_does_not_block_loses_no_line(monkeypatch: pytest.MonkeyPatc
     with os.fdopen(ours, "w") as stderr, os.fdopen(theirs, "rb", buffering=0) as reader:
         monkeypatch.setattr(sys, "stderr", stderr)
         with log_lines.log_to_stderr("text", turns=True):
-            lines = log.handlers[-1]._lines
+            handler = log.handlers[-1]
+            assert isinstance(handler, log_lines._Beside)
+            lines = handler._lines
             for number in range(num_lines):
                 log.info("line %d", number)
             time.sleep(0.2)  # the thread meets the full pipe

@@ -48,7 +48,7 @@ def machine(folder: Path, cpus_of_nodes: list[str], with_memory: str, allowed: s
     return [nodes, status]
 
 
-def test_numbers_as_linux_writes_them():
+def test_numbers_as_linux_writes_them() -> None:
     assert numbers("0-2,5,8-9\n") == {0, 1, 2, 5, 8, 9}
     assert numbers("\n") == set()
 
@@ -70,16 +70,18 @@ def test_nodes_count_that_have_processors_and_memory_for_this_process(
     nodes: set[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     assert usable_nodes(*machine(tmp_path, cpus, with_memory, allowed)) == nodes
 
 
-def test_a_system_without_such_files_has_no_nodes(tmp_path: Path):
+def test_a_system_without_such_files_has_no_nodes(tmp_path: Path) -> None:
     assert usable_nodes(tmp_path / "nothing", tmp_path / "nothing") == set()
 
 
-def reported(monkeypatch: pytest.MonkeyPatch, nodes: set[int], before: int = DEFAULT):
+def reported(
+    monkeypatch: pytest.MonkeyPatch, nodes: set[int], before: int = DEFAULT
+) -> tuple[list[str], memory_nodes.Policy]:
     """What is said and set, in a thread of its own, since a policy belongs to a thread."""
     lines: list[str] = []
     after: list[memory_nodes.Policy] = []
@@ -98,20 +100,20 @@ def reported(monkeypatch: pytest.MonkeyPatch, nodes: set[int], before: int = DEF
 
 
 @on_linux
-def test_one_node_needs_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_one_node_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reported(monkeypatch, {0}) == ([], (DEFAULT, frozenset()))
 
 
 @on_linux
-def test_what_the_operator_has_set_stays(monkeypatch: pytest.MonkeyPatch):
+def test_what_the_operator_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     bind = 2
-    assert reported(monkeypatch, {0, 1}, before=bind) == ([], (bind, {0}))
+    assert reported(monkeypatch, {0, 1}, before=bind) == ([], (bind, frozenset({0})))
 
 
 @on_linux
 def test_a_policy_that_the_kernel_refuses_is_said_and_the_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     lines, after = reported(monkeypatch, {1000, 1001})  # nodes that no machine has
     assert after == (DEFAULT, frozenset())
     assert len(lines) == 1
@@ -119,9 +121,9 @@ def test_a_policy_that_the_kernel_refuses_is_said_and_the_engine_starts(
 
 
 @on_linux
-def test_pages_are_spread_by_the_kernels_own_policy(monkeypatch: pytest.MonkeyPatch):
+def test_pages_are_spread_by_the_kernels_own_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = memory_nodes.set_policy
     monkeypatch.setattr(memory_nodes, "set_policy", lambda each: wanted((each[0], frozenset({0}))))
     lines, after = reported(monkeypatch, {0, 1})
     assert lines == ["memory is spread over 2 memory nodes"]
-    assert after == (INTERLEAVE, {0})
+    assert after == (INTERLEAVE, frozenset({0}))
