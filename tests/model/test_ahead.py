@@ -39,7 +39,7 @@ from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling import sampler as sampler_module
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.sim.clock import VirtualClock
-from tests.model.world import GAP_MAX, LetterTokenizer, World, largest_gap, plain_model
+from tests.model.world import GAP_MAX, World, largest_gap, letter_tokenizer, plain_model
 
 FolderOf = Callable[[str], Path]
 Loaded = Callable[[str], LoadedModel]
@@ -123,7 +123,7 @@ class Crowd:
         self.memory.device_arena.fill_(float("nan"))
         self.memory.host_arena.fill_(float("nan"))
         sampler = Sampler(model.shape.vocab_size, EOS)
-        self.executor = TorchExecutor(model, self.memory, sampler, LetterTokenizer(), depth)
+        self.executor = TorchExecutor(model, self.memory, sampler, letter_tokenizer(), depth)
         self.mailbox = Mailbox()
         config = EngineConfig(cache.device_tokens_max)
         self.engine = Engine(

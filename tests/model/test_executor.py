@@ -15,6 +15,7 @@ from pensieve.core.iteration import Iteration, PageCopy, SwapIn, SwapOut, TurnSt
 from pensieve.core.sampling import Sampling
 from pensieve.errors import DeviceError
 from pensieve.kernels.layer import cpu as dense
+from pensieve.kernels.layer.cpu_weights import Packed
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel, load
 from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
@@ -46,14 +47,14 @@ def test_logits_are_computed_for_the_needed_rows_only(
 ) -> None:
     model = loaded(family)
     rows: list[int] = []
-    multiply = dense.Packed.multiply
+    multiply = Packed.multiply
 
-    def counted(packed: dense.Packed, given: torch.Tensor, out: torch.Tensor) -> None:
+    def counted(packed: Packed, given: torch.Tensor, out: torch.Tensor) -> None:
         if packed.outputs == model.shape.vocab_size:
             rows.append(len(given))
         multiply(packed, given, out)
 
-    monkeypatch.setattr(dense.Packed, "multiply", counted)
+    monkeypatch.setattr(Packed, "multiply", counted)
     world = World(model)
     first, second = world.turn(9), world.turn(7)
     world.step((first, 0, 9, True), (second, 0, 5, False))

@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -82,9 +83,9 @@ def test_a_scaling_that_is_off_is_refused_in_low_precision_too(
     assert load(MODEL_PATH, dtype=torch.bfloat16).shape.dtype == torch.bfloat16
     right = reference.multi_token_attention
 
-    def wrong(*arguments: object) -> None:
+    def wrong(*arguments: Any) -> None:
         *given, scaling, out = arguments
-        right(*given, scaling * factor, out)  # type: ignore[arg-type, operator]
+        right(*(*given, scaling * factor, out))
 
     monkeypatch.setattr(reference, "multi_token_attention", wrong)
     with pytest.raises(UnsupportedModel, match="differ"):

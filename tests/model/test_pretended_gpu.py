@@ -49,7 +49,7 @@ from pensieve.model.probe import probe
 from pensieve.model.sampling.sampler import Drawn, Sampler
 from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
-from tests.model.world import LetterTokenizer, slice_of, start_of
+from tests.model.world import letter_tokenizer, slice_of, start_of
 
 DEVICE = torch.device("cuda", 0)
 SHAPE = ModelShape(2, 4, 2, 64, 100, 512, torch.bfloat16, 0, 0)
@@ -261,7 +261,7 @@ def executor_on(
         assert not made.failure
         gpu.take()
     sampler = Sampler(SHAPE.vocab_size)
-    return TorchExecutor(model, memory, sampler, LetterTokenizer(), graphs=made), memory  # type: ignore[arg-type]
+    return TorchExecutor(model, memory, sampler, letter_tokenizer(), graphs=made), memory
 
 
 def there(tensor: torch.Tensor) -> torch.Tensor:

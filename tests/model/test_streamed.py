@@ -21,7 +21,7 @@ from pensieve.model.kv.streamer_cpu import CpuStreamer
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.streamed_pass import StreamedPass
 from tests.model.streamed_world import Piece, StreamedWorld
-from tests.model.world import LetterTokenizer
+from tests.model.world import letter_tokenizer
 
 FolderOf = Callable[[str], Path]
 Loaded = Callable[[str], LoadedModel]
@@ -410,7 +410,7 @@ def test_the_executor_sums_what_groups_have_stored(loaded: Loaded) -> None:
     sums = PageChecksums(world.memory.host_arena)
     world.executor.close()
     world.executor = TorchExecutor(
-        loaded("llama-gqa"), world.memory, world.sampler, LetterTokenizer(), checksums=sums
+        loaded("llama-gqa"), world.memory, world.sampler, letter_tokenizer(), checksums=sums
     )
     turn = world.streamed_turn(40)
     world.step_groups([], [(turn, 0, 40, True)])

@@ -212,7 +212,7 @@ class Together:
     ) -> torch.Tensor:
         apart = CausalPass()
         parts = zip(*(each.split(self._lengths) for each in (query, key, value)), strict=True)
-        return torch.cat([apart.attend(module, *part, None, scaling, rest) for part in parts])
+        return torch.cat([apart.attend(module, q, k, v, None, scaling, rest) for q, k, v in parts])
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -405,7 +405,9 @@ def test_how_a_prompt_is_cut_and_by_how_many_threads_it_is_computed_changes_no_b
         memory = KVMemory(shape, 6, 0, 32)
         rows = torch.empty(70, shape.vocab_size)
         for iteration in iterations:
-            slices = [slice_of(turns[turn], *piece, True, 32) for turn, *piece in iteration]
+            slices = [
+                slice_of(turns[turn], start, stop, True, 32) for turn, start, stop in iteration
+            ]
             batch = Batch.from_slices(slices, 32)
             forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
             every = torch.arange(len(batch.input_ids))
@@ -433,7 +435,7 @@ def test_how_a_prompt_is_cut_and_by_how_many_threads_it_is_computed_changes_no_b
         torch.set_num_threads(before)
 
 
-class LateGate(LlamaMLP):
+class LateGate(LlamaMLP):  # type: ignore[misc]  # transformers has no types here
     """Looks like a gated MLP, but the gate works on the product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -468,7 +470,7 @@ def test_what_only_resembles_the_pattern_stays(tmp_path: Path) -> None:
     assert counts(flat.module) == (1, 8)
 
 
-class Forgetful(LlamaRMSNorm):
+class Forgetful(LlamaRMSNorm):  # type: ignore[misc]
     """Has no eps in its attributes that would explain what it does."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class FakeEvent:
 class FakeStream:
     def __init__(self, device: FakeStreams) -> None:
         self._device = device
-        self.queue: deque[FakeEvent | Callable[[], None]] = deque()
+        self.queue: deque[FakeEvent | Callable[..., object]] = deque()
 
     def wait_event(self, event: FakeEvent) -> None:
         with self._device.lock:
@@ -52,7 +52,7 @@ class FakeStream:
         self.launch(reach)
         return event
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[..., object]) -> None:
         with self._device.lock:
             self.queue.append(work)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from pensieve.engine.messages import CheckIntegrity
 from pensieve.engine.ports import Executor
 from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
 from pensieve.launch import programs
+from pensieve.model.executor import TorchExecutor
 from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, check_divisible, load
@@ -41,7 +43,7 @@ from tests.text.families import QWEN_2_5
 FolderOf = Callable[[str], Path]
 Loaded = Callable[[str], LoadedModel]
 CPU = torch.device("cpu")
-PAGES = {"device_pages": 320, "host_pages": 160, "staging_pages": 20}
+PAGES: dict[str, Any] = {"device_pages": 320, "host_pages": 160, "staging_pages": 20}
 WAIT_SECONDS = 60.0
 
 # Every layer is a meeting of two processes: on a crowded machine each waits for its turn twice.
@@ -72,7 +74,7 @@ class ParallelWorld(Streaming):
             self.leader.close()
             raise
         self.own = self.executor
-        self.executor = ParallelExecutor(self.own, self.leader)
+        self.executor = cast("TorchExecutor", ParallelExecutor(self.own, self.leader))
 
     def start_again(self, seed: int) -> None:
         """As a new world of this seed, with the same ranks."""
@@ -150,16 +152,16 @@ def traffic(world: World, seed: int) -> Counter[str]:
             computed[turn] = stop
         if ins:
             outs = []  # never both
-        expected |= {each.copy_id for each in (*ins, *outs)}
+        expected |= {each.copy_id for each in ins} | {each.copy_id for each in outs}
         outcome = world.step(*slices, copies=copies, swap_ins=ins, swap_outs=outs)
         assert expected >= set(outcome.finished_copies)
         expected -= set(outcome.finished_copies)
         while ins and expected:  # pages of the host tier are used again
             expected -= set(world.step().finished_copies)
     while expected:
-        finished = world.step().finished_copies
-        assert finished
-        expected -= set(finished)
+        last = world.step().finished_copies
+        assert last
+        expected -= set(last)
     assert world.step().finished_copies == ()
     return deeds
 

@@ -44,7 +44,9 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def ranges(num_layers: int, num_stages: int, head_layers: float) -> list[tuple[int, int]]:
-    return [tuple(each) for each in divided(num_layers, num_stages, Fraction(head_layers))]
+    return [
+        (each.first, each.stop) for each in divided(num_layers, num_stages, Fraction(head_layers))
+    ]
 
 
 def test_layers_are_divided_by_what_each_stage_has_to_read() -> None:

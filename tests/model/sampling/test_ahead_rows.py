@@ -21,9 +21,9 @@ def test_a_row_ahead_is_sampled_as_if_its_log_were_complete() -> None:
         short = make_turns()
         if remembers:
             for turn in short:
-                turn.tokens, whole = turn.tokens[:-2], turn.tokens
+                turn.tokens, tokens = turn.tokens[:-2], turn.tokens
                 sampler.sample(logits[:1], [turn])
-                turn.tokens = whole
+                turn.tokens = tokens
         newest = torch.tensor([turn.tokens.pop() for turn in short])
         rows = [Row(turn, len(turn.tokens) + 1) for turn in short]
         assert all(row.is_ahead for row in rows)

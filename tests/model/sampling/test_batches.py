@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def test_every_pair_of_extreme_values_samples_a_token() -> None:
     for (one, ones), (other, others) in itertools.combinations(EXTREMES.items(), 2):
         for value, other_value in itertools.product(ones, others):
             for temperature in (0.0, 1.0):
-                pair = {"temperature": temperature, one: value, other: other_value}
+                pair: dict[str, Any] = {"temperature": temperature, one: value, other: other_value}
                 samplings.append(Sampling(**pair))
     assert all(sampling.problem(64) is None for sampling in samplings)
     rows = torch.stack(

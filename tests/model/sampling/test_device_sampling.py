@@ -8,6 +8,7 @@ import pytest
 
 from pensieve.core.iteration import SampledToken
 from pensieve.core.sampling import Sampling
+from pensieve.kernels.layer import cpu as dense
 from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling import sampler as sampler_module
 from pensieve.model.sampling.sampler import Sampler
@@ -24,7 +25,7 @@ def test_a_device_that_is_never_asked_draws_the_same(
     looking = Sampler(vocab_size, frozenset({2})).sample(logits, make_turns())
     for module in (draw_module, sampler_module):
         monkeypatch.setattr(module, "reading_is_free", lambda values: False)
-    monkeypatch.setattr(sampler_module.dense, "available", lambda dtype: False)
+    monkeypatch.setattr(dense, "available", lambda dtype: False)
     assert Sampler(vocab_size, frozenset({2})).sample(logits, make_turns()) == looking
     assert [n for n, each in enumerate(looking) if each is None] == [5, 6]
 
@@ -41,7 +42,7 @@ def test_a_row_is_looked_at_as_widely_as_it_may_take(top_k: int, width: int) -> 
 def test_without_compiled_kernels_a_row_that_is_not_finite_fails_alone_too(
     value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler_module.dense, "available", lambda dtype: False)
+    monkeypatch.setattr(dense, "available", lambda dtype: False)
     logits = make_logits(4, 100)
     logits[1, 99] = value
     logits[2] = 3.4e38

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from pensieve.core.iteration import SampledToken
 from pensieve.core.sampling import Sampling
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Sampler
@@ -30,7 +31,9 @@ def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.
     return torch.randn(num_rows, vocab_size, generator=generator) * scale
 
 
-def sample_one(row: torch.Tensor | list[float], turn: TurnLog, eos: frozenset[int] = frozenset()):
+def sample_one(
+    row: torch.Tensor | list[float], turn: TurnLog, eos: frozenset[int] = frozenset()
+) -> SampledToken:
     row = torch.as_tensor(row, dtype=torch.float32)
     (sampled,) = Sampler(row.shape[0], eos).sample(row.unsqueeze(0), [turn])
     assert sampled is not None
