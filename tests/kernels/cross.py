@@ -74,7 +74,7 @@ def compiled(folder: Path, name: str, target: str, flags: Sequence[str] = ()) ->
 def bare_arm_program(folder: Path) -> Path:
     """The library as a program that needs no operating system; arm/bare.cpp has the rest."""
     target = "aarch64-linux-musl"
-    flags = ("-O1", "-DHAS_NEON=1", "-DHAS_NEON_BF16=1", "-ftls-model=local-exec")
+    flags: tuple[str, ...] = ("-O1", "-DHAS_NEON=1", "-DHAS_NEON_BF16=1", "-ftls-model=local-exec")
     flags += ("-fno-exceptions", "-Dtry=if(true)", "-Dcatch(error)=else")
     objects = [compiled(folder, name, target, flags) for name in ANYWHERE if name != "threads"]
     objects += [compiled(folder, name, target, (*flags, *ARM[name])) for name in ARM]

@@ -97,11 +97,12 @@ def test_attention_reads_what_was_written_through_any_pages() -> None:
     slots = torch.tensor([4 * 5 + i if i < 5 else 5 + i if i < 10 else i - 10 for i in range(12)])
     write_kv(key, value, slots, arena[:, 0], arena[:, 1])
     out = torch.full((12, 4, 8), NAN)
-    index = (torch.tensor([[4, 2, 0]]), torch.tensor([0, 12]), torch.tensor([0]), torch.tensor([0]))
+    table, offsets = torch.tensor([[4, 2, 0]]).int(), torch.tensor([0, 12]).int()
+    zero = torch.tensor([0]).int()
     multi_token_attention(
         query.repeat_interleave(2, 1),
         *(arena[:, 0], arena[:, 1]),
-        *(each.int() for each in index),
+        *(table, offsets, zero, zero),
         0.5,
         out,
     )

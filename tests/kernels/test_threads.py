@@ -94,11 +94,13 @@ def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
         assert process.stdin is not None
         assert process.stdout is not None
 
+        stdin, stdout = process.stdin, process.stdout
+
         def work() -> None:
-            print("go", file=process.stdin, flush=True)
-            ready, _, _ = select.select([process.stdout], [], [], HANGS_AFTER_SECONDS)
+            print("go", file=stdin, flush=True)
+            ready, _, _ = select.select([stdout], [], [], HANGS_AFTER_SECONDS)
             assert ready, "it waits for a helper that is stopped"
-            assert process.stdout.readline() == "done\n"
+            assert stdout.readline() == "done\n"
 
         stopped: list[int] = []
         try:

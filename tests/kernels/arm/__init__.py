@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import unicorn
 from unicorn import arm64_const as arm
+from unicorn.unicorn import Uc
 
 AARCH64 = 183  # as ELF numbers machines
 CALLED_FROM = 0xF000000000  # where calls return to
@@ -34,7 +35,7 @@ class Program:
     """A bare program, and the processor that runs its functions."""
 
     def __init__(self, path: Path) -> None:
-        self._machine = unicorn.Uc(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM)
+        self._machine = Uc(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM)
         self._machine.ctl_set_cpu_model(arm.UC_CPU_ARM64_MAX)
         image = path.read_bytes()
         self._symbols = dict(_symbols(image))
@@ -90,7 +91,7 @@ class Program:
         return int(self._machine.reg_read(arm.UC_ARM64_REG_X0))
 
     def _lend(
-        self, machine: unicorn.Uc, _kind: int, address: int, _size: int, _value: int, _data: object
+        self, machine: Uc, _kind: int, address: int, _size: int, _value: int, _data: object
     ) -> bool:
         """The range of this process's memory that holds the address; False: there is none."""
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -103,7 +104,7 @@ class Program:
                 return True
         return False
 
-    def _interrupted(self, machine: unicorn.Uc, _number: int, _data: object) -> None:
+    def _interrupted(self, machine: Uc, _number: int, _data: object) -> None:
         at = machine.reg_read(arm.UC_ARM64_REG_PC)
         (word,) = struct.unpack("<I", machine.mem_read(at, 4))
         act = INSTRUCTIONS.get(word & 0xFFE0FC00)

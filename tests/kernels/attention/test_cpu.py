@@ -44,18 +44,19 @@ def compare(
     tokens = sum(length for _, _, length in slices)
     query = torch.randn((heads, tokens, head_size), generator=draw).to(dtype).transpose(0, 1)
     offsets = torch.tensor([0, *(length for _, _, length in slices)]).cumsum(0).int()
-    index = (
-        *(table.int(), offsets),
+    places = (
+        table.int(),
+        offsets,
         torch.tensor([turn for turn, _, _ in slices], dtype=torch.int32),
         torch.tensor([start for _, start, _ in slices], dtype=torch.int32),
         head_size**-0.5,
     )
     out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
-    done = cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *index, out)
+    done = cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *places, out)
     assert done, "the compiled kernel did not take it"
     right = torch.empty(out.shape)
     whole = arena.float()
-    reference.multi_token_attention(query.float(), whole[:, 0], whole[:, 1], *index, right)
+    reference.multi_token_attention(query.float(), whole[:, 0], whole[:, 1], *places, right)
     assert not out.isnan().any()
     assert float((out.float() - right).abs().max()) <= TOLERANCE[dtype] * max(spread, 1.0)
 
@@ -272,7 +273,7 @@ def test_index_columns_of_a_table() -> None:
     source = torch.randn(6, 2, 1, 32, 32)
     target = torch.zeros_like(source)
     moves = torch.tensor([[0, 3, 32], [5, 1, 32], [2, 2, 32]])
-    assert cpu.copy_pages(source, target, *(moves[:, column] for column in range(3)))
+    assert cpu.copy_pages(source, target, moves[:, 0], moves[:, 1], moves[:, 2])
     assert torch.equal(target[[3, 1, 2]], source[[0, 5, 2]])
     slots = torch.stack([torch.arange(4) * 7, torch.zeros(4, dtype=torch.int64)], 1)[:, 0]
     key, value = torch.randn(2, 4, 1, 32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def attend(
     whole = torch.full((tokens + 2, heads * head_size + 8), float("nan"), dtype=dtype)
     query = whole[1:-1, 8:].view(tokens, heads, head_size)  # strided, NaN all around
     query.copy_(torch.randn((tokens, heads, head_size), generator=draw).to(dtype))
-    index = (
+    places = (
         table.int(),
         torch.tensor([0, *lengths]).cumsum(0).int(),
         torch.tensor([turn for turn, _, _ in slices], dtype=torch.int32),
@@ -92,14 +93,14 @@ def attend(
     work.part_values.fill_(float("nan"))
     work.part_sums.fill_(float("nan"))
     out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
+    keys, values = arena.unbind(1)
     for launch in cuda.attention_launches(
-        *(query, arena[:, 0], arena[:, 1], *index, scaling, out, work, map_of),
-        kv_scales=scales,
+        query, keys, values, *places, scaling, out, work, map_of, kv_scales=scales
     ):
         run(launch, backwards=backwards, early=early)
     right = torch.empty(out.shape)
-    wide = arena.float() * (1.0 if scales is None else scales[:, :, None, None])
-    reference.multi_token_attention(query.float(), wide[:, 0], wide[:, 1], *index, scaling, right)
+    read = arena.float() * (1.0 if scales is None else scales[:, :, None, None])
+    reference.multi_token_attention(query.float(), read[:, 0], read[:, 1], *places, scaling, right)
     assert not out.isnan().any()
     assert float((out.float() - right).abs().max()) <= TOLERANCE[dtype] * max(spread, 1.0)
     return plan
@@ -149,24 +150,19 @@ def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
     lengths, starts = [1, 40], [900, 700]
     blocks = BlocksAtOnce(8, 8 if hopper else None)
     work = Work.of(cuda.plan(lengths, starts, 4, 2, 64, blocks), 2, 64, "cpu")
-    index = tuple(
-        torch.zeros(3, 30, dtype=torch.int32) if n == 0 else torch.zeros(3) for n in range(4)
-    )
-    layers = [
-        (
-            torch.zeros(41, 4, 64).half(),
-            *torch.zeros(30, 2, 2, 32, 64).half().unbind(1),
-            torch.zeros(41, 4, 64).half(),
-        )
-        for _ in range(2)
-    ]
+    row = torch.zeros(3)
+    index = (torch.zeros(3, 30, dtype=torch.int32), row, row, row)
+    layers = []
+    for _ in range(2):
+        rows, out = torch.zeros(2, 41, 4, 64).half().unbind()
+        keys, values = torch.zeros(30, 2, 2, 32, 64).half().unbind(1)
+        layers.append((rows, keys, values, out))
 
     def address(pages: torch.Tensor) -> int:
         return pages.data_ptr() + 1
 
     made = [
-        cuda.attention_launches(*layer[:3], *index, 0.1, layer[3], work, address)  # type: ignore[arg-type]
-        for layer in layers
+        cuda.attention_launches(q, k, v, *index, 0.1, out, work, address) for q, k, v, out in layers
     ]
     assert len(made[0]) == (3 if hopper else 2)
     assert cuda.attention_launches_again(made[0], *layers[1], address) == made[1]
@@ -179,7 +175,7 @@ def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
 def test_the_kernel_for_few_rows(head_size: int, backwards: bool, early: bool) -> None:
     """Decodes and short pieces of one to sixteen rows, one of them cut, beside a prompt's wide tile."""
     slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
-    order = {"backwards": backwards, "early": early, "few_rows": True}
+    order: dict[str, Any] = {"backwards": backwards, "early": early, "few_rows": True}
     assert attend(slices, 4, 1, head_size, blocks_at_once=6, **order).merges
     attend([*slices, (4, 30, 35)], 4, 1, head_size, hopper=True, **order)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def test_any_mix_of_slices_over_pages_of_bytes(head_size: int) -> None:
 
 
 def test_in_half_precision_cut_backwards_and_with_copies_that_come_early() -> None:
-    order = {"backwards": True, "early": True, "fp8": True}
+    order: dict[str, Any] = {"backwards": True, "early": True, "fp8": True}
     slices = [(0, 700, 40), (1, 500, 1), (2, 97, 128), (3, 1500, 1)]
     assert attend(slices, 2, 1, 128, torch.float16, blocks_at_once=12, **order).merges
 
@@ -148,8 +150,9 @@ def test_pages_in_bytes_need_scales_and_have_no_kernel_of_hoppers() -> None:
         cuda.write_kv_launch(rows, rows, torch.tensor([0]), *pages, torch.ones(2, 2))
     plan = cuda.plan([200], [0], 1, 1, 64, BlocksAtOnce(8, 8))
     work = Work.of(plan, 1, 64, "cpu")
-    index = (torch.zeros(1, 9).int(), *(torch.zeros(2).int() for _ in range(3)))
+    table, each = torch.zeros(1, 9).int(), torch.zeros(2).int()
     with pytest.raises(ValueError, match="no fp8"):
         cuda.attention_launches(
-            rows, *pages, *index, 0.1, rows.clone(), work, int, kv_scales=torch.ones(2, 1)
+            *(rows, *pages, table, each, each, each, 0.1, rows.clone(), work, int),
+            kv_scales=torch.ones(2, 1),
         )

@@ -6,6 +6,7 @@ import itertools
 import random
 from array import array
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -193,7 +194,7 @@ def test_packs_are_cut_like_tiles(
 ) -> None:
     slices = [(turn, 640 + 40 * turn, 1 + turn % 2) for turn in range(9)]
     fronts = [(20, list(range(9)))]
-    order = {"backwards": backwards, "early": early, "fp8": fp8}
+    order: dict[str, Any] = {"backwards": backwards, "early": early, "fp8": fp8}
     for heads in (1, 4):  # 13 rows, and 52
         plan = attend(slices, heads, 1, 64, blocks_at_once=blocks_at_once, fronts=fronts, **order)
         packs = [item for item in plan.items if item.pack_row >= 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -217,7 +218,7 @@ def test_a_wrong_shape_names_the_tensor_and_the_symbol() -> None:
 def test_multi_token_attention_checks_every_tensor(
     name: str, tensor: torch.Tensor, message: str
 ) -> None:
-    arguments = {
+    arguments: dict[str, Any] = {
         "query": torch.zeros(3, 4, 8),
         "key_pages": torch.zeros(4, 2, 4, 8),
         "value_pages": torch.zeros(4, 2, 4, 8),
@@ -237,10 +238,11 @@ def test_multi_token_attention_checks_every_tensor(
 def test_out_may_not_be_the_query() -> None:
     world = World([3])
     query = world.randn(3, 4, 8)
-    ints = [torch.tensor(each, dtype=torch.int32) for each in ([0, 3], [0], [0])]
+    offsets, turns, starts = (torch.tensor(each, dtype=torch.int32) for each in ([0, 3], [0], [0]))
+    arena, table = world.arena, world.page_table
     with pytest.raises(ValueError, match="out aliases query"):
         multi_token_attention(
-            query, world.arena[:, 0], world.arena[:, 1], world.page_table, *ints, 1.0, query
+            query, arena[:, 0], arena[:, 1], table, offsets, turns, starts, 1.0, query
         )
 
 

@@ -47,8 +47,9 @@ def compare(
     lengths = [n for *_, n in slices]
     tokens = sum(lengths)
     query = torch.randn((tokens, heads, head_size), generator=draw).to(dtype)
-    index = (
-        *(table, torch.tensor([0, *lengths]).cumsum(0).int()),
+    places = (
+        table,
+        torch.tensor([0, *lengths]).cumsum(0).int(),
         torch.arange(len(slices), dtype=torch.int32),
         torch.tensor([pages * 32 + own for _, pages, own, _ in slices], dtype=torch.int32),
         head_size**-0.5,
@@ -58,8 +59,8 @@ def compare(
         array("i", [pages for pages, _ in groups]),
     )
     alone, together = (torch.full_like(query, float("nan")) for _ in range(2))
-    assert cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *index, alone)
-    assert cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *index, together, shared)
+    assert cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *places, alone)
+    assert cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *places, together, shared)
     assert not alone.isnan().any()
     assert torch.equal(alone, together)
 

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,12 @@ extern "C" void emulate(unsigned blocks, unsigned threads, unsigned shared, void
   emulated::launch(KERNEL, blocks, threads, arguments, backwards != 0);
 }
 """
-TYPES = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
+TYPES: dict[str, Any] = {
+    "p": ctypes.c_uint64,
+    "i": ctypes.c_int32,
+    "l": ctypes.c_int64,
+    "f": ctypes.c_float,
+}
 FOLDER = tempfile.TemporaryDirectory(prefix="pensieve-emulated-")
 
 

@@ -62,7 +62,7 @@ def test_products(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> N
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("inputs", "outputs", "rows"), [(32, 48, 3), (64, 5, 1), (34, 129, 30)])
 def test_gated_products(
-    dtype: torch.dtype, activation: str, inputs: int, outputs: int, rows: int
+    dtype: torch.dtype, activation: Activation, inputs: int, outputs: int, rows: int
 ) -> None:
     gate, up = (drawn(outputs, inputs, dtype=dtype, seed=seed) for seed in (1, 2))
     bias = drawn(2 * outputs, dtype=dtype, seed=3)

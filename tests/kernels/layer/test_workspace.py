@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.kernels.layer import cpu_rows
 from pensieve.kernels.layer.cpu_rows import Widths, Workspace
 
 
@@ -27,7 +26,7 @@ def test_after_a_failure_rows_are_reserved_again(
         return empty(*sizes, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_rows.torch, "empty", failing)
+        patch.setattr(torch, "empty", failing)
         with pytest.raises(RuntimeError, match="memory"):
             workspace.reserve(512, widths, torch.float32)
     assert workspace.rotated(4, widths).numel() >= 4 * widths.heads_in
