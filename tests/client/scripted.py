@@ -129,7 +129,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self.declared: dict[str, pb.GetPrefixResponse] = {}
         self.homes: dict[str, str] = {}  # of conversations whose calls were forwarded
         self.health = status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
-        self.before_cancel: Callable[[], None] = lambda: None
+        self.before_cancel: Callable[..., None] = lambda: None
         self.odd = False  # says what only a newer server would
         self._held: threading.Event | None = None
         self._turn_ids = itertools.count(1)
@@ -397,6 +397,12 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         kept.messages = [each for each in kept.messages if each.revision <= request.to_revision]
         kept.conversation.revision += 1
         return pb.RewindConversationResponse(conversation=kept.conversation)
+
+    def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: grpc.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not implemented!")
+        raise AssertionError("abort does not return")
 
     def WarmConversation(
         self, request: pb.WarmConversationRequest, context: grpc.ServicerContext

@@ -139,7 +139,7 @@ class WithTasks(WithThreads):
 
     def ask(self, conversation_id: str, text: str, **options: Any) -> Reply:
         talk = self.client.conversation(conversation_id)
-        return self._runner.run(talk.ask(text, **options))  # type: ignore[no-any-return]
+        return self._runner.run(talk.ask(text, **options))
 
     def events(
         self,

@@ -74,7 +74,7 @@ def test_a_type_checker_takes_them(tmp_path: Path) -> None:
     checked = subprocess.run(
         [
             *(sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"),
-            *("--cache-dir", tmp_path, *sorted(EXAMPLES.glob("*.py"))),
+            *("--cache-dir", str(tmp_path), *map(str, sorted(EXAMPLES.glob("*.py")))),
         ],
         cwd=ROOT,
         capture_output=True,

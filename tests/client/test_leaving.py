@@ -502,18 +502,18 @@ def test_a_reader_whose_turn_another_thread_closes_is_told_what_stays(
 
         def slowly(*ending: Any) -> object:  # the server's answer takes until the reader has one
             answer = end_turn(*ending)
-            if threading.current_thread() is closing:
+            if threading.current_thread() is closer:
                 asked.set()
                 told.wait(10)
             return answer
 
         monkeypatch.setattr(client._connection, "end_turn", slowly)
-        closing = threading.Thread(target=turn.close)
-        closing.start()
+        closer = threading.Thread(target=turn.close)
+        closer.start()
         asked.wait(10)
         try:
             with pytest.raises(errors.TurnInterrupted, match="what was delivered of it is in the"):
                 _ = turn.reply
         finally:
             told.set()
-            closing.join()
+            closer.join()

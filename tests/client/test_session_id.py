@@ -72,7 +72,7 @@ class Listener(grpc.GenericRpcHandler):
 @pytest.fixture(scope="module")
 def listening() -> Iterator[tuple[Listener, list[str]]]:
     listener = Listener()
-    server = grpc.server(futures.ThreadPoolExecutor(4), handlers=(listener,))
+    server = grpc.server(futures.ThreadPoolExecutor(4), handlers=[listener])
     ports = [server.add_insecure_port("127.0.0.1:0") for _ in range(2)]
     server.start()
     yield listener, [f"127.0.0.1:{port}" for port in ports]

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -185,7 +186,7 @@ def test_a_turn_that_kills_every_attempt_is_given_up(
     client: Client, server: ScriptedServer
 ) -> None:
     server.mishaps.extend([Mishap(after=2, lost=True)] * 50)
-    events = []
+    events: list[Any] = []
     with pytest.raises(errors.Unavailable):
         events.extend(client.conversation("c").send("a b c"))
     assert len(server.calls) == 4  # three retries, for none got further than the first
@@ -199,7 +200,7 @@ def test_a_turn_that_gets_further_each_time_is_not(client: Client, server: Scrip
 
 def test_a_deadline_names_its_seconds(client: Client, server: ScriptedServer) -> None:
     server.mishaps.append(Mishap(after=1, stalls=True))
-    heard = []
+    heard: list[Any] = []
     with pytest.raises(errors.DeadlineExceeded, match=r"0\.05 s"):
         heard.extend(client.conversation("c").send("a b", timeout=0.05))
     server.mishaps.append(Mishap(stalls=True))

@@ -24,7 +24,9 @@ def started(attempt: int = 1, replayed: bool = False) -> pb.SendMessageResponse:
 
 
 def delta(text: str, *token_ids: int) -> pb.SendMessageResponse:
-    return pb.SendMessageResponse(delta=pb.TurnDelta(text=text, token_ids=token_ids, kind=1))
+    return pb.SendMessageResponse(
+        delta=pb.TurnDelta(text=text, token_ids=token_ids, kind=pb.PART_KIND_TEXT)
+    )
 
 
 COMPLETED = pb.SendMessageResponse(

@@ -97,8 +97,8 @@ def test_the_worst_counts_where_one_is_enough() -> None:
 
 def test_tenants_add_up_by_name_whatever_the_name_is() -> None:
     found = [
-        stats(**{"tenant_tokens.x_seconds": 1, "tenant_tokens.seconds": 2}),
-        stats(**{"tenant_tokens.x_seconds": 3, "tenant_tokens.a_objective_seconds": 4}),
+        stats("", **{"tenant_tokens.x_seconds": 1, "tenant_tokens.seconds": 2}),
+        stats("", **{"tenant_tokens.x_seconds": 3, "tenant_tokens.a_objective_seconds": 4}),
     ]
     assert total_of(found)["more"] == {
         "tenant_tokens.x_seconds": 4,
