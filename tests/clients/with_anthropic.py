@@ -10,7 +10,8 @@ import pydantic
 
 from tests.clients.play import MODEL, TURNS, URL, Turns, act, agent_replies, call, says, scene
 
-client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
+# A scene looks at what comes, whichever of the SDK's many types it has.
+client: Any = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 GIVEN: Any = {"model": MODEL, "max_tokens": 500}
 LOOK: Any = {
     "name": "look",
