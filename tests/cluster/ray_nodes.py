@@ -112,14 +112,14 @@ class Node:
 
     # -- what is done to it --
 
-    def signal(self, part: str, number: signal.Signals) -> list[int]:
+    def signal(self, part: str, number: int) -> list[int]:
         """The processes that got it."""
         pids = self.processes(part)
         self.signal_all(pids, number)
         return pids
 
     @staticmethod
-    def signal_all(pids: list[int], number: signal.Signals) -> None:
+    def signal_all(pids: list[int], number: int) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

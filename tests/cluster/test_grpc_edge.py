@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.cluster.grpc_edge import BEHIND, key_of
+from pensieve.cluster.grpc_edge import key_of
 from pensieve.cluster.grpc_methods import Method, methods
+from pensieve.cluster.homes import BEHIND
 from pensieve.v1 import conversation_pb2 as pb
 
 METHODS = {each.name: each for each in methods()}

@@ -181,7 +181,7 @@ def test_a_request_without_a_body_has_none_at_the_daemon() -> None:
     async def work(daemon: Daemon, _: Ray, edge: HttpEdge) -> None:
         client = Client("/v1/models")
         await edge(client.scope, client.receive, client.send)
-        [(_, headers, body)] = daemon.requests
+        [(_path, headers, body)] = daemon.requests
         assert body == b""
         assert not {"content-length", "transfer-encoding"} & {each.lower() for each in headers}
 
@@ -325,7 +325,7 @@ def test_the_bytes_of_a_header_stay_as_they_are() -> None:
         client = Client()
         client.scope["headers"] = [(b"x-session-id", "über".encode())]
         await edge(client.scope, client.receive, client.send)
-        [(_, headers, _)] = daemon.requests
+        [(_path, headers, _body)] = daemon.requests
         assert headers["x-session-id"] == "über"
 
     run(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,14 @@ class History(history_pb2_grpc.HistoryServiceServicer):
         if self.secret and self.told[-1].get("authorization") != f"Bearer {self.secret}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you")
         return pb.LocateResponse(replica="ada" if request.conversation_id == "trip-42" else "")
+
+    async def Serve(self, requests: Any, context: Any) -> AsyncIterator[pb.ServeResponse]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "nobody calls it")
+        yield pb.ServeResponse()
+
+    async def ListReplicas(self, request: Any, context: Any) -> pb.ListReplicasResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "nobody calls it")
+        return pb.ListReplicasResponse()
 
 
 def with_history(

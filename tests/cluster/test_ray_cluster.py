@@ -382,7 +382,7 @@ def test_y_calls_that_would_never_end_do_not_keep_a_replica_from_draining(
     turn = stub.SendMessage(request, timeout=200)
     assert next(turn).WhichOneof("event") == "started"
     with grpc.insecure_channel(cluster.address) as channel:
-        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
         watches = [watch(b"", timeout=200) for _ in range(6)]
         for each in watches:
             next(each)
@@ -393,7 +393,7 @@ def test_y_calls_that_would_never_end_do_not_keep_a_replica_from_draining(
             with pytest.raises(grpc.RpcError) as caught:
                 list(each)
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE, caught.value
-            assert "is about to end" in caught.value.details() or each is turn
+            assert "is about to end" in str(caught.value.details()) or each is turn
             assert replica_of(caught.value)
         rolling.join(180)
     assert at not in cluster.replicas()
