@@ -45,7 +45,7 @@ def shown(what: Any) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def stats(seconds: float, **fields: int) -> pb.Stats:
+def stats(seconds: float, **fields: Any) -> pb.Stats:
     value = pb.Stats(daemon_seconds=86_400 * 12.3, serving=True, **fields)
     value.server.state = conversation_pb2.SERVER_STATE_SERVING
     for tier in (value.device, value.host):
@@ -56,7 +56,7 @@ def stats(seconds: float, **fields: int) -> pb.Stats:
     return value
 
 
-FOUND = (
+FOUND: tuple[Answer[Any], ...] = (
     Answer(Replica("a", "h:1"), stats(0.0123, turns_running=3, conversations_cached=17)),
     Answer(
         Replica("10.0.0.17:50051", "10.0.0.17:50051"),
@@ -95,7 +95,7 @@ def test_a_long_name_takes_lines_and_not_columns() -> None:
 
 
 def test_markup_in_a_name_is_no_markup() -> None:
-    odd = Answer(Replica("[red]a[/]", "h:1"), error=Unavailable("[bold]no[/bold]"))
+    odd: Answer[Any] = Answer(Replica("[red]a[/]", "h:1"), error=Unavailable("[bold]no[/bold]"))
     text = shown(tables.stats([odd]))
     assert "[red]a[/] does not answer: [bold]no[/bold]" in text
 

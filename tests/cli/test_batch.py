@@ -22,6 +22,7 @@ from pensieve.cli.batch_progress import CLEAR, Progress, line_of, summary_of
 from pensieve.cli.main import main
 from pensieve.client import Client, Job
 from pensieve.launch import daemon as launch_daemon
+from pensieve.launch import programs
 from pensieve.service.grpc.server import Server
 from pensieve.store.job_records import JobKey, JobState
 from tests.cli.terminal import Terminal, text_of
@@ -297,8 +298,9 @@ def test_a_killed_command_leaves_the_old_file_and_the_next_one_finds_the_job(
     command += ["-o", str(out), "--name", "killed", "--address", rig.server.address]
     environment = {**os.environ, "PENSIEVE_DATA": str(tmp_path / "own")}
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True) as process:
-        assert process.stderr is not None
-        wait_for(lambda: "of 7 lines" in process.stderr.readline())
+        stderr = process.stderr
+        assert stderr is not None
+        wait_for(lambda: "of 7 lines" in stderr.readline())
         process.send_signal(signal.SIGKILL)
     assert out.read_text() == "old\n"
     num_before = len(rig.jobs.headers)
@@ -322,7 +324,7 @@ def test_without_a_daemon_one_is_started_and_the_job_is_in_the_data_folder(
     monkeypatch.setattr(
         launch_daemon, "Server", lambda daemon, listening, _: Server(daemon, listening, jobs)
     )
-    monkeypatch.setattr("pensieve.launch.programs.ENGINE", launch_daemon.programs.ECHO_ENGINE)
+    monkeypatch.setattr("pensieve.launch.programs.ENGINE", programs.ECHO_ENGINE)
     Path("good.jsonl").write_text(GOOD)
     assert main(["batch", "good.jsonl", "-o", "out.jsonl"]) == 0
     shown = capsys.readouterr()

@@ -55,7 +55,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_message_is_answered_and_the_conversation_goes_on(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     assert chat("--conversation", "trip-42", "-q", "Hello there.") == 0
     first = capsys.readouterr().out
     assert chat("--conversation", "trip-42", "-q", "And now?", "--stats") == 0
@@ -89,7 +89,7 @@ def test_new_conversations_begin_under_a_declared_prefix(
     assert process.stop() == 0
 
 
-def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path):
+def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path) -> None:
     lines = ("/new a", "Hello there.", "/stats", "/fork b", "/undo", "/list", "/nonsense", "/bye")
     process = subprocess.run(
         [sys.executable, "-m", "pensieve", "chat", str(model), "--stats", "--max-tokens", "6"],
@@ -114,7 +114,7 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path):
 
 def test_a_reply_that_repeats_itself_is_noticed_once(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     """In this model a token decides the next one, so that a greedy reply ends in a circle."""
     circular = tmp_path / "circular"
     shutil.copytree(model, circular)
@@ -130,7 +130,7 @@ def test_a_reply_that_repeats_itself_is_noticed_once(
     assert notice not in captured.out
 
 
-def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path):
+def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path) -> None:
     master, terminal = pty.openpty()
     process = subprocess.Popen(
         [
@@ -191,7 +191,7 @@ def _children_of(pid: int) -> list[int]:
     return found
 
 
-def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path):
+def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path) -> None:
     """A terminal sends it to every process of the foreground; only the chat may notice."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pensieve", "chat"],
@@ -220,7 +220,7 @@ def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path):
 
 def test_a_second_process_is_told_who_holds_the_data_folder(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     with ConversationStore.open(tmp_path / "data", "pensieve chat"):
         assert chat("-q", "Hello.") == 3
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -232,7 +232,7 @@ def test_a_second_process_is_told_who_holds_the_data_folder(
 @pytest.mark.usefixtures("echo")
 def test_bad_messages_are_refused_and_harm_nothing(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setenv("PENSIEVE_CONTEXT_MAX", "256")
     assert chat("--conversation", "c", "-q", "Hello there.") == 0
     capsys.readouterr()
@@ -265,7 +265,7 @@ def test_bad_messages_are_refused_and_harm_nothing(
 )
 def test_impossible_settings_are_one_line_and_an_exit_code(
     chat: Chat, arguments: list[str], code: int, problem: str, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     assert chat(*arguments, "-q", "Hello.") == code
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert problem in error
@@ -273,7 +273,7 @@ def test_impossible_settings_are_one_line_and_an_exit_code(
 
 def test_unusable_models_are_named_in_one_line(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     def error_of(folder: Path | str) -> str:
         assert chat("-q", "Hello.", folder=folder) == 4
         captured = capsys.readouterr().err.strip().splitlines()
@@ -297,7 +297,7 @@ def test_unusable_models_are_named_in_one_line(
 @pytest.mark.usefixtures("echo")
 def test_a_model_without_a_chat_template_is_given_one(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     bare, config = tmp_path / "bare", "tokenizer_config.json"
     bare.mkdir()
     for file in model.iterdir():
@@ -324,7 +324,7 @@ def test_a_model_without_a_chat_template_is_given_one(
 @pytest.mark.usefixtures("echo")
 def test_a_history_of_a_newer_version_is_refused(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     import sqlite3
 
     assert chat("--conversation", "c", "-q", "Hello.") == 0
@@ -340,7 +340,7 @@ def test_a_history_of_a_newer_version_is_refused(
 @pytest.mark.usefixtures("echo")
 def test_another_tokenizer_retokenises_the_text_and_says_so(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     assert chat("--conversation", "c", "-q", "Hello there.") == 0
     with ConversationStore.open(tmp_path / "data", "a test") as store:
         before = store.get_conversation("c").fingerprint
@@ -365,7 +365,7 @@ def test_another_tokenizer_retokenises_the_text_and_says_so(
 
 def test_every_setting_says_where_it_comes_from(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     file = tmp_path / "pensieve.toml"
     file.write_text('policy = "lru"\ntoken_budget = 64\n')
     monkeypatch.setenv("PENSIEVE_TOKEN_BUDGET", "128")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
         yield terminal
 
 
-def test_a_line_that_ends_with_a_backslash_goes_on(terminal: Terminal, tmp_path: Path):
+def test_a_line_that_ends_with_a_backslash_goes_on(terminal: Terminal, tmp_path: Path) -> None:
     terminal.type("one\\\n")
     terminal.read_until("... ")
     terminal.type("two\\\n")
@@ -39,7 +40,7 @@ def test_a_line_that_ends_with_a_backslash_goes_on(terminal: Terminal, tmp_path:
     assert leave(terminal, tmp_path / "data") == ["one\ntwo\nthree"]
 
 
-def test_ctrl_r_finds_what_was_typed_before(terminal: Terminal, tmp_path: Path):
+def test_ctrl_r_finds_what_was_typed_before(terminal: Terminal, tmp_path: Path) -> None:
     said(terminal, "The first message.")
     said(terminal, "Another one.")
     terminal.type(f"{CTRL_R}first")
@@ -51,7 +52,7 @@ def test_ctrl_r_finds_what_was_typed_before(terminal: Terminal, tmp_path: Path):
     ]
 
 
-def test_edit_says_the_last_message_in_other_words(terminal: Terminal, tmp_path: Path):
+def test_edit_says_the_last_message_in_other_words(terminal: Terminal, tmp_path: Path) -> None:
     assert "! /edit: there is no turn yet" in said(terminal, "/edit")
     said(terminal, "One.")
     said(terminal, "Two.")
@@ -70,7 +71,7 @@ def test_edit_says_the_last_message_in_other_words(terminal: Terminal, tmp_path:
     assert leave(terminal, tmp_path / "data") == ["One.", "Two. And more.", "Four."]
 
 
-def test_rewind_takes_back_as_many_turns_as_it_is_told(terminal: Terminal, tmp_path: Path):
+def test_rewind_takes_back_as_many_turns_as_it_is_told(terminal: Terminal, tmp_path: Path) -> None:
     assert "! /rewind: there is no turn yet" in said(terminal, "/rewind")
     for text in ("One.", "Two.", "Three.", "Four."):
         said(terminal, text)
@@ -81,7 +82,9 @@ def test_rewind_takes_back_as_many_turns_as_it_is_told(terminal: Terminal, tmp_p
     assert leave(terminal, tmp_path / "data") == ["One."]
 
 
-def test_another_system_prompt_is_for_another_conversation(terminal: Terminal, tmp_path: Path):
+def test_another_system_prompt_is_for_another_conversation(
+    terminal: Terminal, tmp_path: Path
+) -> None:
     said(terminal, "One.")
     assert said(terminal, "/system") == "system prompt of new conversations: none"
     said(terminal, "/system Be brief.")
@@ -98,7 +101,7 @@ def test_another_system_prompt_is_for_another_conversation(terminal: Terminal, t
 
 def test_a_conversation_is_saved_as_markdown_or_as_a_line_of_json(
     terminal: Terminal, tmp_path: Path
-):
+) -> None:
     assert "! /save: takes the name of a file" in said(terminal, "/save")
     said(terminal, "Hello there.")
     for name in ("talk.md", "talk.jsonl"):
@@ -114,14 +117,14 @@ def test_a_conversation_is_saved_as_markdown_or_as_a_line_of_json(
     assert reply["content"].rstrip() in written
 
 
-def test_several_settings_may_be_set_at_once(terminal: Terminal):
+def test_several_settings_may_be_set_at_once(terminal: Terminal) -> None:
     lines = said(terminal, "/set temperature=0.7 top_p=0.9").splitlines()
     assert lines == ["temperature  0.7          (/set)", "top_p        0.9          (/set)"]
     assert said(terminal, "/set top_k = 7") == "top_k        7            (/set)"
     assert said(terminal, "/thinking") == "none"
 
 
-def test_what_a_person_typed_cannot_move_the_cursor_when_it_is_shown(tmp_path: Path):
+def test_what_a_person_typed_cannot_move_the_cursor_when_it_is_shown(tmp_path: Path) -> None:
     arguments = ("chat", "--conversation=c", "--max-tokens=4", "-q", "a\x1b[2Jb")
     with Terminal(tmp_path / "data", *arguments, echo_seconds=0.0) as terminal:
         assert terminal.wait() == 0
@@ -144,9 +147,12 @@ def test_help_names_every_command() -> None:
     assert max(map(len, HELP.splitlines())) <= 80
 
 
-def test_a_turn_is_said_again_with_all_that_was_sent():
-    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    blank = {field.name: None for field in fields(Message)} | {"text": "", "metadata": {}}
+def test_a_turn_is_said_again_with_all_that_was_sent() -> None:
+    call: Any = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    blank: dict[str, Any] = {field.name: None for field in fields(Message)} | {
+        "text": "",
+        "metadata": {},
+    }
     turn = [
         Message(**{**blank, "role": "assistant", "tool_calls": (call,)}),
         Message(**{**blank, "role": "tool", "text": "Waves.", "tool_call_id": "c"}),

@@ -14,7 +14,7 @@ from pensieve.launch import programs
 from pensieve.launch.embedded_daemon import EmbeddedDaemon
 
 
-def test_a_page_has_ten_and_numbers_go_on(tmp_path: Path):
+def test_a_page_has_ten_and_numbers_go_on(tmp_path: Path) -> None:
     settings = resolve({"data": str(tmp_path)}, {})
     with (
         EmbeddedDaemon(settings, "a test", lambda line: None, programs.ECHO_ENGINE) as daemon,
@@ -39,7 +39,7 @@ def test_a_page_has_ten_and_numbers_go_on(tmp_path: Path):
         assert conversations.page(3, "") == []
 
 
-def test_a_title_is_one_line_without_what_a_terminal_obeys():
+def test_a_title_is_one_line_without_what_a_terminal_obeys() -> None:
     assert shortened("one\n\x1b[31mtwo   three", 30) == "one [31mtwo three".ljust(30)
     assert shortened("a" * 99, 8) == "aaaaaaa…"
 
@@ -54,6 +54,6 @@ def test_a_title_is_one_line_without_what_a_terminal_obeys():
         (timedelta(seconds=-5), "now"),  # clocks differ
     ],
 )
-def test_an_age_is_rough(passed: timedelta, said: str):
+def test_an_age_is_rough(passed: timedelta, said: str) -> None:
     now = datetime(2026, 11, 22, 12, tzinfo=UTC)
     assert age_of(now - passed, now) == said

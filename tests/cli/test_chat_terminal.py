@@ -40,7 +40,7 @@ def said(terminal: Terminal, line: str) -> str:
     return text_of(terminal.read_until(PROMPT)).removeprefix(line).strip()
 
 
-def test_three_pasted_lines_are_one_message(terminal: Terminal, tmp_path: Path):
+def test_three_pasted_lines_are_one_message(terminal: Terminal, tmp_path: Path) -> None:
     terminal.type(f"{PASTE_BEGINS}one\n\ttwo\n/three\n{PASTE_ENDS}")
     terminal.read_until("/three")
     said(terminal, "")
@@ -49,7 +49,7 @@ def test_three_pasted_lines_are_one_message(terminal: Terminal, tmp_path: Path):
 
 def test_a_paste_that_begins_with_quotes_or_a_slash_is_taken_as_it_is(
     terminal: Terminal, tmp_path: Path
-):
+) -> None:
     for text in ('"""A module.\n"""\nimport os', "/usr/bin\n/usr/lib"):
         terminal.type(f"{PASTE_BEGINS}{text}{PASTE_ENDS}")
         said(terminal, "")
@@ -61,7 +61,7 @@ def test_a_paste_that_begins_with_quotes_or_a_slash_is_taken_as_it_is(
 
 def test_alt_enter_and_three_quotes_make_messages_of_several_lines(
     terminal: Terminal, tmp_path: Path
-):
+) -> None:
     said(terminal, f"one{ALT_ENTER}two")
     terminal.type('"""one\n')
     terminal.read_until("... ")
@@ -72,7 +72,9 @@ def test_alt_enter_and_three_quotes_make_messages_of_several_lines(
     assert leave(terminal, tmp_path / "data") == ["one\ntwo", "one\ntwo\nthree", "one line"]
 
 
-def test_ctrl_c_within_three_quotes_gives_the_message_up(terminal: Terminal, tmp_path: Path):
+def test_ctrl_c_within_three_quotes_gives_the_message_up(
+    terminal: Terminal, tmp_path: Path
+) -> None:
     terminal.type('"""one\n')
     terminal.read_until("... ")
     terminal.type(CTRL_C)
@@ -81,7 +83,7 @@ def test_ctrl_c_within_three_quotes_gives_the_message_up(terminal: Terminal, tmp
     assert leave(terminal, tmp_path / "data") == ["two"]
 
 
-def test_the_line_editor_remembers_whole_messages(terminal: Terminal, tmp_path: Path):
+def test_the_line_editor_remembers_whole_messages(terminal: Terminal, tmp_path: Path) -> None:
     said(terminal, f"a \\n b{ALT_ENTER}c")
     terminal.type("/bye\n")
     assert terminal.wait() == 0
@@ -93,7 +95,7 @@ def test_the_line_editor_remembers_whole_messages(terminal: Terminal, tmp_path: 
         assert leave(again, tmp_path / "data", "d") == ["a \\n b\nc"]
 
 
-def test_a_long_history_of_lines_is_cut(tmp_path: Path):
+def test_a_long_history_of_lines_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "chat_history"
     path.write_text("".join(f"line {number}\n" for number in range(2 * HISTORY_ENTRIES_MAX + 1)))
     kept = _read_history(path)
@@ -101,7 +103,7 @@ def test_a_long_history_of_lines_is_cut(tmp_path: Path):
     assert path.read_text().splitlines() == kept == _read_history(path)
 
 
-def test_tab_completes_commands_settings_and_conversations(terminal: Terminal):
+def test_tab_completes_commands_settings_and_conversations(terminal: Terminal) -> None:
     said(terminal, "Hello there.")
     said(terminal, "/fork cat-and-mouse")
     assert "conversation cat-and-mouse" in said(terminal, "/resume cat\t")
@@ -111,7 +113,7 @@ def test_tab_completes_commands_settings_and_conversations(terminal: Terminal):
     assert "a message has no completion" in text_of(terminal.read_until(PROMPT))
 
 
-def test_resume_takes_a_number_a_beginning_or_an_id(terminal: Terminal):
+def test_resume_takes_a_number_a_beginning_or_an_id(terminal: Terminal) -> None:
     said(terminal, "Hello there.")
     for name in ("trip-1", "trip-2", "2"):
         said(terminal, f"/fork {name}")
@@ -126,7 +128,7 @@ def test_resume_takes_a_number_a_beginning_or_an_id(terminal: Terminal):
     assert "! no conversation has the number or the id '9'" in said(terminal, "/resume 9")
 
 
-def test_retry_says_the_last_message_again(terminal: Terminal, tmp_path: Path):
+def test_retry_says_the_last_message_again(terminal: Terminal, tmp_path: Path) -> None:
     assert "! " in said(terminal, "/retry")
     first = said(terminal, "Hello there.")
     second = said(terminal, "And now?")
@@ -139,7 +141,9 @@ def test_retry_says_the_last_message_again(terminal: Terminal, tmp_path: Path):
     assert leave(terminal, tmp_path / "data") == ["Hello there.", "And now?"]
 
 
-def test_a_retry_has_another_seed_than_the_one_that_is_set(terminal: Terminal, tmp_path: Path):
+def test_a_retry_has_another_seed_than_the_one_that_is_set(
+    terminal: Terminal, tmp_path: Path
+) -> None:
     said(terminal, "/set seed 5")
     said(terminal, "Hello there.")
     said(terminal, "/retry")
@@ -151,7 +155,7 @@ def test_a_retry_has_another_seed_than_the_one_that_is_set(terminal: Terminal, t
     assert seeds[1] != 5
 
 
-def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal):
+def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal) -> None:
     lines = said(terminal, "/set").splitlines()
     assert lines[0] == "temperature  0.0          (the model's own)"
     assert lines[1] == "top_p        the model's own"
@@ -166,7 +170,7 @@ def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal):
     assert "  2 messages" in said(terminal, "/list")
 
 
-def test_a_daemon_that_goes_away_is_waited_for_and_comes_back(tmp_path: Path):
+def test_a_daemon_that_goes_away_is_waited_for_and_comes_back(tmp_path: Path) -> None:
     first = ServeProcess(tmp_path / "data")
     first.start()
     arguments = ("chat", "--address", first.address, "--conversation=c", "--max-tokens=8")

@@ -46,7 +46,9 @@ def press_twice(terminal: Terminal, message: str, drawn: random.Random) -> None:
     time.sleep(WAKE_SECONDS + TYPING_SECONDS)  # what is typed sooner may be cleared with it
 
 
-def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(tmp_path: Path):
+def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
+    tmp_path: Path,
+) -> None:
     """A terminal that hangs, or ends, does not show the mark that is typed afterwards."""
     number = DOUBLE_PRESSES * SCALE
     print(f"{number} double presses, seed {SEED}")
@@ -73,7 +75,7 @@ def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
     assert len({*stored.values()}) > number // 4, "too many replies were stopped before they began"
 
 
-def test_presses_while_the_daemon_starts_end_the_program_in_order(tmp_path: Path):
+def test_presses_while_the_daemon_starts_end_the_program_in_order(tmp_path: Path) -> None:
     """At moments from the first import to the first prompt; nothing is left in its process group."""
     drawn = random.Random(SEED)
     for _ in range(2 * SCALE):
@@ -91,7 +93,7 @@ def test_presses_while_the_daemon_starts_end_the_program_in_order(tmp_path: Path
                 os.killpg(terminal.process.pid, 0)
 
 
-def test_presses_at_the_prompt_clear_the_line_and_say_how_to_leave(tmp_path: Path):
+def test_presses_at_the_prompt_clear_the_line_and_say_how_to_leave(tmp_path: Path) -> None:
     with Terminal(tmp_path, "chat", "--conversation=c", echo_seconds=0.004) as terminal:
         terminal.read_until(PROMPT)
         for _ in range(3):
@@ -111,7 +113,7 @@ def test_presses_at_the_prompt_clear_the_line_and_say_how_to_leave(tmp_path: Pat
     assert list(replies_in(tmp_path)) == ["a whole line"]
 
 
-def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Path):
+def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Path) -> None:
     """Unless told not to, the kernel drops output that waits for the terminal when Ctrl-C is pressed.
 
     That is what does not fit into the 4 KiB that the terminal's side holds already.
@@ -128,7 +130,7 @@ def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Pat
         assert shown.count("Tab                completes commands") == 8
 
 
-def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path):
+def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path) -> None:
     """`-q`: the second press comes while the program ends."""
     arguments = ("chat", "--plain", "--conversation=c", "-q", "message 0.")
     with Terminal(tmp_path / "whole", *arguments, echo_seconds=0.0) as terminal:
@@ -147,7 +149,7 @@ def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path):
     assert text_of(whole[:8] + rest) == text_of(without_control(part))
 
 
-def test_a_daemon_that_does_not_stop_the_reply_is_given_up_by_a_later_press(tmp_path: Path):
+def test_a_daemon_that_does_not_stop_the_reply_is_given_up_by_a_later_press(tmp_path: Path) -> None:
     daemon = ServeProcess(tmp_path / "data", "--echo-seconds", "0.02")
     daemon.start()
     arguments = ("chat", "--address", daemon.address, "--conversation=c", "--max-tokens=5000")
@@ -183,7 +185,7 @@ def ctrl_c() -> Iterator[CtrlC]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_press_before_the_request_stops_the_reply_at_its_beginning(ctrl_c: CtrlC):
+def test_a_press_before_the_request_stops_the_reply_at_its_beginning(ctrl_c: CtrlC) -> None:
     stopped = threading.Event()
     signal.raise_signal(signal.SIGINT)
     assert ctrl_c.pressed
@@ -193,7 +195,7 @@ def test_a_press_before_the_request_stops_the_reply_at_its_beginning(ctrl_c: Ctr
 
 def test_presses_stop_a_reply_once_and_a_late_one_gives_it_up(
     ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     calls: SimpleQueue[str] = SimpleQueue()
     with ctrl_c.stopping(lambda: calls.put("stop"), lambda: calls.put("give up")):
         signal.raise_signal(signal.SIGINT)
@@ -210,7 +212,7 @@ def test_presses_stop_a_reply_once_and_a_late_one_gives_it_up(
         ctrl_c.check()
 
 
-def test_a_press_ends_a_pause_between_two_tries(ctrl_c: CtrlC):
+def test_a_press_ends_a_pause_between_two_tries(ctrl_c: CtrlC) -> None:
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert not ctrl_c.sleep(250.0)
 
@@ -229,7 +231,7 @@ def at_a_prompt(tmp_path: Path, before: str) -> Terminal:
     return Terminal(tmp_path, program="\n" + program)
 
 
-def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path):
+def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path) -> None:
     """Of such a signal only Python's own mark is left: it has interrupted nothing."""
     with at_a_prompt(tmp_path, "threading.Timer(0.5, _thread.interrupt_main).start()") as terminal:
         terminal.read_until("came: None False", 20)
@@ -237,7 +239,7 @@ def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path):
 
 def test_a_press_as_readline_returns_is_one_like_others(
     ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """Python says then that input() returned a result with an exception set."""
 
     def input_that_returned(cause: BaseException) -> Callable[[str], str]:
@@ -253,7 +255,9 @@ def test_a_press_as_readline_returns_is_one_like_others(
         ctrl_c.line("> ")
 
 
-def test_a_press_while_the_timers_handler_runs_counts_like_one_where_that_was_called(ctrl_c: CtrlC):
+def test_a_press_while_the_timers_handler_runs_counts_like_one_where_that_was_called(
+    ctrl_c: CtrlC,
+) -> None:
     def within(code: CodeType) -> Any:
         return SimpleNamespace(f_code=_wake.__code__, f_back=SimpleNamespace(f_code=code))
 
@@ -265,7 +269,9 @@ def test_a_press_while_the_timers_handler_runs_counts_like_one_where_that_was_ca
     assert not ctrl_c.at_prompt
 
 
-def test_a_press_while_readline_completes_is_forgotten_and_the_next_one_is_not(tmp_path: Path):
+def test_a_press_while_readline_completes_is_forgotten_and_the_next_one_is_not(
+    tmp_path: Path,
+) -> None:
     presses = "readline.set_completer(lambda word, index: os.kill(os.getpid(), signal.SIGINT))"
     with at_a_prompt(tmp_path, presses) as terminal:
         terminal.read_until("> ")

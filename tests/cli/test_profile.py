@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from pensieve.bench import profile as bench_profile
+from pensieve.bench.profile_driver import Driver
+from pensieve.bench.profile_points import Point
 from pensieve.cli.main import main
 from pensieve.client import Client
 from pensieve.sim import cost_file
@@ -88,16 +90,16 @@ def test_ctrl_c_leaves_no_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     num_steps = 0
-    seconds = bench_profile.Driver.seconds
+    seconds = Driver.seconds
 
-    def interrupted(self: bench_profile.Driver, point: bench_profile.Point) -> float:
+    def interrupted(self: Driver, point: Point) -> float:
         nonlocal num_steps
         num_steps += 1
         if num_steps > 20:
             raise KeyboardInterrupt
         return seconds(self, point)
 
-    monkeypatch.setattr(bench_profile.Driver, "seconds", interrupted)
+    monkeypatch.setattr(Driver, "seconds", interrupted)
     assert main(["profile", "--quick", *SMALL]) == 130
     assert not kept(tmp_path)
 

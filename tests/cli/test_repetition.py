@@ -17,21 +17,21 @@ def noticed_after(tokens: list[int]) -> int | None:
     return None
 
 
-def test_a_sentence_is_noticed_once_it_has_come_often_enough():
+def test_a_sentence_is_noticed_once_it_has_come_often_enough() -> None:
     assert (
         noticed_after([1, 2, 3, *([7, 8, 9, 10, 11, 12, 13, 14] * 50)])
         == 3 + 8 + REPEATED_TOKENS_MIN
     )
 
 
-def test_a_paragraph_is_noticed_when_it_comes_for_the_third_time():
+def test_a_paragraph_is_noticed_when_it_comes_for_the_third_time() -> None:
     paragraph = list(range(100))
     assert noticed_after(paragraph * 5) == 300
     assert noticed_after(list(range(PERIOD_TOKENS_MAX)) * 3) == 3 * PERIOD_TOKENS_MAX
     assert noticed_after(list(range(PERIOD_TOKENS_MAX + 1)) * 9) is None
 
 
-def test_several_tokens_at_once_are_as_good_as_one_by_one():
+def test_several_tokens_at_once_are_as_good_as_one_by_one() -> None:
     repetition = Repetition()
     assert not repetition.push([1, 2, 3, 4] * 10)
     assert repetition.push([1, 2, 3, 4])
@@ -46,5 +46,5 @@ def test_several_tokens_at_once_are_as_good_as_one_by_one():
         random.Random(0).choices(range(20), k=2000),
     ],
 )
-def test_rows_lists_tables_and_prose_are_no_repetition(tokens: list[int]):
+def test_rows_lists_tables_and_prose_are_no_repetition(tokens: list[int]) -> None:
     assert noticed_after(tokens) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,7 @@ def test_the_command_plans_for_a_trace(
         for turn in range(3)
     ]
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(
-        "\n".join(json.dumps(each) for each in sorted(lines, key=lambda each: each["at"]))
-    )  # type: ignore[arg-type, return-value]
+    trace.write_text("\n".join(json.dumps(each) for each in sorted(lines, key=itemgetter("at"))))
     given = ["simulate", "--plan", str(trace), "--cost", costs, "--device-tokens", "6k"]
     assert (
         main(
