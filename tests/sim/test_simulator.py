@@ -19,9 +19,9 @@ def test_a_turn_takes_what_its_iterations_take() -> None:
     one = simulator(SLOW, keep_gaps=True)
     counts = one.run([Arrival("a", 5.0, 100, 5)])
     assert one.clock.now() == pytest.approx(5.0 + 0.1 + 4 * 0.01)
-    assert (counts.first_tokens.count, counts.first_tokens.total) == (1, pytest.approx(0.1))
-    assert (counts.latencies.count, counts.latencies.total) == (1, pytest.approx(0.14 / 5))
-    assert (counts.gaps.count, counts.gaps.total) == (4, pytest.approx(4 * 0.01))
+    assert (counts.first_tokens.count, counts.first_tokens.total) == pytest.approx((1, 0.1))
+    assert (counts.latencies.count, counts.latencies.total) == pytest.approx((1, 0.14 / 5))
+    assert (counts.gaps.count, counts.gaps.total) == pytest.approx((4, 4 * 0.01))
     assert counts.gaps.quantile(0.99) == pytest.approx(0.01, rel=0.003)
     assert (counts.turns, counts.input_tokens, counts.output_tokens) == (1, 100, 5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,8 @@ def test_without_events_nobody_moves() -> None:
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
-    events, more = "10:fail:1,30:join:2", {"simulated": 1, "seconds": 40.0}
+    events = "10:fail:1,30:join:2"
+    more: dict[str, Any] = {"simulated": 1, "seconds": 40.0}
     runs = [cluster(events, **more).run() for _ in range(2)]
     rows = [[phase.row() for phase in tally.phases] for tally in runs]
     assert rows[0] == rows[1]
