@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from pensieve.bench import attention_shared
 from pensieve.cli.main import main
 from pensieve.errors import PensieveError
 
-TIMES = ("seconds", "contiguous_seconds", "copy_out_seconds", "token_by_token_seconds", "ratio")
+TIMES: tuple[str, ...] = (
+    "seconds",
+    "contiguous_seconds",
+    "copy_out_seconds",
+    "token_by_token_seconds",
+    "ratio",
+)
 TIMES += ("bandwidth_share", "int8_kv_seconds")
 KEYS = {"batch", "queries", "context", "heads", "kv_heads", "head_size", "dtype", *TIMES}
 
@@ -65,7 +72,8 @@ def test_the_default_is_a_dozen_shapes_and_full_the_table_of_the_docs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def timed(shape: bench_attention.Shape, repeats: int, bandwidth: float) -> bench_attention.Row:
-        return bench_attention.Row(**asdict(shape), **dict.fromkeys(TIMES, 1.0))
+        times: dict[str, Any] = dict.fromkeys(TIMES, 1.0)
+        return bench_attention.Row(**asdict(shape), **times)
 
     monkeypatch.setattr(bench_attention, "measure", timed)
     for arguments, number in (([], 12), (["--full"], 96), (["--full", "--head-size=96"], 48)):

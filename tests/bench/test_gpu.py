@@ -33,7 +33,7 @@ from pensieve.bench.gpu_stages import (
     wrong_kernels,
 )
 from pensieve.errors import PensieveError
-from pensieve.kernels import choices
+from pensieve.kernels import choices, cuda_launch
 from pensieve.model.sampling.sampler import Sampler
 
 
@@ -447,7 +447,7 @@ def test_a_fused_norm_that_forgets_its_weights_is_found(
 
     monkeypatch.setattr(gpu_kernels, "add_and_norm_launch", norm)
     monkeypatch.setattr(gpu_kernels, "gate_and_multiply_launch", gate)
-    monkeypatch.setattr(gpu_kernels.cuda_launch, "launch", dies_not)
+    monkeypatch.setattr(cuda_launch, "launch", dies_not)
     told = pytest.raises(PensieveError, match="add_and_norm is off") if forgets else nullcontext()
     with told:
         gpu_kernels._check_fused(torch.device("cpu"), torch.bfloat16)

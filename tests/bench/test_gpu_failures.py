@@ -16,7 +16,8 @@ from pensieve.bench.gpu_pages import Paged
 from pensieve.bench.gpu_section import succeeded
 from pensieve.bench.gpu_stages import KERNELS, After, after, decisions, found_wrong
 from pensieve.errors import PensieveError
-from pensieve.kernels.attention import reference
+from pensieve.kernels import cuda_launch, multi_token_attention, write_kv
+from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.kv_format import FP8
 from pensieve.model.kv.memory import KVMemory
 from tests.kernels.emulated import needs_x86, run
@@ -70,7 +71,7 @@ def test_iterations_decode_over_numbers_whatever_the_memory_held_before(
 
     monkeypatch.setattr(KVMemory, "_allocate", with_nan)
     assert succeeded("iteration", tmp_path, "cpu", 60, True)
-    executor_of = gpu_iteration.executor_of
+    executor_of = vars(gpu_iteration)["executor_of"]
     monkeypatch.setattr(
         gpu_iteration, "executor_of", lambda *given, **more: executor_of(*given, graphs=False)
     )
@@ -84,7 +85,7 @@ def test_iterations_decode_over_numbers_whatever_the_memory_held_before(
 def test_an_iteration_of_one_kind_that_fails_costs_itself_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor_of = gpu_iteration.executor_of
+    executor_of = vars(gpu_iteration)["executor_of"]
 
     def of_kind(model: Any, *given: Any, **more: Any) -> Any:
         if model.shape.kv_dtype == "auto":
@@ -106,7 +107,7 @@ def test_replies_over_kv_in_fp8_are_far_off_where_scales_are_of_another_side_or_
 
     def by_others(*given: Any) -> None:
         *rest, scales = given
-        attend(*rest, None if scales is None else scales.flip(dimension))
+        attend(*(*rest, None if scales is None else scales.flip(dimension)))
 
     monkeypatch.setattr(reference, "multi_token_attention", by_others)
     assert not succeeded("exactness", tmp_path, "cpu", 60, True)
@@ -181,9 +182,9 @@ def test_an_error_of_the_device_that_sticks_ends_its_section(
 def test_a_rotation_that_is_wrong_is_found(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On emulated threads; then with keys, values or queries that go elsewhere or are another's."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr(gpu_kernels.cuda_launch, "launch", lambda launch, device: run(launch))
+    monkeypatch.setattr(cuda_launch, "launch", lambda launch, device: run(launch))
     gpu_kernels.check_rotation(cpu, torch.bfloat16, fp8=fp8)
-    launch_of = gpu_kernels.cuda.rotate_and_write_kv_launch
+    launch_of = cuda.rotate_and_write_kv_launch
     for index, planted in enumerate(
         [
             lambda each: each * 1.2,  # query
@@ -200,7 +201,7 @@ def test_a_rotation_that_is_wrong_is_found(fp8: bool, monkeypatch: pytest.Monkey
             kept += [planted(each) if i == index else each for i, each in enumerate(given)]
             return launch_of(*kept)
 
-        monkeypatch.setattr(gpu_kernels.cuda, "rotate_and_write_kv_launch", wrong)
+        monkeypatch.setattr(cuda, "rotate_and_write_kv_launch", wrong)
         with pytest.raises(PensieveError, match="rotate_and_write_kv"):
             gpu_kernels.check_rotation(cpu, torch.bfloat16, fp8=fp8)
 
@@ -218,9 +219,9 @@ def test_the_smallest_program_reads_and_writes_elements_and_bytes(
 
         return noted
 
-    read = gpu_pages.multi_token_attention
+    read = multi_token_attention
     monkeypatch.setattr(gpu_pages, "multi_token_attention", noting("read", read, 1))
-    monkeypatch.setattr(gpu_kernels, "write_kv", noting("write", gpu_kernels.write_kv, 3))
+    monkeypatch.setattr(gpu_kernels, "write_kv", noting("write", write_kv, 3))
     monkeypatch.setattr("sys.argv", ["gpu_smallest", "cpu"])
     assert gpu_smallest.main() == 0
     assert seen == {

@@ -109,6 +109,7 @@ def test_axes_begin_at_zero_so_that_three_percent_look_like_three_percent() -> N
     assert scale.share(103.0) - scale.share(100.0) < 0.03
     wide = scale_of([5.0, 2000.0])
     assert wide.logarithmic
+    assert wide.ticks is not None
     assert wide.ticks == [5, 10, 20, 50, 100, 200, 500, 1000, 2000][: len(wide.ticks)] or all(
         math.log10(tick).is_integer() for tick in wide.ticks
     )

@@ -66,8 +66,9 @@ class LawfulMachine:
         samples = [
             SampledToken(piece.turn_id, 7) for piece in iteration.slices if piece.needs_token
         ]
-        moved = (*iteration.swap_ins, *iteration.swap_outs)
-        self._outcome = Outcome(tuple(samples), tuple(copy.copy_id for copy in moved))
+        came, went = iteration.swap_ins, iteration.swap_outs
+        moved = (*(each.copy_id for each in came), *(each.copy_id for each in went))
+        self._outcome = Outcome(tuple(samples), moved)
 
     def collect(self) -> Outcome:
         return self._outcome

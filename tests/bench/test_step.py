@@ -9,10 +9,10 @@ import pytest
 
 from pensieve.bench import step as bench_step
 from pensieve.bench.random_model import RandomShape
+from pensieve.bench.step import Generating
 from pensieve.bench.step_parts import REST, weight_bytes
 from pensieve.cli.main import main
 from pensieve.core.iteration import Slice
-from pensieve.core.turn import Turn
 from pensieve.errors import PensieveError
 from pensieve.kernels.layer import cpu
 from pensieve.kernels.layer.cpu_parts import PARTS
@@ -74,7 +74,7 @@ def test_step_times_nothing_that_depends_on_company(
 ) -> None:
     decode = bench_step.Bench.decode
 
-    def wrong(self: bench_step.Bench, turns: list[Turn], *others: Slice) -> float:
+    def wrong(self: bench_step.Bench, turns: list[Generating], *others: Slice) -> float:
         took = decode(self, turns, *others)
         if len(turns) > 1:
             turns[0].tokens[-1] ^= 1
