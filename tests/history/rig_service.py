@@ -138,7 +138,7 @@ def impatient(connection: Connection) -> Iterator[None]:
         connection._answer_seconds = before
 
 
-def in_thread(function: Callable[[], Any]) -> threading.Thread:
+def in_thread(function: Callable[..., Any]) -> threading.Thread:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     return thread
