@@ -15,6 +15,7 @@ from pensieve.store.conversation_store import ConversationStore
 from tests.faults.machine import Link, Machine
 from tests.faults.threads import Threads
 from tests.service.owner_threads import OwnerThreads
+from tests.store.faulty import writer_of
 
 
 class Process:
@@ -68,7 +69,7 @@ class Process:
             self.daemon.engine._spare.release()
         self.loop.abandon()
         self.looking.close()
-        self.store._writer._discard()
+        writer_of(self.store)._discard()
         self.store.folder.close(clean=False)
 
 
