@@ -44,8 +44,8 @@ def shown() -> Iterator[Shown]:
         text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
         yield from lines_of(text, f"the help of {module.relative_to(ROOT)}")
     for command in commands(parser()):
-        for text in (command.description, command.epilog):
-            yield from lines_of(text or "", f"{command.prog} --help")
+        for said in (command.description, command.epilog):
+            yield from lines_of(said or "", f"{command.prog} --help")
 
 
 def help_texts() -> Iterator[Path]:
