@@ -53,7 +53,7 @@ def values_of(field: Kind) -> tuple[Any, ...]:
         case Kind.CPPTYPE_BOOL:
             return (False, True)
         case Kind.CPPTYPE_ENUM:
-            return (*(each.number for each in field.enum_type.values), 99, -1, 2**31 - 1)
+            return (*(each.number for each in _there(field.enum_type).values), 99, -1, 2**31 - 1)
         case kind:
             return INTEGERS[kind]
 
@@ -125,7 +125,8 @@ def at_random(kind: Any, choose: random.Random, depth: int = 0) -> Any:
 def with_value(message: Any, field: Kind, value: Any) -> Any:
     """The message with one more element of a field, or with another value in it."""
     if is_map(field):
-        keys, values = field.message_type.fields_by_name["key"], field.message_type.fields_by_name
+        values = _there(field.message_type).fields_by_name
+        keys = values["key"]
         chosen = random.Random(len(getattr(message, field.name)))
         getattr(message, field.name)[chosen.choice(values_of(keys))] = chosen.choice(
             values_of(values["value"])
@@ -143,14 +144,20 @@ def is_message(field: Kind) -> bool:
     return bool(field.cpp_type == Kind.CPPTYPE_MESSAGE)
 
 
+def _there(found: Any) -> Any:
+    """A part of a descriptor that this kind of field has."""
+    assert found is not None
+    return found
+
+
 def is_repeated(field: Kind) -> bool:
     found = getattr(field, "is_repeated", None)  # of newer versions, which warn of `label`
-    return bool(field.label == Kind.LABEL_REPEATED if found is None else found)
+    return bool(_there(field).label == Kind.LABEL_REPEATED if found is None else found)
 
 
 def is_map(field: Kind) -> bool:
-    return is_message(field) and field.message_type.GetOptions().map_entry
+    return is_message(field) and bool(_there(field.message_type).GetOptions().map_entry)
 
 
 def class_of(field: Kind) -> Any:
-    return field.message_type._concrete_class
+    return _there(field.message_type)._concrete_class

@@ -22,7 +22,7 @@ ABANDONED_PER_SECOND = 50
 
 async def main(kind: str, address: str, count: int) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = conversation_pb2_grpc.ConversationServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = conversation_pb2_grpc.ConversationServiceStub(channel)
         begun = 0
 
         async def talk(number: int) -> None:

@@ -69,7 +69,7 @@ def finish(runtime: Runtime, turns: Sequence[LiveTurn]) -> None:
         assert step(runtime), "a turn does not end"
 
 
-def ask(runtime: Runtime, conversation_id: str, text: str, **options: Any) -> LiveTurn:
+def ask(runtime: Runtime, conversation_id: str, text: Any, **options: Any) -> LiveTurn:
     turn = runtime.conversations.send(conversation_id, text, **options)
     finish(runtime, [turn])
     return turn

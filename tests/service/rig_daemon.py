@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -42,14 +42,14 @@ from tests.service.owner_threads import OwnerThreads
 
 ECHO = (sys.executable, "-m", "pensieve.launch.echo_engine")
 PATIENCE_SECONDS = float(os.environ.get("PENSIEVE_TEST_PATIENCE", "120"))  # of `wait_for`
-DETAILS = {
+DETAILS: dict[str, Any] = {
     "ErrorInfo": status_pb2.ErrorInfo,
     "BadRequest": status_pb2.BadRequest,
     "RetryInfo": status_pb2.RetryInfo,
 }
 
 
-def wait_for(holds: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> None:
+def wait_for(holds: Callable[..., Any], seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
@@ -84,7 +84,7 @@ class DaemonRig:
         self.lines: list[str] = []
         self.owners = OwnerThreads(self._caller)
 
-    def __enter__(self) -> DaemonRig:
+    def __enter__(self) -> Self:
         self._thread.start()
         self.call(self._start())
         self.channel = grpc.insecure_channel(self.server.address)
@@ -157,7 +157,7 @@ class DaemonRig:
 
         return int(self.call(look()))
 
-    def send(self, conversation_id: str, *contents: str, **fields: Any) -> Iterator[Any]:
+    def send(self, conversation_id: str, *contents: str, **fields: Any) -> Any:
         messages = [pb.NewMessage(content=content) for content in contents]
         fields.setdefault("create_if_missing", True)
         seconds = fields.pop("seconds", 120)
@@ -227,7 +227,8 @@ def said(events: Iterator[Any]) -> Said:
 
 def details(error: grpc.RpcError) -> dict[str, Any]:
     """The google.rpc details of an error, by name."""
-    packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    metadata: Any = error.trailing_metadata()
+    packed = dict(metadata)["grpc-status-details-bin"]
     status = status_pb2.Status.FromString(packed)
     assert status.code == error.code().value[0]
     found = {}
@@ -235,6 +236,12 @@ def details(error: grpc.RpcError) -> dict[str, Any]:
         name = each.type_url.removeprefix("type.googleapis.com/google.rpc.")
         found[name] = DETAILS[name].FromString(each.value)
     return found
+
+
+def send_signal(pid: int | None, number: int) -> None:
+    """To the engine's process, which is there."""
+    assert pid is not None
+    os.kill(pid, number)
 
 
 class ServeProcess:
@@ -252,14 +259,19 @@ class ServeProcess:
         self.arguments = arguments
         self.engine = engine
         self.log = data.with_suffix(".log")
-        self.process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self._kill_what_is_left)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
 
     def start(self, seconds: float = 120.0) -> str:
         ready = self.data.with_suffix(".ready")
         ready.unlink(missing_ok=True)
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "pensieve", "serve", "--data", str(self.data)),
                     *("--address", f"127.0.0.1:{free_port()}", "--ready-file", str(ready)),
@@ -280,7 +292,7 @@ class ServeProcess:
 
     def _kill_what_is_left(self) -> None:
         """A test that failed may have left it running."""
-        if self.process is not None and self.process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             self.kill()
 
     def engine_pid(self) -> int | None:

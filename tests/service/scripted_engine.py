@@ -54,8 +54,9 @@ class ScriptedExecutor(echo_engine.EchoExecutor):
                 token_id = self._left[piece.turn_id].pop(0)
                 text, stopped = self._turns[piece.turn_id].text.push(token_id, piece.is_last)
                 samples.append(SampledToken(piece.turn_id, token_id, text, stopped))
-        copies = (*iteration.swap_ins, *iteration.swap_outs)
-        return Outcome(tuple(samples), tuple(each.copy_id for each in copies))
+        copied = (each.copy_id for each in iteration.swap_ins)
+        stored = (each.copy_id for each in iteration.swap_outs)
+        return Outcome(tuple(samples), (*copied, *stored))
 
     def _next_reply(self) -> str:
         replies = json.loads(self._script.read_text())

@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -167,7 +168,7 @@ def test_a_clean_stop_ships_the_last_turn(tmp_path: Path) -> None:
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DaemonRig]:
     config = BackupConfig(tmp_path / "backup", seconds=0.02, generation_seconds=3600.0)
-    with DaemonRig(tmp_path / "data", config=DaemonConfig(0.2, backup=config)) as rig:
+    with DaemonRig(tmp_path / "data", config=DaemonConfig(grace_seconds=0.2, backup=config)) as rig:
         wait_for(lambda: rig.daemon.backing_up._feed)
         yield rig
 
@@ -229,7 +230,7 @@ def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_
 
     monkeypatch.setattr(backing_up, "STOP_SECONDS", 0.1)
     monkeypatch.setattr(backing_up, "SLOW_SECONDS", 0.1)
-    config = DaemonConfig(0.2, backup=BackupConfig(backup, seconds=0.02))
+    config = DaemonConfig(grace_seconds=0.2, backup=BackupConfig(backup, seconds=0.02))
     with DaemonRig(tmp_path / "data", config=config) as rig:
         wait_for(lambda: backup.exists() and points(backup))
         monkeypatch.setattr(writing, "write_segment", hang)
@@ -277,7 +278,7 @@ def test_another_generation_begins_when_too_much_could_not_be_written(
 def test_generations_change_and_old_ones_are_dropped(tmp_path: Path) -> None:
     backup = tmp_path / "backup"
     config = BackupConfig(backup, seconds=0.02, keep_seconds=0.3, generation_seconds=0.1)
-    with DaemonRig(tmp_path / "data", config=DaemonConfig(0.2, backup=config)) as rig:
+    with DaemonRig(tmp_path / "data", config=DaemonConfig(grace_seconds=0.2, backup=config)) as rig:
         rig.ask("tea", "a secret")
         wait_for(lambda: backup.exists() and points(backup))
         delete(rig, "tea")
@@ -345,7 +346,8 @@ def test_the_drill_of_the_docs_works_as_it_is_written(
     monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
     monkeypatch.setenv("PENSIEVE_BACKUP_SECONDS", "0.1")
     (tmp_path / "lib").mkdir()
-    daemons, outputs = [], []
+    daemons: list[Any] = []
+    outputs: list[Any] = []
     try:
         for line in lines:
             line = (

@@ -403,7 +403,7 @@ def test_files_that_are_not_what_was_said_leave_no_job(tmp_path: Path) -> None:
             ({"num_bytes": 5}, "num_bytes"),
         ):
             with pytest.raises(InvalidArgument, match=field):
-                send(daemon, "j", file, **fields)  # type: ignore[arg-type]
+                send(daemon, "j", file, **fields)
         with pytest.raises(InvalidArgument, match="no line"):
             send(daemon, "j", b"\n\n")
         with pytest.raises(NotFound):

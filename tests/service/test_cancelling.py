@@ -35,7 +35,7 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
         yield rig
 
 
-def begin(rig: DaemonRig, name: str, num_tokens: int, request_id: str = "r") -> Iterator[Any]:
+def begin(rig: DaemonRig, name: str, num_tokens: int, request_id: str = "r") -> Any:
     """A turn of which so many tokens, or more, were read."""
     stream = rig.send(name, "hello", request_id=request_id, sampling=LONG)
     read = 0

@@ -40,7 +40,7 @@ async def healthy(address: str, name: str) -> list[float]:
     gaps: list[float] = []
 
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = conversation_pb2_grpc.ConversationServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = conversation_pb2_grpc.ConversationServiceStub(channel)
 
         async def talk(number: int) -> int:
             before, count = None, 0

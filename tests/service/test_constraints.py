@@ -230,7 +230,7 @@ def many(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{each}": {} for each in range(number)}}
 
 
-HOPELESS = {
+HOPELESS: dict[str, tuple[Any, str | None]] = {
     "nested": ({"json_schema": '{"items":' * 3_000 + "{}" + "}" * 3_000}, "json_schema"),
     "enum of 50,000": ({"json_schema": json.dumps({"enum": [*range(50_000)]})}, None),
     "a megabyte": ({"json_schema": json.dumps(many(100_000))}, None),
@@ -244,7 +244,7 @@ HOPELESS = {
     "no grammar": ({"grammar": "start: none"}, "grammar"),
     "no choice": ({"choice": pb.Choices()}, "choice"),
 }
-COSTLY = {
+COSTLY: dict[str, Any] = {
     "nested repetition": {"regex": "((a+)+)+b"},
     "counts": {"regex": "(a{1000}){1000}"},
     "200 patterns": {
@@ -260,7 +260,7 @@ COSTLY = {
 def test_hopeless_and_costly_ones_stop_nobody(tmp_path: Path) -> None:
     """While they are refused or served, another stream goes on, and says what it says alone."""
     written = {"device_cache": "4000t", "host_cache": "400t"}
-    talk = {"temperature": 1.0, "seed": 5, "max_tokens": 300, "ignore_eos": True}
+    talk: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 300, "ignore_eos": True}
     with DaemonRig(tmp_path / "data", program=ENGINE, written=written) as rig:
         with Client(rig.server.address) as client:
             alone = client.conversation("alone").ask("Hello.", **talk)
@@ -281,7 +281,7 @@ def test_hopeless_and_costly_ones_stop_nobody(tmp_path: Path) -> None:
                     list(rig.stub.SendMessage(request))
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, number
                 if field is not None:
-                    assert f"constraint.{field}" in caught.value.details()
+                    assert f"constraint.{field}" in str(caught.value.details())
             for name, given in COSTLY.items():
                 try:
                     reply = client.conversation().ask("Hi.", constraint=given, max_tokens=20)
@@ -310,7 +310,8 @@ def test_the_sdk_says_each_kind(tmp_path: Path) -> None:
     ):
         conversation = client.conversation("c")
 
-        def said(**constraint: Any) -> str:
+        def said(**given: Any) -> str:
+            constraint: Any = given
             reply = conversation.ask("And now?", constraint=constraint, max_tokens=120)
             assert reply.finish_reason == "stop"
             return reply.text
@@ -321,6 +322,7 @@ def test_the_sdk_says_each_kind(tmp_path: Path) -> None:
         assert re.fullmatch("[0-9]{4}", said(regex="[0-9]{4}"))
         assert said(grammar='start: "a" "b"') == "ab"
         assert conversation.ask("Then?", constraint={"json_object": True}).text.startswith("{")
+        wrong: Any
         for wrong in ({}, {"regex": "a", "grammar": "b"}, {"poem": "roses"}, {"choice": "ab"}):
             with pytest.raises(InvalidArgument, match="constraint"):
                 conversation.ask("And?", constraint=wrong)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.v1 import admin_pb2, conversation_pb2_grpc
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.rig_daemon import DaemonRig, Said, ServeProcess, details, wait_for
+from tests.service.rig_daemon import DaemonRig, Said, ServeProcess, details, send_signal, wait_for
 from tests.service.test_tenants import TokensRig
 
 SHORT = pb.Sampling(max_tokens=8, ignore_eos=True)
@@ -175,7 +174,7 @@ def test_an_engine_that_was_started_again_warms_what_is_kept_warm(rig: DaemonRig
         create(rig, "before")
         wait_for(warm_now(rig))
         before = rig.daemon.engine.num_restarts
-        os.kill(rig.daemon.engine.pid, signal.SIGKILL)
+        send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts > before and rig.daemon.serving)
         wait_for(warm_now(rig))
         usage = rig.ask("before", "Is it late?", sampling=SHORT).completed.usage
@@ -187,7 +186,7 @@ def test_a_conversation_that_was_dropped_takes_a_warm_prefix_back(rig: DaemonRig
         declare(rig, keep_warm=True)
         begin(rig, "c", "Is it late?")
         before = rig.daemon.engine.num_restarts
-        os.kill(rig.daemon.engine.pid, signal.SIGKILL)
+        send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts > before and rig.daemon.serving)
         wait_for(warm_now(rig))
         usage = rig.ask("c", "And now?", sampling=SHORT).completed.usage

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,8 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
     ranges = idle = 0.0
     for life in range(3):  # the process ends between turns; the history stays
         runtime = started(folder, tmp_path / "data", **shape)
-        runtime.engine.executor.depth = depth
+        executor: Any = runtime.engine.executor
+        executor.depth = depth
         with runtime:
             if crowd is None:
                 crowd = Crowd(runtime, seed=4, size=44)

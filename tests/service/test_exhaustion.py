@@ -22,7 +22,7 @@ from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.engine_client import UNSENT_BYTES_MAX
 from pensieve.service.spare_descriptors import SpareDescriptors
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.rig_daemon import DaemonRig, ServeProcess, wait_for
+from tests.service.rig_daemon import DaemonRig, ServeProcess, send_signal, wait_for
 
 SHORT = pb.Sampling(max_tokens=8, ignore_eos=True)
 NEVER_HUNG = DaemonConfig(grace_seconds=30.0, heartbeat_seconds=1e9)
@@ -48,7 +48,7 @@ def test_an_engine_starts_again_though_connections_have_all_descriptors(tmp_path
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
         flood = [socket.create_connection((host, int(port))) for _ in range(most)]
         wait_for(lambda: num_descriptors(pid) >= most)
-        os.kill(process.engine_pid(), signal.SIGKILL)
+        send_signal(process.engine_pid(), signal.SIGKILL)
         reply = client.conversation("c").ask("again", max_tokens=4, ignore_eos=True)
         assert len(reply.token_ids) == 4
         assert admin.stats().engine_restarts == 1
@@ -69,7 +69,7 @@ def test_an_engine_starts_again_when_there_are_descriptors_again(
             raise OSError(24, "Too many open files")
 
         monkeypatch.setattr(socket, "socketpair", refuse)
-        os.kill(rig.daemon.engine.pid, signal.SIGKILL)
+        send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(lambda: len(num_tries) >= 3)
         monkeypatch.setattr(socket, "socketpair", pair)
         wait_for(lambda: rig.daemon.engine.num_restarts == 1)
@@ -93,7 +93,7 @@ def test_what_waits_for_a_stopped_engine_is_bounded(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data", config=NEVER_HUNG) as rig:
         rig.ask("c", "hello", sampling=SHORT)
         engine = rig.daemon.engine
-        os.kill(engine.pid, signal.SIGSTOP)
+        send_signal(engine.pid, signal.SIGSTOP)
         submit = SubmitTurn(10**9, "big", bytes(1 << 20), 0)
 
         async def fill() -> int:
@@ -102,7 +102,7 @@ def test_what_waits_for_a_stopped_engine_is_bounded(tmp_path: Path) -> None:
                     engine.put(submit)
                 except Unavailable:
                     engine.put(CancelTurn(1, 0))  # what only frees things is taken
-                    return int(engine._writer.transport.get_write_buffer_size())
+                    return int(vars(engine)["_writer"].transport.get_write_buffer_size())
             raise AssertionError("it is without bounds")
 
         num_unsent = rig.call(fill())
@@ -111,7 +111,7 @@ def test_what_waits_for_a_stopped_engine_is_bounded(tmp_path: Path) -> None:
             rig.ask("c", "again", sampling=SHORT, seconds=30)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert rig.num_live == 0
-        os.kill(engine.pid, signal.SIGCONT)
+        send_signal(engine.pid, signal.SIGCONT)
         with Client(rig.server.address) as client:
             assert client.conversation("c").ask("again", max_tokens=4).revision == 2
         assert engine.num_restarts == 0
@@ -125,14 +125,14 @@ def test_more_messages_than_the_mailbox_takes_end_no_engine(tmp_path: Path) -> N
     with DaemonRig(tmp_path / "data", program=program, config=NEVER_HUNG) as rig:
         rig.ask("c", "hello", sampling=SHORT)
         engine = rig.daemon.engine
-        os.kill(engine.pid, signal.SIGSTOP)
+        send_signal(engine.pid, signal.SIGSTOP)
 
         async def fill() -> None:
             for _ in range(5_000):
                 engine.put(EvictConversation("nobody"))
 
         rig.call(fill())
-        os.kill(engine.pid, signal.SIGCONT)
+        send_signal(engine.pid, signal.SIGCONT)
         assert rig.ask("c", "again", sampling=SHORT).completed.revision == 2
         assert engine.num_restarts == 0
 

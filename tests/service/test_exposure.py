@@ -15,7 +15,7 @@ from pensieve.service.grpc import auth, translate
 from pensieve.service.grpc.server import Listening, check_exposure
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig
-from tests.store.faulty import FaultyDriver
+from tests.store.faulty import FaultyDriver, writer_of
 
 PEM = Path("some.pem")
 TOKENS = (auth.Token(b"x" * 32),)
@@ -91,7 +91,7 @@ def test_a_client_hears_of_a_failing_disk_and_the_log_says_which(
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.ERROR, "pensieve"):
         rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4))
-        writer = rig.daemon.store._writer
+        writer = writer_of(rig.daemon.store)
         faults = FaultyDriver(writer.driver, 10, False, True)
 
         async def plant() -> None:
@@ -107,6 +107,6 @@ def test_a_client_hears_of_a_failing_disk_and_the_log_says_which(
             rig.stub.CreateConversation(pb.CreateConversationRequest(conversation_id="d"))
         faults.heal()
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        told = error.value.details() + str(error.value.trailing_metadata())
+        told = str(error.value.details()) + str(error.value.trailing_metadata())
         assert str(tmp_path) not in told
         assert str(tmp_path) in caplog.text

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ def test_tenants_come_by_turns_and_each_in_its_own_order() -> None:
 
     async def flood() -> None:
         pool, gate = FairPool(asyncio.get_running_loop(), 1, "store"), threading.Event()
-        jobs = [asyncio.ensure_future(pool.run("a", gate.wait))]
+        jobs: list[Any] = [asyncio.ensure_future(pool.run("a", gate.wait))]
         for tenant, count in (("a", 5), ("b", 2), ("c", 3)):
             for i in range(count):
-                work = pool.run(tenant, lambda job=f"{tenant}{i}": ran.append(job))
+                work = pool.run(tenant, partial(ran.append, f"{tenant}{i}"))
                 jobs.append(asyncio.ensure_future(work))
         await asyncio.sleep(0)
         assert sorted(pool.tenants) == ["a", "b", "c"]
@@ -263,7 +264,7 @@ def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:
         for i in range(100):
             rig.daemon.threads.spawn(rig.daemon.threads.in_store("noisy", done.append, i))
 
-    history.start = noted  # type: ignore[method-assign]
+    history.start = noted  # type: ignore[method-assign, assignment]
     with stopped_store(rig):
         rig.call(flood())
         stream = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=2))

@@ -65,7 +65,7 @@ def test_what_waits_for_the_store_is_counted_with_its_age(rig: DaemonRig) -> Non
     wait_for(lambda: service(rig).store_jobs == 0)
     assert service(rig).store_oldest_seconds == 0.0
     gate = threading.Event()
-    jobs = [rig.daemon.threads.in_store(tenant, gate.wait) for tenant in ("", "", "a")]
+    jobs: list[Any] = [rig.daemon.threads.in_store(tenant, gate.wait) for tenant in ("", "", "a")]
     for job in jobs:
         rig._loop.call_soon_threadsafe(rig.daemon.threads.spawn, job)
     wait_for(lambda: service(rig).store_jobs == 3)

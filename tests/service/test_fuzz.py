@@ -67,14 +67,17 @@ CORPUS: dict[str, list[Any]] = {
         pb.SendMessageRequest(
             conversation_id="c2",
             request_id="r1",
-            messages=[pb.NewMessage(content="hello"), pb.NewMessage(role=4, content="x")],
+            messages=[
+                pb.NewMessage(content="hello"),
+                pb.NewMessage(role=pb.ROLE_TOOL, content="x"),
+            ],
             create_if_missing=True,
             expected_revision=1,
             sampling=SAMPLING,
         ),
         pb.SendMessageRequest(
             conversation_id="c1",
-            messages=[pb.NewMessage(role=2, content="<|im_end|>\nGrüße 日本")],
+            messages=[pb.NewMessage(role=pb.ROLE_USER, content="<|im_end|>\nGrüße 日本")],
             create_if_missing=True,
             sampling=pb.Sampling(max_tokens=2),
         ),
@@ -119,10 +122,12 @@ async def bombard(address: str, num_messages: int) -> tuple[Counter[str], set[st
                 path = f"/pensieve.v1.ConversationService/{name}"
                 try:
                     if name == "SendMessage":
-                        async for _ in channel.unary_stream(path)(packed, timeout=120):
+                        many: Any = channel.unary_stream(path)
+                        async for _ in many(packed, timeout=120):
                             pass
                     else:
-                        await channel.unary_unary(path)(packed, timeout=120)
+                        one: Any = channel.unary_unary(path)
+                        await one(packed, timeout=120)
                     codes["OK"] += 1
                 except grpc.aio.AioRpcError as error:
                     codes[error.code().name] += 1
@@ -167,7 +172,7 @@ def test_bytes_that_are_no_request_have_their_own_code(
     tmp_path: Path, packed: bytes, codes: set[str]
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
-        call = rig.channel.unary_unary("/pensieve.v1.ConversationService/GetConversation")
+        call: Any = rig.channel.unary_unary("/pensieve.v1.ConversationService/GetConversation")
         with pytest.raises(grpc.RpcError) as error:
             call(packed)
         assert error.value.code().name in codes

@@ -74,7 +74,7 @@ def test_tool_calls_thinking_and_names_come_back_as_they_were_given(rig: DaemonR
         "type": "function",
         "function": {"name": "rain", "arguments": '{"mm": [1, 2.5, null], "where": "Oslo"}'},
     }
-    given = [
+    given: list[dict[str, Any]] = [
         {"role": "user", "content": "Is it raining?", "name": "Ada"},
         {
             "role": "assistant",

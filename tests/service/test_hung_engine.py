@@ -24,7 +24,7 @@ from pensieve.service import engine_client
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.v1 import conversation_pb2 as pb
 from tests import fork_server
-from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess, said, wait_for
+from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess, said, send_signal, wait_for
 
 FAULTY = (sys.executable, "-m", "tests.service.faulty_engine")
 SLOW = (*ECHO, "--seconds=0.02")
@@ -42,7 +42,7 @@ def test_an_engine_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -
         with Client(rig.server.address) as client:
             turn = client.conversation("c").send("hello", max_tokens=60, ignore_eos=True)
             next(iter(turn))
-            os.kill(rig.daemon.engine.pid, signal.SIGSTOP)
+            send_signal(rig.daemon.engine.pid, signal.SIGSTOP)
             for _ in turn:
                 pass
             assert len(turn.reply.token_ids) == 60
@@ -127,7 +127,9 @@ def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
     monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.1)
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.ERROR, "pensieve"):
         process = rig.daemon.engine._process
-        wait, killed = process.wait, []
+        assert process is not None
+        wait = process.wait
+        killed: list[Any] = []
 
         def lasts(timeout: float | None = None) -> int:
             if len(killed) < 3:
@@ -151,6 +153,7 @@ def test_a_daemon_stops_though_its_engine_does_not_end(
 
     with caplog.at_level(logging.ERROR, "pensieve"), DaemonRig(tmp_path / "data") as rig:
         process = rig.daemon.engine._process
+        assert process is not None
         monkeypatch.setattr(process, "wait", lasts)
     assert "was killed and does not end" in caplog.text
     monkeypatch.undo()
@@ -175,7 +178,7 @@ def test_a_supervisor_that_fails_ends_the_service(
         events = rig.send("c", "hello", sampling=LONG)
         next(events)
         monkeypatch.setattr(rig.daemon.engine, when, wrong)
-        os.kill(rig.daemon.engine.pid, signal.SIGKILL)
+        send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(rig.server.stopping.is_set)
         assert "nobody foresaw this" in str(rig.server.failure)
         monkeypatch.undo()
@@ -198,7 +201,7 @@ def test_an_unforeseen_failure_of_a_start_is_tried_again(
             return await spawn()
 
         monkeypatch.setattr(engine, "_spawn", fail_twice)
-        os.kill(engine.pid, signal.SIGKILL)
+        send_signal(engine.pid, signal.SIGKILL)
         wait_for(lambda: engine.num_restarts == 1)
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
         assert caplog.text.count("nobody foresaw this") >= 2
@@ -254,7 +257,7 @@ def test_a_turn_whose_log_cannot_be_read_for_an_unforeseen_reason_ends(
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("c", "hello", sampling=SHORT)
-        os.kill(rig.daemon.engine.pid, signal.SIGKILL)
+        send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts == 1)
         monkeypatch.setattr(rig.daemon.conversations._history, "log_for", wrong)
         with pytest.raises(grpc.RpcError) as caught:

@@ -144,6 +144,7 @@ def test_a_job_from_its_file_to_its_results(rig: JobsRig) -> None:
 def test_a_job_that_is_paused_resumed_and_cancelled(rig: JobsRig) -> None:
     rig.create(pb.JobHeader(job_id="steered"), FILE)
     seen = []
+    method: Any
     for method, kind in (
         (rig.service.PauseJob, pb.PauseJobRequest),
         (rig.service.ResumeJob, pb.ResumeJobRequest),
@@ -358,4 +359,4 @@ def test_a_daemon_without_jobs_says_so(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as error:
             service.GetJob(pb.GetJobRequest(job_id="x"))
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
-        assert "takes no jobs" in error.value.details()
+        assert "takes no jobs" in str(error.value.details())

@@ -223,8 +223,8 @@ def test_a_block_is_told_while_all_before_it_are_held(seed: int) -> None:
                 reported[each.number] = None
         assert set(reported) == {each for each in held if reaches(each, parents, held)}
         places = list(blocks.reported)
-        for each in places:
-            assert not parents[each] or places.index(parents[each]) < places.index(each)
+        for place in places:
+            assert not parents[place] or places.index(parents[place]) < places.index(place)
 
 
 def reaches(number: int, parents: dict[int, int], held: set[int]) -> bool:

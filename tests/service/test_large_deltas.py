@@ -21,6 +21,7 @@ def turn(num_tokens: int, text: str = "w", logprobs: int = 0) -> LiveTurn:
         live.parts.append(Part.THINKING if number < num_tokens // 3 else Part.TEXT)
         if logprobs:
             top = tuple(Logprob(2**31 + each, -1.5) for each in range(logprobs))
+            assert isinstance(live.logprobs, dict)
             live.logprobs[number] = (-0.5, top)
         live.token_ids.append(number)
     return live
@@ -36,7 +37,9 @@ def turn(num_tokens: int, text: str = "w", logprobs: int = 0) -> LiveTurn:
     ids=["many logprobs", "long words", "huge words"],
 )
 def test_a_late_reader_gets_everything_in_messages_that_may_be_sent(live: LiveTurn) -> None:
-    token_ids, texts, logprobs = [], [], []
+    token_ids: list[int] = []
+    texts: list[str] = []
+    logprobs: list[tuple[float, int]] = []
     for delta in deltas(live, 0, live.num_tokens):
         assert delta.ByteSize() <= RECEIVED_BYTES_MAX - MARGIN
         token_ids += delta.token_ids
@@ -44,6 +47,7 @@ def test_a_late_reader_gets_everything_in_messages_that_may_be_sent(live: LiveTu
         logprobs += [(each.logprob, len(each.alternatives)) for each in delta.logprobs]
     assert token_ids == live.token_ids
     assert "".join(texts) == live.text
+    assert isinstance(live.logprobs, dict)
     assert logprobs == [(logprob, len(top)) for logprob, top in live.logprobs.values()]
 
 

@@ -26,7 +26,7 @@ async def load(address: str, turns_per_second: float | None, seconds: float) -> 
     end = began + seconds
 
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = conversation_pb2_grpc.ConversationServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = conversation_pb2_grpc.ConversationServiceStub(channel)
 
         async def say(number: int) -> None:
             nonlocal delivered, completed, retries

@@ -297,7 +297,7 @@ def test_a_watch_without_a_token_ends_some_time(
     tokens = auth.read_tokens(path)
     listening = server.Listening("127.0.0.1:0", data / "admin.sock", tokens=tokens)
     with DaemonRig(data, listening=listening) as rig:
-        watch = rig.channel.unary_stream(WATCH)
+        watch: Any = rig.channel.unary_stream(WATCH)
         known = watch(b"", metadata=[("authorization", f"Bearer {token}")])
         assert next(known) == b"\x08\x01"
         with pytest.raises(grpc.RpcError, match="watch again"):
@@ -316,7 +316,7 @@ def test_half_open_requests_do_not_keep_the_operator_out(tmp_path: Path) -> None
 
     with DaemonRig(tmp_path / "data") as rig:
         path = "/pensieve.v1.ConversationService/GetConversation"
-        call = rig.channel.stream_unary(path, request_serializer=bytes)
+        call: Any = rig.channel.stream_unary(path, request_serializer=bytes)
         calls = [call.future(unfinished()) for _ in range(4 * RECEIVING_MAX)]
         incoming = rig.server.guard.incoming
         wait_for(lambda: "" in incoming._slots and incoming._slots[""].locked(), 30)
@@ -346,10 +346,11 @@ def test_a_call_without_a_message_is_refused_and_one_that_is_cancelled_at_once_i
 
 def test_health_answers_strangers_again_and_again(guarded: Guarded) -> None:
     with grpc.insecure_channel(guarded.address) as channel:
-        check = channel.unary_unary(HEALTH)
+        check: Any = channel.unary_unary(HEALTH)
         for _ in range(1500):
             assert check(b"", timeout=30) == b"\x08\x01"
-        watches = [channel.unary_stream(WATCH)(b"") for _ in range(20)]
+        begin: Any = channel.unary_stream(WATCH)
+        watches = [begin(b"") for _ in range(20)]
         for watch in watches:
             assert next(watch) == b"\x08\x01"
             watch.cancel()
@@ -380,7 +381,7 @@ def test_no_stranger_keeps_others_from_asking_for_health(
 ) -> None:
     """An orchestrator would start the daemon again."""
     with contextlib.ExitStack() as peers, grpc.insecure_channel(guarded.address) as channel:
-        check = channel.unary_unary(HEALTH)
+        check: Any = channel.unary_unary(HEALTH)
         assert check(b"", timeout=30) == b"\x08\x01"
         attack(peers, guarded.address)
         for _ in range(20):

@@ -72,10 +72,13 @@ def test_the_client_of_grpcs_own_package_finds_every_method_and_type(rig: Daemon
     for name in SERVICES:
         assert pool.FindServiceByName(name).methods
     send = pool.FindServiceByName("pensieve.v1.ConversationService").methods_by_name["SendMessage"]
-    assert send.input_type.fields_by_name["sampling"].message_type.fields_by_name["temperature"]
+    sampling = send.input_type.fields_by_name["sampling"].message_type
+    assert sampling is not None
+    assert sampling.fields_by_name["temperature"]
     check = pool.FindServiceByName("grpc.health.v1.Health").methods_by_name["Check"]
     assert check.output_type.full_name == "grpc.health.v1.HealthCheckResponse"
     status = check.output_type.fields_by_name["status"].enum_type
+    assert status is not None
     assert status.values_by_name["SERVING"].number == 1
 
 

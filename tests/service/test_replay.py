@@ -211,14 +211,14 @@ def test_a_request_id_is_forgotten_when_its_time_is_over(tmp_path: Path) -> None
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("tea", "hello", request_id="r1", **short)
         assert rig.ask("tea", "hello", request_id="r1", **short).started.replayed
-    config = DaemonConfig(0.2, request_keep_seconds=0.2)
+    config = DaemonConfig(grace_seconds=0.2, request_keep_seconds=0.2)
     with DaemonRig(tmp_path / "data", config=config) as rig:
         store = rig.daemon.store
         wait_for(
             lambda: rig.call(rig.daemon.threads.in_store("", store.find_turn, "tea", "r1")) is None
         )
         assert len(rig.messages("tea")) == 2
-    config = DaemonConfig(0.2, request_keep_seconds=3600.0)
+    config = DaemonConfig(grace_seconds=0.2, request_keep_seconds=3600.0)
     with DaemonRig(tmp_path / "data", config=config) as rig:
         again = rig.ask("tea", "hello", request_id="r1", **short)
         assert not again.started.replayed

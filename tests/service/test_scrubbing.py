@@ -13,7 +13,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig, details, wait_for
 
 SHORT = pb.Sampling(max_tokens=4, ignore_eos=True)
-SCRUBS = DaemonConfig(0.2, scrub_seconds=0.001)
+SCRUBS = DaemonConfig(grace_seconds=0.2, scrub_seconds=0.001)
 COLD = "words of an old conversation, " * 20
 
 

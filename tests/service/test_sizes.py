@@ -349,7 +349,11 @@ async def put_as_it_is(rig: DaemonRig, settings: ConversationSettings) -> None:
     await rig.daemon.threads.in_store("", rig.daemon.store.create_conversation, new)
 
 
-VALUES = {"a": [1, 1.5, True, False, None, "ü", [], {}, {"b": [{"c": -0.25}]}], "": "", "x": {}}
+VALUES: dict[str, Any] = {
+    "a": [1, 1.5, True, False, None, "ü", [], {}, {"b": [{"c": -0.25}]}],
+    "": "",
+    "x": {},
+}
 
 
 def test_json_goes_over_the_wire_and_back() -> None:

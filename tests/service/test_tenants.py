@@ -91,7 +91,7 @@ class TokensRig(DaemonRig):
             now = asyncio.get_running_loop().time()
             return self.daemon.admission.allowances.of(tenant, now).in_debt(now)
 
-        return self.call(look())  # type: ignore[no-any-return]
+        return self.call(look())
 
     def num_calls(self, tenant: str) -> int:
         return self.daemon.admission.allowances.of(tenant, 0.0).num_calls
@@ -477,7 +477,7 @@ def test_a_priority_above_the_tokens_ceiling_is_lowered_to_it(tmp_path: Path) ->
             seen.append((ask.tenant, ask.options.priority))
             return await begin(ask, *rest)
 
-        rig.daemon.begin = noted  # type: ignore[method-assign]
+        rig.daemon.begin = noted  # type: ignore[method-assign, assignment]
         for priority in (8, 0, -3):
             for tenant in ("a", "b"):
                 said(rig.begin(tenant, f"c{priority}", SHORT, priority=priority))
@@ -551,7 +551,7 @@ async def _num_warms(rig: DaemonRig) -> int:
 
 def test_a_flood_leaves_others_room_to_begin() -> None:
     def load(num_turns: int, num_of_tenant: int) -> Load:
-        return Load(False, True, num_turns, num_of_tenant, 0, None)
+        return Load(False, True, num_turns, num_of_tenant)
 
     shared = Admission(90, {"a": Limits(), "b": Limits()}, 0.0)
     assert shared.refusal("a", load(80, 80), None, 0.0) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,8 @@ def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turn
     assert (ending.reply.finish, ending.reply.is_cut) == (FinishReason.CANCELLED, True)
     assert live.finish is None  # until it is in the store
     turns.finish(live, ending.reply, Committed(3, "c"))
-    assert (live.finish, live.revision, live.tail) == (FinishReason.CANCELLED, 3, "c")
+    found: Any = (live.finish, live.revision, live.tail)
+    assert found == (FinishReason.CANCELLED, 3, "c")
     assert turns.num_live == turns.num_of_tenant("") == 0
 
 

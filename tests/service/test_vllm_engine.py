@@ -28,6 +28,7 @@ from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import auth, vllm_values
 from pensieve.service.grpc.server import Listening
 from pensieve.service.grpc.sizes import RESPONSE_BYTES_MAX
+from pensieve.service.limits import Limits
 from pensieve.service.live_turn import LiveTurn
 from pensieve.text import Part
 from pensieve.v1 import conversation_pb2, status_pb2
@@ -358,7 +359,7 @@ def test_input_that_is_not_supported_is_refused_by_name(
     given = request()
     given.MergeFrom(pb.GenerateRequest(**more))
     field = "tokenized.input_ids" if "text" in more else next(iter(more))
-    assert field in refused(rig, given).details()
+    assert field in str(refused(rig, given).details())
 
 
 def test_a_prompt_that_does_not_fit_is_out_of_range(rig: DaemonRig) -> None:
@@ -381,7 +382,7 @@ def test_it_needs_a_token_where_tokens_are_needed_and_tenants_are_apart(tmp_path
     data = tmp_path / "data"
     tokens = tuple(
         auth.Token(hashlib.sha256(name.encode()).digest(), tenant=name, limits=limits)
-        for name, limits in (("one", auth.Limits(turns_max=1)), ("two", auth.Limits()))
+        for name, limits in (("one", Limits(turns_max=1)), ("two", Limits()))
     )
     config = DaemonConfig(limits=auth.limits_of(tokens), grace_seconds=3600)
     guarded = listening(data, tokens=tokens)

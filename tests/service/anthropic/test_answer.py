@@ -47,7 +47,8 @@ def streamed(pieces: Sequence[Sequence[Piece]], ending: Ending) -> list[dict[str
 
 
 def put_together(events: Sequence[dict[str, Any]]) -> Any:
-    found, buffers = None, {}
+    found: Any = None
+    buffers: dict[int, bytes] = {}
     for each in events:
         if each["type"] != "ping":
             found = accumulate_event(
@@ -66,8 +67,8 @@ def shown(found: Any) -> dict[str, Any]:
     }
 
 
-def test_a_message():
-    pieces = [Thinking("so"), Text("Hel"), Text("lo")]
+def test_a_message() -> None:
+    pieces: list[Piece] = [Thinking("so"), Text("Hel"), Text("lo")]
     assert message(HEADING, pieces, REPLY, PROMPT, Ending("end_turn")) == {
         "id": "msg_a1",
         "type": "message",
@@ -89,8 +90,8 @@ def test_a_message():
     }
 
 
-def test_calls_are_blocks_of_their_own():
-    pieces = [
+def test_calls_are_blocks_of_their_own() -> None:
+    pieces: list[Piece] = [
         Text("I'll look."),
         CallBegan(0, "f"),
         CallArguments(0, '{"x"'),
@@ -107,8 +108,13 @@ def test_calls_are_blocks_of_their_own():
     ]
 
 
-def test_the_events_of_a_message():
-    pieces = [[], [Thinking("so")], [Text("Hi")], [CallBegan(0, "f"), CallArguments(0, "{}")]]
+def test_the_events_of_a_message() -> None:
+    pieces: list[list[Piece]] = [
+        [],
+        [Thinking("so")],
+        [Text("Hi")],
+        [CallBegan(0, "f"), CallArguments(0, "{}")],
+    ]
     events = streamed(pieces, Ending("tool_use"))
     assert [each["type"] for each in events] == [
         *("message_start", "ping"),
@@ -124,7 +130,7 @@ def test_the_events_of_a_message():
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
-def test_a_reply_without_a_piece_is_a_message_without_a_block():
+def test_a_reply_without_a_piece_is_a_message_without_a_block() -> None:
     events = streamed([], Ending("end_turn"))
     kinds = ["message_start", "ping", "message_delta", "message_stop"]
     assert [each["type"] for each in events] == kinds
@@ -158,7 +164,9 @@ def replies(draw: st.DrawFn) -> list[Piece]:
 
 
 @given(replies(), st.data())
-def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(pieces, data):
+def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(
+    pieces: list[Piece], data: st.DataObject
+) -> None:
     ending = data.draw(st.sampled_from([Ending("end_turn"), Ending("stop_sequence", "x")]))
     together: list[list[Piece]] = [[]]
     for each in pieces:
@@ -187,12 +195,16 @@ def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(pieces, dat
         ("[" * 100_000, {}),
     ],
 )
-def test_of_arguments_that_break_off_the_whole_ones_stay(arguments, whole):
+def test_of_arguments_that_break_off_the_whole_ones_stay(
+    arguments: str, whole: dict[str, Any]
+) -> None:
     assert whole_part(arguments) == whole
 
 
 @given(OBJECTS, st.data())
-def test_the_beginning_of_arguments_says_nothing_that_they_do_not(arguments, data):
+def test_the_beginning_of_arguments_says_nothing_that_they_do_not(
+    arguments: dict[str, Any], data: st.DataObject
+) -> None:
     text = json.dumps(arguments)
     found = whole_part(text[: data.draw(st.integers(0, len(text)))])
     assert list(found) == list(arguments)[: len(found)]
@@ -204,7 +216,7 @@ def test_the_beginning_of_arguments_says_nothing_that_they_do_not(arguments, dat
 # -- endings --
 
 
-def test_why_a_reply_ended():
+def test_why_a_reply_ended() -> None:
     assert ending_of(STOP, False, None) == Ending("end_turn")
     assert ending_of(STOP, True, None) == Ending("tool_use")
     assert ending_of(LENGTH, True, None) == Ending("max_tokens")
@@ -224,20 +236,20 @@ def test_why_a_reply_ended():
     ],
 )
 def test_the_stop_string_is_known_by_the_text_that_was_withheld(
-    tokenizer, released, sampled, stops, found
-):
+    tokenizer: Tokenizer, released: str, sampled: str, stops: tuple[str, ...], found: str
+) -> None:
     ids = tokenizer.encode_literal(sampled)
     texts = [released, *[""] * (len(ids) - 1)]
     assert stopped_by(Reply(ids, texts, STOP), tokenizer, stops) == found
     assert stopped_by(Reply(ids, texts, LENGTH), tokenizer, stops) is None
 
 
-def test_an_end_of_turn_is_no_stop_string(tokenizer):
+def test_an_end_of_turn_is_no_stop_string(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_literal("one<|im_end|>")
     assert stopped_by(Reply(ids, ["one"], STOP), tokenizer, ("<|im_end|>", "x")) is None
 
 
-def test_errors_go_by_their_status():
+def test_errors_go_by_their_status() -> None:
     assert error_body(404, "gone") == {
         "type": "error",
         "error": {"type": "not_found_error", "message": "gone"},

@@ -59,7 +59,7 @@ def refused(**members: Any) -> tuple[str, str, str]:
 # -- messages --
 
 
-def test_a_history_with_tools_becomes_messages_of_the_template():
+def test_a_history_with_tools_becomes_messages_of_the_template() -> None:
     ephemeral = {"cache_control": {"type": "ephemeral"}}
     thinking = {"type": "thinking", "thinking": "which?", "signature": "s"}
     assert messages(
@@ -77,13 +77,13 @@ def test_a_history_with_tools_becomes_messages_of_the_template():
     )
 
 
-def test_neighbours_of_one_role_are_read_as_one():
+def test_neighbours_of_one_role_are_read_as_one() -> None:
     assert messages(
         USER, user(text("there")), assistant(text("a")), assistant(text("b")), USER
     ) == (Message("user", "hi\nthere"), Message("assistant", "ab"), Message("user", "hi"))
 
 
-def test_a_tools_answer_may_be_text_blocks_or_nothing_and_may_be_an_error():
+def test_a_tools_answer_may_be_text_blocks_or_nothing_and_may_be_an_error() -> None:
     def answered(**members: Any) -> str:
         result = {"type": "tool_result", "tool_use_id": "toolu_1", **members}
         return messages(USER, assistant(USE), user(result))[-1].content
@@ -94,17 +94,17 @@ def test_a_tools_answer_may_be_text_blocks_or_nothing_and_may_be_an_error():
     assert answered(content="no such file", is_error=True) == "Error: no such file"
 
 
-def test_an_answer_without_a_block_may_be_sent_back():
+def test_an_answer_without_a_block_may_be_sent_back() -> None:
     redacted = {"type": "redacted_thinking", "data": "x"}
     assert messages(USER, assistant(), USER)[1] == Message("assistant")
     assert messages(USER, assistant(redacted, text("a")), USER)[1] == Message("assistant", "a")
 
 
-def test_an_empty_system_prompt_is_none():
+def test_an_empty_system_prompt_is_none() -> None:
     assert messages(USER, system="") == messages(USER, system=[]) == (Message("user", "hi"),)
 
 
-def test_a_system_message_may_come_later():
+def test_a_system_message_may_come_later() -> None:
     later = {"role": "system", "content": "Be brief."}
     assert messages(USER, assistant(text("a")), later, USER)[2] == Message("system", "Be brief.")
 
@@ -128,18 +128,20 @@ def test_a_system_message_may_come_later():
         (["hi"], "messages[0]", "object"),
     ],
 )
-def test_messages_that_are_none_are_refused_by_their_place(given_, where, says):
+def test_messages_that_are_none_are_refused_by_their_place(
+    given_: Any, where: str, says: str
+) -> None:
     field, problem, _ = refused(messages=given_)
     assert field == where
     assert says in problem
 
 
-def test_only_the_calls_just_before_can_be_answered():
+def test_only_the_calls_just_before_can_be_answered() -> None:
     later = [USER, assistant(USE), user(RESULT), assistant(text("a")), user(RESULT)]
     assert refused(messages=later)[0] == "messages[4].content[0].tool_use_id"
 
 
-def test_images_in_a_tools_answer_are_refused():
+def test_images_in_a_tools_answer_are_refused() -> None:
     result = {**RESULT, "content": [{"type": "image"}]}
     where = "messages[2].content[0].content[0].type"
     assert refused(messages=[USER, assistant(USE), user(result)])[0] == where
@@ -148,7 +150,7 @@ def test_images_in_a_tools_answer_are_refused():
 # -- parameters --
 
 
-def test_sampling_has_the_models_defaults_where_nothing_is_said():
+def test_sampling_has_the_models_defaults_where_nothing_is_said() -> None:
     request = ask(top_k=5, stop_sequences=["\n"], stream=True)
     assert request.stream
     assert request.sampling == Sampling(0.6, 0.95, 5, max_tokens=9, stop=("\n",))
@@ -198,15 +200,15 @@ def test_sampling_has_the_models_defaults_where_nothing_is_said():
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(members, where):
+def test_what_cannot_be_honoured_is_refused_by_name(members: dict[str, Any], where: str) -> None:
     assert refused(**members)[0] == where
 
 
-def test_a_model_that_is_not_served_is_not_found():
+def test_a_model_that_is_not_served_is_not_found() -> None:
     assert refused(model="claude")[2] == "model_not_found"
 
 
-def test_what_changes_nothing_passes():
+def test_what_changes_nothing_passes() -> None:
     plain = ask()
     passed = ask(
         metadata={"user_id": "u"},
@@ -219,7 +221,7 @@ def test_what_changes_nothing_passes():
     assert passed == plain
 
 
-def test_tools_have_the_shape_of_a_chat_completions():
+def test_tools_have_the_shape_of_a_chat_completions() -> None:
     function = {"name": "f", "description": "does f", "parameters": {"type": "object"}}
     more = {"type": "custom", "cache_control": {"type": "ephemeral"}, "strict": False}
     wanted = ({"type": "function", "function": function},)
@@ -239,7 +241,9 @@ def test_tools_have_the_shape_of_a_chat_completions():
         (set(), "disabled", {}),
     ],
 )
-def test_thinking_is_the_templates_switch_where_it_has_one(known, kind, options):
+def test_thinking_is_the_templates_switch_where_it_has_one(
+    known: set[str], kind: str, options: dict[str, Any]
+) -> None:
     body = {"model": "tiny", "max_tokens": 9, "messages": [USER], "thinking": {"type": kind}}
     if kind == "enabled":
         body["thinking"] = {"type": kind, "budget_tokens": 2048}
@@ -247,13 +251,13 @@ def test_thinking_is_the_templates_switch_where_it_has_one(known, kind, options)
     assert parse(body, served).template_options == options
 
 
-def test_an_effort_is_the_templates_where_it_has_one():
+def test_an_effort_is_the_templates_where_it_has_one() -> None:
     body = {"model": "tiny", "messages": [USER], "output_config": {"effort": "low"}}
     served = SERVED._replace(template_options=frozenset({"reasoning_effort"}))
     assert parse_count(body, served).template_options == {"reasoning_effort": "low"}
 
 
-def test_a_count_takes_the_prompt_and_nothing_else():
+def test_a_count_takes_the_prompt_and_nothing_else() -> None:
     body = {"model": "tiny", "messages": [USER], "system": "Be brief.", "tools": [TOOL]}
     request = parse_count(body, SERVED)
     assert request.messages == (Message("system", "Be brief."), Message("user", "hi"))
@@ -263,7 +267,7 @@ def test_a_count_takes_the_prompt_and_nothing_else():
     assert caught.value.field == "max_tokens"
 
 
-def test_later_refusals_go_by_the_bodys_names():
+def test_later_refusals_go_by_the_bodys_names() -> None:
     request = ask()
     assert request.param("content") == "messages"
     assert request.param("stop") == "stop_sequences"
@@ -292,7 +296,10 @@ WHOLE = {
     "top_k": 4,
     "stream": True,
 }
-ODD = [None, True, -1, 2**80, float("inf"), "", "\ud800", [], [None], {}, {"type": "text"}, [[]]]
+ODD: list[Any] = [
+    *(None, True, -1, 2**80, float("inf"), "", "\ud800"),
+    *([], [None], {}, {"type": "text"}, [[]]),
+]
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
@@ -305,7 +312,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def test_a_body_with_odd_values_anywhere_is_taken_or_refused():
+def test_a_body_with_odd_values_anywhere_is_taken_or_refused() -> None:
     random_ = random.Random(SEED)
     num_taken = 0
     for _ in range(5_000 * SCALE):
@@ -324,7 +331,7 @@ def test_a_body_with_odd_values_anywhere_is_taken_or_refused():
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda of: st.lists(of)))
-def test_what_is_no_body_is_refused(value):
+def test_what_is_no_body_is_refused(value: Any) -> None:
     with pytest.raises(InvalidArgument):
         parse(value, SERVED)
 

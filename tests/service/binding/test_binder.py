@@ -21,9 +21,11 @@ from pensieve.service.binding.binder import Binder, Bound, Chat, How
 from pensieve.service.binding.chain import Piece
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.store import ConversationStore
+from pensieve.store.remote.remote_store import Store
 from pensieve.text import Message, Part, ToolCall
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
+from tests.store.faulty import writer_of
 
 SHORT = TurnOptions(Sampling(max_tokens=4, ignore_eos=True))
 SLOW = (*ECHO, "--seconds=0.02")
@@ -72,7 +74,7 @@ class Bindings:
     def all_of(self, chat: Chat) -> list[Bound]:
         found = self.begin(chat)
         for each in found:
-            wait_for(lambda live=each.live: live.finish is not None)  # type: ignore[misc]
+            wait_for(lambda live=each.live: live.finish is not None)
         return found
 
     def one(self, chat: Chat) -> Bound:
@@ -580,7 +582,7 @@ def test_a_conversation_that_goes_between_the_look_and_the_turn(
     talk = Talk(bindings)
     first = talk.say("One").conversation_id
     begin = bindings.rig.daemon.begin
-    deletions = []
+    deletions: list[Any] = []
 
     async def begin_late(ask: Any, seconds_left: float | None = None) -> Any:
         if not deletions:
@@ -674,10 +676,10 @@ def test_chains_grow_old(tmp_path: Path) -> None:
         assert talk.say("Three").how is How.NEW
 
 
-def num_chains(store: ConversationStore) -> int:
+def num_chains(store: Store) -> int:
     from pensieve.store.connection import read_only
 
-    with read_only(store.folder.database_path, store._writer.driver) as conn:
+    with read_only(store.folder.database_path, writer_of(store).driver) as conn:
         count: int = conn.execute("SELECT count(*) FROM chains").fetchone()[0]
         return count
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -225,7 +226,7 @@ def test_the_state_after_a_reply_is_the_digest_of_what_the_client_sends_back() -
 
 
 def test_a_reply_that_cannot_be_read_is_only_not_found_again() -> None:
-    def fails(pieces: list[Piece]) -> Message:
+    def fails(pieces: Sequence[Piece]) -> Message:
         raise RecursionError(pieces)
 
     assert ChainEnd(b"", b"", fails).state("text", {}) is None

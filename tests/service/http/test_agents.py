@@ -24,7 +24,7 @@ from tests.text.families import DEEPSEEK_R1, QWEN_3, Family
 
 TURNS = 30
 CALL = '<tool_call>\n{{"name": "look", "arguments": {{"place": "room {0}", "deep": {0}.0}}}}\n</tool_call>'
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {
         "name": "look",
@@ -64,8 +64,9 @@ def agent_loop(client: openai.OpenAI, *, stream: bool) -> list[Any]:
                 model="model", messages=messages, tools=[TOOL]
             )
             message, headers = raw.parse().choices[0].message, raw.headers
-            cached = raw.parse().usage.prompt_tokens_details.cached_tokens
-            assert cached + int(headers["x-pensieve-new-tokens"]) == raw.parse().usage.prompt_tokens
+            usage: Any = raw.parse().usage
+            cached = usage.prompt_tokens_details.cached_tokens
+            assert cached + int(headers["x-pensieve-new-tokens"]) == usage.prompt_tokens
             assert headers["x-pensieve-recomputed-tokens"] == "0"
         seen.append(headers)
         if not message.tool_calls:
@@ -87,6 +88,7 @@ def streamed(client: openai.OpenAI, messages: list[Any]) -> Any:
         model="model", messages=messages, tools=[TOOL], stream=True
     )
     state = ChatCompletionStreamState(input_tools=[TOOL])
+    chunk: Any
     for chunk in raw.parse():
         state.handle_chunk(chunk)
     return state.get_final_completion().choices[0].message, raw.headers
@@ -129,7 +131,7 @@ def test_twenty_turns_of_a_model_that_thinks_are_one_conversation(
 
 
 def test_an_agent_of_anthropics_api_is_one_conversation_too(tmp_path: Path) -> None:
-    tool = {"name": "look", "input_schema": TOOL["function"]["parameters"]}
+    tool: Any = {"name": "look", "input_schema": TOOL["function"]["parameters"]}
     with scripted(tmp_path, QWEN_3, thinking_and_calls()) as rig:
         messages: list[Any] = [{"role": "user", "content": "Look around."}]
         names, computed = set(), 0

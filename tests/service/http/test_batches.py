@@ -276,7 +276,9 @@ def test_sizes_of_results_are_read_once_and_a_list_is_a_page(
     store.result_bytes = lambda key: (read.append(key), result_bytes(key))[1]  # type: ignore[method-assign]
     try:
         assert {each.id: each.bytes for each in client.files.list()} == first
-        assert client.files.retrieve(str(done.output_file_id)).bytes == first[done.output_file_id]
+        assert (
+            client.files.retrieve(str(done.output_file_id)).bytes == first[str(done.output_file_id)]
+        )
         assert not read
     finally:
         del store.result_bytes
@@ -309,7 +311,7 @@ def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI
         return result_bytes(key)
 
     store.result_bytes = read_slowly  # type: ignore[method-assign]
-    calls.enter = enter_seen  # type: ignore[method-assign]
+    calls.enter = enter_seen  # type: ignore[method-assign, assignment]
     try:
         connection = door.connection()
         connection.request("GET", "/v1/files")

@@ -104,10 +104,10 @@ def test_a_daemon_does_not_begin_with_files_that_cannot_be_used(
     tmp_path: Path, broken: str
 ) -> None:
     paths = {"cert": CERTS / "server.pem", "key": CERTS / "server.key", "ca": CERTS / "ca.pem"}
-    Certificates(*paths.values())
+    Certificates(paths["cert"], paths["key"], paths["ca"])
     paths[broken] = tmp_path / "broken.pem"
     for text in (None, "no certificate"):
         if text is not None:
             paths[broken].write_text(text)
         with pytest.raises(ConfigError, match="cannot use"):
-            Certificates(*paths.values())
+            Certificates(paths["cert"], paths["key"], paths["ca"])

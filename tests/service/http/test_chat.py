@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -63,7 +64,7 @@ def test_a_stream_says_the_same_as_one_answer(door: HttpRig) -> None:
 def test_openais_client_chats_streams_and_lists(client: openai.OpenAI) -> None:
     assert [each.id for each in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "pensieve"
-    messages = [{"role": "user", "content": "One, two, three"}]
+    messages: Any = [{"role": "user", "content": "One, two, three"}]
     said = client.chat.completions.create(model=MODEL, messages=messages, seed=1)
     text = ""
     with client.chat.completions.stream(model=MODEL, messages=messages, seed=1) as stream:
@@ -75,7 +76,7 @@ def test_openais_client_chats_streams_and_lists(client: openai.OpenAI) -> None:
 
 
 def test_logprobs_come_with_the_text_of_a_stream(door: HttpRig) -> None:
-    fields = {"logprobs": True, "top_logprobs": 2, "seed": 5}
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "seed": 5}
     whole = door.chat("Say something.", **fields).value["choices"][0]["logprobs"]["content"]
     events = door.chat("Say something.", stream=True, **fields).events[:-1]
     chunks = [each["choices"][0]["logprobs"] for each in events]

@@ -9,7 +9,7 @@ from tests.service.http.rig_http import Answer
 from tests.service.http.test_agents import CALL, TOOL, scripted
 from tests.text.families import QWEN_3
 
-LOOK = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+LOOK = {"type": "function", **TOOL["function"]}
 REPLY = "I look." + CALL.format(1)
 
 

@@ -106,7 +106,8 @@ def watch(rig: HttpRig, count: int, **headers: str) -> list[Any]:
     """So many pictures."""
     connection = rig.connection()
     connection.request("GET", "/pensieve/memory", headers=headers)
-    answer, found = connection.getresponse(), []
+    answer = connection.getresponse()
+    found: list[Any] = []
     while len(found) < count:
         line = answer.readline()
         if line.startswith(b"data: "):

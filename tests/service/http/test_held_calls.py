@@ -204,7 +204,7 @@ def test_lines_of_a_batch_are_held_too(client: openai.OpenAI, model: str) -> Non
 def test_schemas_that_cannot_be_held_to_are_refused_by_name(
     client: openai.OpenAI, model: str
 ) -> None:
-    wrong = {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
+    wrong: Any = {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
             model=model, tools=[{"type": "function", "function": wrong}], **ASK

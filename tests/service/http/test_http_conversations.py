@@ -12,7 +12,7 @@ import pytest
 
 from tests.service.http.rig_http import MODEL, HttpRig, http_rig
 
-SHORT = {"model": MODEL, "max_output_tokens": 8}
+SHORT: dict[str, Any] = {"model": MODEL, "max_output_tokens": 8}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def user(text: str) -> Any:
 
 def texts(client: openai.OpenAI, conversation_id: str, **query: Any) -> list[str]:
     query = {"order": "asc", **query}
-    items = client.conversations.items.list(conversation_id, **query)
-    return [each.content[0].text for each in items]  # type: ignore[union-attr]
+    items: Any = client.conversations.items.list(conversation_id, **query)
+    return [each.content[0].text for each in items]
 
 
 def test_a_conversation_is_made_changed_and_deleted(client: openai.OpenAI) -> None:
@@ -137,6 +137,7 @@ def test_a_response_that_is_not_stored_has_what_the_conversation_has(
 ) -> None:
     made = client.conversations.create(items=[user("My name is Ann.")])
     fields: Any = {"conversation": made.id, "input": "What is my name?", **SHORT}
+    begins: Any
     for begins in ({"instructions": "Be brief."}, {}):
         unstored = client.responses.create(store=False, **fields, **begins)
         assert "My name is Ann." in texts(client, made.id)  # still
@@ -181,6 +182,7 @@ def test_a_conversation_keeps_the_instructions_that_it_began_with(
     door: HttpRig, client: openai.OpenAI
 ) -> None:
     made = client.conversations.create()
+    given: Any
     for given in ({"instructions": "Be brief."}, {"instructions": "Be brief."}, {}):
         client.responses.create(conversation=made.id, input="Hi.", **SHORT, **given)
     assert [each.content for each in door.rig.messages(made.id)].count("Be brief.") == 1

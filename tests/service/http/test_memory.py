@@ -41,8 +41,9 @@ def test_twenty_turns_compute_what_is_new_and_nothing_else(
         messages.append(reply.choices[0].message)
         named.add(raw.headers["x-pensieve-conversation-id"])
         recomputed += int(raw.headers["x-pensieve-recomputed-tokens"])
-        cached = reply.usage.prompt_tokens_details.cached_tokens
-        assert cached == reply.usage.prompt_tokens - int(raw.headers["x-pensieve-new-tokens"])
+        usage: Any = reply.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert cached == usage.prompt_tokens - int(raw.headers["x-pensieve-new-tokens"])
         assert (cached > 0) == (turn > 0)
         assert raw.headers["x-pensieve-bound"] == ("appended" if turn else "new")
     assert len(named) == 1

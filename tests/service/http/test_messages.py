@@ -14,8 +14,8 @@ from pensieve.service.anthropic.answer import SIGNATURE
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
 
-USER = {"role": "user", "content": "How are you?"}
-TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+USER: Any = {"role": "user", "content": "How are you?"}
+TOOL: Any = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_stream_is_named_events(door: HttpRig) -> None:
 
 
 def test_thinking_and_a_system_prompt_reach_the_model(client: anthropic.Anthropic) -> None:
-    thinking = {"type": "thinking", "thinking": "where?", "signature": SIGNATURE}
+    thinking: Any = {"type": "thinking", "thinking": "where?", "signature": SIGNATURE}
     found = client.messages.create(
         model=MODEL,
         max_tokens=8,
@@ -140,7 +140,8 @@ def test_errors_have_anthropics_shape(door: HttpRig, client: anthropic.Anthropic
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "messages": [USER]}
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(**asked | {"model": "claude"})
-    assert missing.value.body["error"]["type"] == "not_found_error"
+    body: Any = missing.value.body
+    assert body["error"]["type"] == "not_found_error"
     assert missing.value.request_id is not None
     with pytest.raises(anthropic.BadRequestError, match="best: is not supported"):
         client.messages.create(**asked, extra_body={"best": 1})

@@ -18,8 +18,12 @@ from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.service.rig_daemon import wait_for
 
 ROLES = {1: "system", 2: "user", 3: "assistant", 4: "tool"}  # of the proto
-SHORT = {"model": MODEL, "max_output_tokens": 8}
-LONG = {"model": MODEL, "max_output_tokens": 4000, "extra_body": {"ignore_eos": True}}
+SHORT: dict[str, Any] = {"model": MODEL, "max_output_tokens": 8}
+LONG: dict[str, Any] = {
+    "model": MODEL,
+    "max_output_tokens": 4000,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +88,9 @@ def test_a_stream_tells_its_events_in_order_and_adds_up_to_the_response(
     ]
     assert text == final.output_text
     fetched = client.responses.retrieve(final.id)
-    assert [each.id for each in fetched.output] == [each.id for each in final.output]
+    items: list[Any] = [*fetched.output]
+    same: list[Any] = [*final.output]
+    assert [each.id for each in items] == [each.id for each in same]
     assert fetched.output_text == final.output_text
     assert fetched.usage == final.usage
 
@@ -349,7 +355,12 @@ def test_a_key_belongs_to_the_form_of_the_reply_too(door: HttpRig) -> None:
 
 
 def test_a_retry_gets_a_response_that_runs_in_the_form_that_it_asks_for(door: HttpRig) -> None:
-    fields = {"key": "k4", "background": True, "max_output_tokens": 600, "ignore_eos": True}
+    fields: dict[str, Any] = {
+        "key": "k4",
+        "background": True,
+        "max_output_tokens": 600,
+        "ignore_eos": True,
+    }
     made = respond(door, "Count.", **fields)
     assert made.value["status"] in ("queued", "in_progress")
     streamed = respond(door, "Count.", stream=True, **fields)
@@ -382,7 +393,7 @@ def test_two_requests_with_a_key_that_look_at_once_are_one_turn(
 
 
 def test_the_same_request_twice_at_once_is_one_turn(door: HttpRig) -> None:
-    fields = {"key": "k2", "max_output_tokens": 200, "ignore_eos": True}
+    fields: dict[str, Any] = {"key": "k2", "max_output_tokens": 200, "ignore_eos": True}
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(respond, door, "Count.", **fields) for _ in range(2)]
     first, second = (each.result() for each in both)
@@ -399,7 +410,11 @@ def test_a_conversation_made_for_a_turn_that_cannot_begin_is_deleted(door: HttpR
 
 
 def test_logprobs_come_with_the_text_and_are_those_of_the_whole(door: HttpRig) -> None:
-    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "seed": 5}
+    fields: dict[str, Any] = {
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "seed": 5,
+    }
     whole = respond(door, "Say something.", **fields).value
     events = respond(door, "Say something.", stream=True, **fields).events
     rows = [
@@ -450,7 +465,11 @@ def test_a_response_that_is_not_stored_leaves_nothing(door: HttpRig, client: ope
 
 def test_a_response_that_is_not_stored_goes_on_from_one_that_is(door: HttpRig) -> None:
     first = respond(door, "My name is Ann.", instructions="Be brief.")
-    fields = {"instructions": "Be brief.", "previous_response_id": first.value["id"], "seed": 3}
+    fields: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "previous_response_id": first.value["id"],
+        "seed": 3,
+    }
     unstored = respond(door, "What is my name?", store=False, **fields)
     stored = respond(door, "What is my name?", **fields)
     assert unstored.value["usage"]["input_tokens"] == stored.value["usage"]["input_tokens"]

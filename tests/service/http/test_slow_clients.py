@@ -160,6 +160,7 @@ def test_clients_that_take_nothing_are_cut_off_while_a_stream_goes_on(rig: HttpR
 
 def test_a_flood_of_connections_is_taken_in_little_by_little(rig: HttpRig) -> None:
     """So what runs goes on between: never more than a few in one round of the loop."""
+    listener: Any
     (listener,) = rig.rig.server.beside
     connections = listener._server.server_state.connections
     grown, are_in = list[int](), threading.Event()

@@ -84,7 +84,8 @@ def test_a_developers_message_is_the_systems_where_the_template_knows_none(
 
 def test_thinking_is_signed_so_that_it_comes_back_as_thinking(rig: HttpRig, says: Any) -> None:
     """Without a signature Pydantic AI sends it back as text, which is another history."""
-    given, messages = {"max_tokens": 100}, [HELLO]
+    given: dict[str, Any] = {"max_tokens": 100}
+    messages = [HELLO]
     says(REPLY, REPLY)
     whole = post(rig, "/v1/messages", messages=messages, **given).value["content"]
     assert whole[0]["type"] == "thinking"
@@ -108,7 +109,7 @@ def test_thinking_is_signed_so_that_it_comes_back_as_thinking(rig: HttpRig, says
 
 
 def test_anthropics_tool_runner_goes_on_without_a_thread(rig: HttpRig, says: Any) -> None:
-    body = {"model": "model", "max_tokens": 100, "messages": [HELLO]}
+    body: dict[str, Any] = {"model": "model", "max_tokens": 100, "messages": [HELLO]}
     refused = rig.ask("POST", "/v1/messages", {**body, "thread": {"type": "create"}})
     assert refused.status == 400
     details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -142,7 +143,7 @@ def test_a_response_that_brings_its_history_goes_on_with_its_conversation(
     """As OpenAI's Agents SDK does where it is told nothing else."""
     path, items = "/v1/responses", [HELLO]
     tools = [{"type": "function", **FUNCTION, "strict": False}]
-    given = {"tools": tools, "instructions": "Be brief."}
+    given: dict[str, Any] = {"tools": tools, "instructions": "Be brief."}
     says(*[REPLY + LOOK] * 4, "Done.", "Another.")
     seen: list[Any] = []
     for _ in range(5):

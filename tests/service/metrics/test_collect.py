@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.messages import TurnEnded
+from pensieve.engine.messages import Event, TurnEnded
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.metrics.collect import Found, of_turns
 from pensieve.service.metrics.meter import Meter
@@ -61,7 +61,7 @@ def test_what_is_recomputed_has_the_reason_of_its_turn() -> None:
         for number, reason in ((1, "dropped"), (2, "engine_restarted"), (3, "dropped"))
     }
     meter = Meter()
-    events = [
+    events: list[Event] = [
         SampledToken(1, 7),
         ended(1, recomputed_tokens=100),
         ended(2, recomputed_tokens=20),

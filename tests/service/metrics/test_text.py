@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.engine.histogram import Histogram
@@ -21,7 +23,7 @@ def test_what_is_written_is_read_back() -> None:
         Family("z_seconds", HISTOGRAM, "Time."),
         Family("nothing", GAUGE, "None."),
     )
-    samples = {
+    samples: dict[str, Any] = {
         "x_total": [((), 3)],
         "y": [((ODD,), 0.25), (("up",), True)],
         "z_seconds": [((), histogram)],

@@ -41,7 +41,7 @@ HELLO = Reply([1, 2, 3], ["Hel", "lo", ""], STOP, [Part.TEXT] * 3)
 CUT = Reply([1, 2], ["Hel", "lo"], LENGTH, [Part.TEXT] * 2)
 
 
-def test_a_chat_completion():
+def test_a_chat_completion() -> None:
     assert answer(chat(), [HELLO], PROMPT, HEADING) == {
         "id": "chatcmpl-a1",
         "object": "chat.completion",
@@ -66,7 +66,7 @@ def test_a_chat_completion():
     }
 
 
-def test_choices_share_a_prompt():
+def test_choices_share_a_prompt() -> None:
     body = answer(chat(n=2), [HELLO, CUT], PROMPT, HEADING)
     assert [each["index"] for each in body["choices"]] == [0, 1]
     assert [each["finish_reason"] for each in body["choices"]] == ["stop", "length"]
@@ -75,7 +75,7 @@ def test_choices_share_a_prompt():
     assert body["usage"]["total_tokens"] == 17
 
 
-def test_a_text_completion():
+def test_a_text_completion() -> None:
     assert answer(completion(), [CUT], PROMPT, HEADING) == {
         "id": "cmpl-a1",
         "object": "text_completion",
@@ -93,7 +93,7 @@ def test_a_text_completion():
     }
 
 
-def test_a_response():
+def test_a_response() -> None:
     request = response(
         instructions="Be brief.",
         temperature=0.5,
@@ -161,14 +161,14 @@ def test_a_response():
     }
 
 
-def test_a_response_that_was_cut_is_incomplete():
+def test_a_response_that_was_cut_is_incomplete() -> None:
     body = answer(response(), [CUT], PROMPT, HEADING)
     assert body["status"] == body["output"][0]["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert body["max_output_tokens"] is None
 
 
-def test_thinking_is_told_from_the_text(tokenizer):
+def test_thinking_is_told_from_the_text(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>\nI think.\n</think>\n\nHello<|im_end|>")
     body = answer(chat(), [reply], PROMPT, HEADING)
     assert body["choices"][0]["message"] == {
@@ -185,7 +185,7 @@ def test_thinking_is_told_from_the_text(tokenizer):
     assert items[1]["content"][0]["text"] == "Hello"
 
 
-def test_a_reply_that_ended_while_it_thought_has_no_text(tokenizer):
+def test_a_reply_that_ended_while_it_thought_has_no_text(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>\nI think", LENGTH)
     message = answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("", "I think")
@@ -193,24 +193,24 @@ def test_a_reply_that_ended_while_it_thought_has_no_text(tokenizer):
     assert [(each["type"], each["status"]) for each in items] == [("reasoning", "incomplete")]
 
 
-def test_every_run_of_thinking_counts(tokenizer):
+def test_every_run_of_thinking_counts(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>one</think>and<think>two</think>done")
     message = answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("anddone", "one\n\ntwo")
 
 
-def test_a_prompt_opens_the_thinking_of_some_models():
+def test_a_prompt_opens_the_thinking_of_some_models() -> None:
     reply = Reply([1, 2, 3], ["why", "</think>", "so"], STOP, [Part.THINKING] * 2 + [Part.TEXT])
     message = answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("so", "why")
 
 
-def test_white_space_before_a_text_stays_where_nothing_was_thought():
+def test_white_space_before_a_text_stays_where_nothing_was_thought() -> None:
     reply = Reply([1], [" Hello "], STOP, [Part.TEXT])
     assert answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]["content"] == " Hello "
 
 
-def test_tool_calls_stay_text_where_the_request_has_no_tools(tokenizer):
+def test_tool_calls_stay_text_where_the_request_has_no_tools(tokenizer: Tokenizer) -> None:
     text = '<tool_call>\n{"name": "f"}\n</tool_call>'
     reply = sampled(tokenizer, f"A moment.{text}<|im_end|>")
     style = style_of(template_of(QWEN_3))
@@ -219,13 +219,13 @@ def test_tool_calls_stay_text_where_the_request_has_no_tools(tokenizer):
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_completion_has_no_parts(tokenizer):
+def test_a_completion_has_no_parts(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>one</think>two")
     body = answer(completion(), [reply], PROMPT, HEADING)
     assert body["choices"][0]["text"] == "<think>one</think>two"
 
 
-def test_logprobs_of_a_chat_are_those_of_its_text(tokenizer):
+def test_logprobs_of_a_chat_are_those_of_its_text(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "<think>a</think>Grüße 😀<|im_end|>")
     request = chat(logprobs=True, top_logprobs=2)
     body = answer(request, [reply], PROMPT, HEADING, tokenizer)
@@ -240,7 +240,7 @@ def test_logprobs_of_a_chat_are_those_of_its_text(tokenizer):
     one_line(body)  # which takes no infinity
 
 
-def test_logprobs_of_a_response_lie_in_its_text(tokenizer):
+def test_logprobs_of_a_response_lie_in_its_text(tokenizer: Tokenizer) -> None:
     request = response(include=["message.output_text.logprobs"], top_logprobs=1)
     body = answer(request, [sampled(tokenizer, "Hello")], PROMPT, HEADING, tokenizer)
     tokens = body["output"][0]["content"][0]["logprobs"]
@@ -248,7 +248,7 @@ def test_logprobs_of_a_response_lie_in_its_text(tokenizer):
     assert body["top_logprobs"] == 1
 
 
-def test_logprobs_of_a_completion_are_columns(tokenizer):
+def test_logprobs_of_a_completion_are_columns(tokenizer: Tokenizer) -> None:
     reply = sampled(tokenizer, "Hello there<|im_end|>")
     body = answer(completion(logprobs=1), [reply], PROMPT, HEADING, tokenizer)
     found = body["choices"][0]["logprobs"]
@@ -260,7 +260,7 @@ def test_logprobs_of_a_completion_are_columns(tokenizer):
         offset += len(token)
 
 
-def test_the_first_token_of_a_text_lacks_the_space_that_its_decoder_drops():
+def test_the_first_token_of_a_text_lacks_the_space_that_its_decoder_drops() -> None:
     tokenizer = Tokenizer(sentencepiece_library().to_str())
     ids = tokenizer.encode_text("Hello the")
     row: tuple[float, tuple[Any, ...]] = (-1.0, ())
@@ -269,7 +269,7 @@ def test_the_first_token_of_a_text_lacks_the_space_that_its_decoder_drops():
     assert "".join(body["choices"][0]["logprobs"]["tokens"]) == "Hello the"
 
 
-def test_an_id_that_only_pads_the_vocabulary_has_no_text(tokenizer):
+def test_an_id_that_only_pads_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     rows = [(-1.0, (Logprob(tokenizer.vocab_size + 5, -2.0),))]
     reply = Reply(tokenizer.encode_text("a"), ["a"], STOP, [Part.TEXT], rows)
     body = answer(chat(logprobs=True, top_logprobs=1), [reply], PROMPT, HEADING, tokenizer)
@@ -277,7 +277,7 @@ def test_an_id_that_only_pads_the_vocabulary_has_no_text(tokenizer):
     assert top == [{"token": "", "logprob": -2.0, "bytes": []}]
 
 
-def test_what_did_not_end_by_itself_is_no_answer():
+def test_what_did_not_end_by_itself_is_no_answer() -> None:
     cancelled = Reply([1], ["a"], FinishReason.CANCELLED, [Part.TEXT])
     with pytest.raises(AssertionError):
         answer(chat(), [cancelled], PROMPT, HEADING)
@@ -285,7 +285,7 @@ def test_what_did_not_end_by_itself_is_no_answer():
         answer(chat(n=2), [HELLO], PROMPT, HEADING)
 
 
-def test_an_answer_that_is_sent_back_is_understood(tokenizer):
+def test_an_answer_that_is_sent_back_is_understood(tokenizer: Tokenizer) -> None:
     """As the history of the next request, all of it."""
     reply = sampled(tokenizer, "<think>why</think>so<|im_end|>")
     came_back = (Message("user", "hi"), Message("assistant", "so", "why"))

@@ -91,7 +91,7 @@ WHOLE = {
         "conversation": {"id": "c"},
     },
 }
-ODD = [
+ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**64, 10**400, 0.0, -0.0, 0.5, 1e308),
     *(math.nan, math.inf, -math.inf, "", "a", "\0", "\ud800", "x" * 10_000, "5", "None"),
     *([], [[]], [None], [True], [1], ["a"], [{}], {}, {"": None}, {"a": {}}, {"type": "text"}),
@@ -131,24 +131,24 @@ def check(request: Request) -> None:
 
 @settings(max_examples=100 * SCALE)
 @given(KINDS, JSON)
-def test_any_json(kind: RequestKind, body: Any):
+def test_any_json(kind: RequestKind, body: Any) -> None:
     parsed(kind, body)
 
 
 @settings(max_examples=100 * SCALE)
 @given(KINDS, st.dictionaries(st.sampled_from(sorted(set().union(*WHOLE.values()))), JSON))
-def test_any_values_of_parameters(kind: RequestKind, members: dict[str, Any]):
+def test_any_values_of_parameters(kind: RequestKind, members: dict[str, Any]) -> None:
     parsed(kind, WHOLE[kind] | members)
 
 
 @settings(max_examples=100 * SCALE)
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
-def test_any_line(text: bytes):
+def test_any_line(text: bytes) -> None:
     found = read_line(1, text, SERVED)
     assert found is None or isinstance(found, BatchLine | LineError)
 
 
-def test_the_whole_bodies_are_accepted():
+def test_the_whole_bodies_are_accepted() -> None:
     for kind, body in WHOLE.items():
         assert parsed(kind, body) is not None, kind
 
@@ -164,7 +164,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def test_odd_values_anywhere():
+def test_odd_values_anywhere() -> None:
     rng = random.Random(SEED)
     print(f"seed {SEED}")
     odd = [*ODD, nested(40), nested(2_000)]
@@ -183,7 +183,7 @@ def test_odd_values_anywhere():
     assert NUM_ODD_BODIES // 50 < accepted < NUM_ODD_BODIES // 2
 
 
-def test_a_value_of_one_parameter_is_bounded():
+def test_a_value_of_one_parameter_is_bounded() -> None:
     body = WHOLE[RequestKind.CHAT]
     for value in ([0] * 16_384, {str(n): 0 for n in range(16_384)}, nested(64), nested(500_000)):
         assert parsed(RequestKind.CHAT, body | {"metadata": value}) is None

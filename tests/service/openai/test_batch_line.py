@@ -38,7 +38,7 @@ def refused(given: Any, **more: Any) -> LineError:
     return found
 
 
-def test_a_line_is_a_request():
+def test_a_line_is_a_request() -> None:
     found = read(LINE)
     assert isinstance(found, BatchLine)
     assert (found.line, found.custom_id) == (7, "a-1")
@@ -46,7 +46,7 @@ def test_a_line_is_a_request():
     assert found.request.messages == (Message("user", "hi"),)
 
 
-def test_each_endpoint_has_its_url():
+def test_each_endpoint_has_its_url() -> None:
     for url, body in (
         ("/v1/completions", {"model": "tiny", "prompt": "a"}),
         ("/v1/responses", {"model": "tiny", "input": "a"}),
@@ -56,12 +56,12 @@ def test_each_endpoint_has_its_url():
         assert found.request.kind == url
 
 
-def test_a_blank_line_is_nothing():
+def test_a_blank_line_is_nothing() -> None:
     assert read(b"") is None
     assert read(b" \t\r\n") is None
 
 
-def test_a_line_may_end_as_lines_do_and_the_first_may_have_a_byte_order_mark():
+def test_a_line_may_end_as_lines_do_and_the_first_may_have_a_byte_order_mark() -> None:
     text = json.dumps(LINE).encode()
     assert isinstance(read(text + b"\r\n"), BatchLine)
     assert isinstance(read(b"\xef\xbb\xbf" + text, number=1), BatchLine)
@@ -85,21 +85,21 @@ def test_a_line_may_end_as_lines_do_and_the_first_may_have_a_byte_order_mark():
         (b'{"a": ' + b"1" * 5_000 + b"}", "the line holds a number that is too large"),
     ],
 )
-def test_a_line_that_is_not_json_is_named_by_its_number(text: bytes, message: str):
+def test_a_line_that_is_not_json_is_named_by_its_number(text: bytes, message: str) -> None:
     found = refused(text)
     assert found.message.startswith(message)
     assert found[:3] == (7, None, "invalid_json_line")
     assert found.param is None
 
 
-def test_text_may_hold_any_number_of_brackets_and_quotes():
+def test_text_may_hold_any_number_of_brackets_and_quotes() -> None:
     content = '{"a": [1]}\\\n' * 100_000
     found = read(LINE | {"body": BODY | {"messages": [{"role": "user", "content": content}]}})
     assert isinstance(found, BatchLine)
     assert found.request.messages == (Message("user", content),)
 
 
-def test_a_line_has_a_largest_size():
+def test_a_line_has_a_largest_size() -> None:
     found = refused(b'"' + b"x" * (8 << 20) + b'"')
     assert (found.line, found.custom_id, found.code) == (7, None, "line_too_large")
 
@@ -178,12 +178,14 @@ def test_a_line_has_a_largest_size():
         ),
     ],
 )
-def test_what_is_wrong_with_a_line_is_named(members, custom_id, code, param, problem):
+def test_what_is_wrong_with_a_line_is_named(
+    members: dict[str, Any], custom_id: str | None, code: str, param: str | None, problem: str
+) -> None:
     found = refused(LINE | members)
     assert found == LineError(7, custom_id, code, f"{param}: {problem}", param)
 
 
-def test_a_url_is_one_that_is_known_and_the_jobs():
+def test_a_url_is_one_that_is_known_and_the_jobs() -> None:
     found = refused(LINE | {"url": "/v1/embeddings"})
     assert (found.code, found.param) == ("invalid_url", "url")
     assert found.message.startswith("url: '/v1/embeddings' is not one of /v1/chat/completions, ")
@@ -192,17 +194,17 @@ def test_a_url_is_one_that_is_known_and_the_jobs():
     assert found.message == "url: this job's requests go to /v1/responses"
 
 
-def test_a_custom_id_that_utf_8_cannot_express_is_refused():
+def test_a_custom_id_that_utf_8_cannot_express_is_refused() -> None:
     text = json.dumps(LINE).replace("a-1", "\\ud800").encode()
     found = refused(text)
     assert (found.custom_id, found.param) == (None, "custom_id")
 
 
-def test_other_members_of_a_line_pass():
+def test_other_members_of_a_line_pass() -> None:
     assert isinstance(read(LINE | {"note": "mine"}), BatchLine)
 
 
-def test_what_a_line_quotes_is_short():
+def test_what_a_line_quotes_is_short() -> None:
     found = refused(LINE | {"body": BODY | {"x" * 100_000: 1}})
     assert len(found.message) <= 400
     assert len(found.param or "") <= 200
@@ -216,7 +218,7 @@ def batch_line() -> BatchLine:
     return found
 
 
-def test_what_template_context_or_engine_refuse_is_named_like_that():
+def test_what_template_context_or_engine_refuse_is_named_like_that() -> None:
     assert line_error(batch_line(), InvalidArgument("role", "no tools")) == LineError(
         7, "a-1", "invalid_value", "body.messages: no tools", "body.messages"
     )
@@ -232,7 +234,7 @@ def test_what_template_context_or_engine_refuse_is_named_like_that():
     )
 
 
-def test_lines_of_the_output():
+def test_lines_of_the_output() -> None:
     assert answer_line("j-1", "a-1", {"id": "x"}, "r-1") == {
         "id": "batch_req_j-1",
         "custom_id": "a-1",
@@ -253,7 +255,7 @@ def test_lines_of_the_output():
     }
 
 
-def test_a_written_line_is_one_line_to_every_reader():
+def test_a_written_line_is_one_line_to_every_reader() -> None:
     value = {"text": "a\nb\u2028c\x85d\u2029e\x0bf — 😀"}
     line = one_line(value)
     assert line.endswith(b"}\n")

@@ -25,7 +25,7 @@ def of_message(**members: Any) -> tuple[str, str]:
     return refused(messages, USER, members)
 
 
-def test_messages_become_those_of_the_template():
+def test_messages_become_those_of_the_template() -> None:
     assert messages(
         {"role": "system", "content": "Be brief."},
         {"role": "developer", "content": "Be kind."},
@@ -43,14 +43,14 @@ def test_messages_become_those_of_the_template():
     )
 
 
-def test_text_parts_become_lines():
+def test_text_parts_become_lines() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert messages({"role": "user", "content": parts}) == (Message("user", "one\ntwo"),)
     assert messages({"role": "user", "content": []}) == (Message("user", ""),)
 
 
-def test_a_message_that_an_sdk_sends_back_as_it_came_is_understood():
-    returned = {
+def test_a_message_that_an_sdk_sends_back_as_it_came_is_understood() -> None:
+    returned: dict[str, Any] = {
         "role": "assistant",
         "content": "hello",
         "refusal": None,
@@ -103,7 +103,9 @@ def test_a_message_that_an_sdk_sends_back_as_it_came_is_understood():
         ),
     ],
 )
-def test_a_message_that_cannot_be_is_refused_by_its_path(message: Any, param: str, problem: str):
+def test_a_message_that_cannot_be_is_refused_by_its_path(
+    message: Any, param: str, problem: str
+) -> None:
     assert of_message(**message) == (param, problem)
 
 
@@ -111,7 +113,7 @@ def call(**members: Any) -> tuple[str, str]:
     return of_message(role="assistant", tool_calls=[CALL | members])
 
 
-def test_a_tool_call_that_cannot_be_is_refused_by_its_path():
+def test_a_tool_call_that_cannot_be_is_refused_by_its_path() -> None:
     where = "messages[1].tool_calls[0]"
     assert call(id=None) == (f"{where}.id", "is required")
     assert call(type="custom") == (f"{where}.type", "only 'function' is supported")
@@ -133,18 +135,18 @@ def test_a_tool_call_that_cannot_be_is_refused_by_its_path():
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deeply"),
     ],
 )
-def test_arguments_are_json_within_bounds(arguments: str, problem: str):
+def test_arguments_are_json_within_bounds(arguments: str, problem: str) -> None:
     found = call(function={"name": "f", "arguments": arguments})
     assert found == ("messages[1].tool_calls[0].function.arguments", problem)
 
 
-def test_a_call_without_arguments_has_none():
+def test_a_call_without_arguments_has_none() -> None:
     given = CALL | {"function": {"name": "f", "arguments": ""}}
     found = messages(USER, {"role": "assistant", "tool_calls": [given]})
     assert found[1].tool_calls == (ToolCall("f", {}, "c1"),)
 
 
-def test_the_number_of_messages_is_bounded():
+def test_the_number_of_messages_is_bounded() -> None:
     assert len(messages(*[USER] * 4096)) == 4096
     assert refused(messages, *[USER] * 4097) == ("messages", "a request has 1 to 4096 messages")
     assert refused(messages) == ("messages", "a request has 1 to 4096 messages")
@@ -152,14 +154,14 @@ def test_the_number_of_messages_is_bounded():
     assert refused(chat, messages=None) == ("messages", "is required")
 
 
-def test_text_that_utf_8_cannot_express_is_refused():
+def test_text_that_utf_8_cannot_express_is_refused() -> None:
     half = json.loads('"\\ud800"')
     assert of_message(role="user", content=half)[0] == "messages"
     assert refused(chat, user=half)[0] == "user"
     assert refused(chat, **{half: 1})[0] == "body"
 
 
-def test_tools_come_as_they_are():
+def test_tools_come_as_they_are() -> None:
     assert chat(tools=[TOOL]).tools == (TOOL,)
     assert chat(tools=[TOOL], tool_choice="auto", parallel_tool_calls=True).tools == (TOOL,)
     plain = {"type": "function", "function": {"name": "f"}}
@@ -167,7 +169,7 @@ def test_tools_come_as_they_are():
     assert chat(tools=[plain, strict]).tools == (plain, plain)
 
 
-def test_tools_that_may_not_be_called_are_not_shown():
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
     assert chat(tools=[TOOL], tool_choice="none").tools == ()
 
 
@@ -193,11 +195,11 @@ def test_tools_that_may_not_be_called_are_not_shown():
         ({"tools": TOOL}, "tools"),
     ],
 )
-def test_a_tool_that_cannot_be_honoured_is_refused_by_its_path(members: Any, param: str):
+def test_a_tool_that_cannot_be_honoured_is_refused_by_its_path(members: Any, param: str) -> None:
     assert refused(chat, **members)[0] == param
 
 
-def test_choices_are_counted():
+def test_choices_are_counted() -> None:
     assert chat().num_choices == 1
     assert chat(n=16).num_choices == 16
     for n in (0, 17, -1):
@@ -223,11 +225,11 @@ def test_choices_are_counted():
         ({"x" * 5000: 0}, "'" + "x" * 80 + "...'"),
     ],
 )
-def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param: str):
+def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param: str) -> None:
     assert refused(chat, **members)[0] == param
 
 
-def test_what_changes_nothing_passes():
+def test_what_changes_nothing_passes() -> None:
     request = chat(
         user="ada",
         metadata={"a": "b"},
@@ -242,14 +244,14 @@ def test_what_changes_nothing_passes():
     assert request == chat()
 
 
-def test_what_is_said_of_keeping_is_for_who_keeps():
+def test_what_is_said_of_keeping_is_for_who_keeps() -> None:
     assert (chat().store, chat().prompt_cache_key) == (None, "")
     request = chat(store=False, prompt_cache_key="k")
     assert (request.store, request.prompt_cache_key) == (False, "k")
     assert refused(chat, store="no") == ("store", "must be true or false")
 
 
-def test_streams_are_read():
+def test_streams_are_read() -> None:
     assert not chat(stream=False).stream
     assert chat(stream=True).stream
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
@@ -257,7 +259,7 @@ def test_streams_are_read():
     assert refused(chat, stream="yes") == ("stream", "must be true or false")
 
 
-def test_template_options_are_those_that_the_template_knows():
+def test_template_options_are_those_that_the_template_knows() -> None:
     options = {"enable_thinking": False}
     assert chat(chat_template_kwargs=options).template_options == options
     assert refused(chat, chat_template_kwargs={"mood": 1}) == (
@@ -266,7 +268,7 @@ def test_template_options_are_those_that_the_template_knows():
     )
 
 
-def test_an_effort_switches_thinking_where_the_template_can_only_do_that():
+def test_an_effort_switches_thinking_where_the_template_can_only_do_that() -> None:
     assert chat(reasoning_effort="none").template_options == {"enable_thinking": False}
     assert chat(reasoning_effort="medium").template_options == {"enable_thinking": True}
     assert refused(chat, reasoning_effort="high") == (
@@ -276,14 +278,14 @@ def test_an_effort_switches_thinking_where_the_template_can_only_do_that():
     assert refused(chat, reasoning_effort="huge")[0] == "reasoning_effort"
 
 
-def test_an_effort_reaches_a_template_that_knows_it():
+def test_an_effort_reaches_a_template_that_knows_it() -> None:
     body = {"model": "tiny", "messages": [USER], "reasoning_effort": "high"}
     knows = SERVED._replace(template_options={"reasoning_effort"})
     options = parse(RequestKind.CHAT, body, knows).template_options
     assert options == {"reasoning_effort": "high"}
 
 
-def test_a_model_that_is_not_served_is_refused():
+def test_a_model_that_is_not_served_is_refused() -> None:
     assert refused(chat, model="gpt-9") == ("model", "'gpt-9' is not served here; served: tiny")
     assert code_of(chat, model="gpt-9") == "model_not_found"
     assert code_of(chat, model=None) == "missing_required_parameter"
@@ -293,12 +295,12 @@ def test_a_model_that_is_not_served_is_refused():
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 5, True])
-def test_a_body_is_an_object(body: Any):
+def test_a_body_is_an_object(body: Any) -> None:
     with pytest.raises(InvalidArgument, match="body: must be a JSON object"):
         parse(RequestKind.CHAT, body, SERVED)
 
 
-def test_what_is_refused_later_goes_by_the_bodys_name():
+def test_what_is_refused_later_goes_by_the_bodys_name() -> None:
     request = chat(max_tokens=5)
     assert request.param("role") == request.param("content") == "messages"
     assert request.param("template_options") == "chat_template_kwargs"

@@ -10,12 +10,12 @@ from pensieve.service.openai import RequestKind, parse
 from tests.service.openai.bodies import SERVED, code_of, completion, refused
 
 
-def test_a_prompt_is_text_or_token_ids():
+def test_a_prompt_is_text_or_token_ids() -> None:
     assert completion(prompt="Once").prompt == "Once"
     assert completion(prompt=[5, 0, 999]).prompt == (5, 0, 999)
 
 
-def test_a_list_of_one_prompt_is_that_prompt():
+def test_a_list_of_one_prompt_is_that_prompt() -> None:
     assert completion(prompt=["Once"]).prompt == "Once"
     assert completion(prompt=[[5, 6]]).prompt == (5, 6)
     assert completion(prompt=[5]).prompt == (5,)
@@ -44,17 +44,17 @@ def test_a_list_of_one_prompt_is_that_prompt():
         (["\ud800"], "character 0 is half of a surrogate pair, which UTF-8 cannot express"),
     ],
 )
-def test_a_prompt_that_cannot_be_is_refused(prompt: Any, problem: str):
+def test_a_prompt_that_cannot_be_is_refused(prompt: Any, problem: str) -> None:
     assert refused(completion, prompt=prompt) == ("prompt", problem)
 
 
-def test_token_ids_of_an_unknown_vocabulary_fit_the_largest():
+def test_token_ids_of_an_unknown_vocabulary_fit_the_largest() -> None:
     served = SERVED._replace(vocab_size=None)
     body = {"model": "tiny", "prompt": [2**32 - 1]}
     assert parse(RequestKind.COMPLETION, body, served).prompt == (2**32 - 1,)
 
 
-def test_many_token_ids_are_no_problem():
+def test_many_token_ids_are_no_problem() -> None:
     assert len(completion(prompt=[1] * 100_000).prompt or ()) == 100_000
 
 
@@ -71,16 +71,16 @@ def test_many_token_ids_are_no_problem():
         ({"messages": []}, "messages"),
     ],
 )
-def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param: str):
+def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param: str) -> None:
     assert refused(completion, **members)[0] == param
     assert code_of(completion, **members) == "unsupported_parameter"
 
 
-def test_what_changes_nothing_passes():
+def test_what_changes_nothing_passes() -> None:
     assert completion(echo=False, suffix="", best_of=1, user="ada") == completion()
     assert completion(best_of=3, n=3).num_choices == 3
 
 
-def test_what_is_refused_later_goes_by_the_bodys_name():
+def test_what_is_refused_later_goes_by_the_bodys_name() -> None:
     assert completion().param("content") == "prompt"
     assert completion().param("logprobs") == "logprobs"

@@ -17,18 +17,18 @@ def items(*given: Any) -> tuple[Message, ...]:
     return response(input=list(given)).messages
 
 
-def test_a_string_is_a_users_message():
+def test_a_string_is_a_users_message() -> None:
     assert response(input="hi").messages == (Message("user", "hi"),)
 
 
-def test_instructions_are_the_system_prompt():
+def test_instructions_are_the_system_prompt() -> None:
     assert response(instructions="Be brief.").messages == (
         Message("system", "Be brief."),
         Message("user", "hi"),
     )
 
 
-def test_what_an_assistant_did_in_one_turn_is_one_message():
+def test_what_an_assistant_did_in_one_turn_is_one_message() -> None:
     assert items(
         {"role": "user", "content": "1 + 1?"},
         {
@@ -63,17 +63,17 @@ def test_what_an_assistant_did_in_one_turn_is_one_message():
     )
 
 
-def test_a_call_may_stand_alone():
+def test_a_call_may_stand_alone() -> None:
     calls = (ToolCall("f", {}, "c1"),)
     assert items(CALL) == (Message("assistant", tool_calls=calls),)
 
 
-def test_two_messages_of_an_assistant_stay_two():
+def test_two_messages_of_an_assistant_stay_two() -> None:
     once = {"role": "assistant", "content": "a"}
     assert items(once, once) == (Message("assistant", "a"), Message("assistant", "a"))
 
 
-def test_reasoning_without_its_text_says_nothing():
+def test_reasoning_without_its_text_says_nothing() -> None:
     reasoning = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}]}
     user = {"role": "user", "content": "hi"}
     assert items(reasoning, user) == (Message("user", "hi"),)
@@ -101,11 +101,11 @@ def test_reasoning_without_its_text_says_nothing():
         ("hi", "input[0]"),
     ],
 )
-def test_an_item_that_cannot_be_is_refused_by_its_path(item: Any, param: str):
+def test_an_item_that_cannot_be_is_refused_by_its_path(item: Any, param: str) -> None:
     assert refused(items, item)[0] == param
 
 
-def test_the_input_is_needed_and_bounded():
+def test_the_input_is_needed_and_bounded() -> None:
     assert refused(response, input=None) == ("input", "is required")
     assert refused(response, input=[]) == ("input", "must not be empty")
     assert refused(response, input=5) == ("input", "must be a string or a list of items")
@@ -113,7 +113,7 @@ def test_the_input_is_needed_and_bounded():
     assert refused(items, *[user] * 4097) == ("input", "a request has at most 4096 messages")
 
 
-def test_tools_take_the_shape_of_a_chats():
+def test_tools_take_the_shape_of_a_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
     assert response(tools=[tool]).tools == (
         {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
@@ -122,7 +122,7 @@ def test_tools_take_the_shape_of_a_chats():
     assert refused(response, tools=[tool | {"strict": True}])[0] == "tools[0].strict"
 
 
-def test_conversations_are_named():
+def test_conversations_are_named() -> None:
     assert response(previous_response_id="resp_1").previous_response_id == "resp_1"
     assert response(conversation="conv_1").conversation == "conv_1"
     assert response(background=True).background
@@ -147,11 +147,11 @@ def test_conversations_are_named():
         ({"metadata": {"a": 1}}, "metadata"),
     ],
 )
-def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param: str):
+def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param: str) -> None:
     assert refused(response, **members)[0] == param
 
 
-def test_what_changes_nothing_passes():
+def test_what_changes_nothing_passes() -> None:
     request = response(
         background=False,
         truncation="disabled",
@@ -165,10 +165,10 @@ def test_what_changes_nothing_passes():
     assert request.template_options == {}
 
 
-def test_an_effort_becomes_the_templates_option():
+def test_an_effort_becomes_the_templates_option() -> None:
     assert response(reasoning={"effort": "none"}).template_options == {"enable_thinking": False}
 
 
-def test_what_is_refused_later_goes_by_the_bodys_name():
+def test_what_is_refused_later_goes_by_the_bodys_name() -> None:
     assert response().param("content") == "input"
     assert response().param("max_tokens") == "max_output_tokens"

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pensieve.core.sampling import Sampling
-from pensieve.service.openai import RequestKind, parse
+from pensieve.service.openai import Request, RequestKind, parse
 from tests.service.openai.bodies import SERVED, chat, code_of, completion, refused, response
 
 DEFAULTS = SERVED.defaults
 
 
-def test_a_body_that_sets_nothing_has_the_defaults():
+def test_a_body_that_sets_nothing_has_the_defaults() -> None:
     for request in (chat(), completion(), response()):
         assert request.sampling == DEFAULTS
         assert request.given == frozenset()
         assert not request.max_tokens_given
 
 
-def test_what_a_body_sets_stands_in_place_of_the_defaults():
+def test_what_a_body_sets_stands_in_place_of_the_defaults() -> None:
     request = chat(
         temperature=1,
         top_p=0.5,
@@ -62,7 +63,7 @@ def test_what_a_body_sets_stands_in_place_of_the_defaults():
     assert type(request.sampling.temperature) is float
 
 
-def test_null_is_absent():
+def test_null_is_absent() -> None:
     request = chat(temperature=None, stop=None, seed=None, n=None, logit_bias=None, tools=None)
     assert request.sampling == DEFAULTS
     assert request.given == frozenset()
@@ -77,7 +78,9 @@ def test_null_is_absent():
         (response, "max_output_tokens"),
     ],
 )
-def test_the_length_goes_by_the_name_of_the_endpoint(ask, name):
+def test_the_length_goes_by_the_name_of_the_endpoint(
+    ask: Callable[..., Request], name: str
+) -> None:
     request = ask(**{name: 5})
     assert request.sampling.max_tokens == 5
     assert request.max_tokens_given
@@ -85,7 +88,7 @@ def test_the_length_goes_by_the_name_of_the_endpoint(ask, name):
     assert refused(ask, **{name: True}) == (name, "must be an integer")
 
 
-def test_both_names_of_a_chats_length_may_be_given_if_they_agree():
+def test_both_names_of_a_chats_length_may_be_given_if_they_agree() -> None:
     assert chat(max_tokens=5, max_completion_tokens=5).sampling.max_tokens == 5
     assert refused(chat, max_tokens=5, max_completion_tokens=6) == (
         "max_tokens",
@@ -93,13 +96,13 @@ def test_both_names_of_a_chats_length_may_be_given_if_they_agree():
     )
 
 
-def test_min_tokens_alone_lengthens_the_default():
+def test_min_tokens_alone_lengthens_the_default() -> None:
     assert chat(min_tokens=600).sampling.max_tokens == 600
     assert not chat(min_tokens=600).max_tokens_given
     assert refused(chat, min_tokens=6, max_tokens=5)[0] == "min_tokens"
 
 
-def test_stop_is_a_string_or_several():
+def test_stop_is_a_string_or_several() -> None:
     assert chat(stop="END").sampling.stop == ("END",)
     assert chat(stop=[]).sampling.stop == ()
     assert refused(chat, stop=5) == ("stop", "must be a string or a list of strings")
@@ -135,7 +138,7 @@ def test_stop_is_a_string_or_several():
         ("stop_token_ids", list(range(65)), "at most 64 ids"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, problem: str):
+def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, problem: str) -> None:
     for ask in (chat, completion, response):
         assert refused(ask, **{name: value}) == (name, problem)
 
@@ -156,11 +159,11 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, proble
         ({str(n): 0 for n in range(1025)}, "logit_bias", "at most 1024 entries"),
     ],
 )
-def test_a_bias_has_token_ids_for_keys(bias: Any, param: str, problem: str):
+def test_a_bias_has_token_ids_for_keys(bias: Any, param: str, problem: str) -> None:
     assert refused(chat, logit_bias=bias) == (param, problem)
 
 
-def test_logprobs_of_a_chat_are_switched_on_and_then_counted():
+def test_logprobs_of_a_chat_are_switched_on_and_then_counted() -> None:
     assert chat(logprobs=True).sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=20).sampling.logprobs == 20
     assert chat(logprobs=False, top_logprobs=0).sampling.logprobs is None
@@ -170,7 +173,7 @@ def test_logprobs_of_a_chat_are_switched_on_and_then_counted():
     assert refused(chat, logprobs=True, top_logprobs=True)[0] == "top_logprobs"
 
 
-def test_logprobs_of_a_completion_are_a_number():
+def test_logprobs_of_a_completion_are_a_number() -> None:
     assert completion(logprobs=0).sampling.logprobs == 0
     assert completion(logprobs=5).sampling.logprobs == 5
     assert refused(completion, logprobs=True) == ("logprobs", "must be an integer")
@@ -178,7 +181,7 @@ def test_logprobs_of_a_completion_are_a_number():
     assert refused(completion, top_logprobs=2) == ("top_logprobs", "is not supported")
 
 
-def test_logprobs_of_a_response_are_included():
+def test_logprobs_of_a_response_are_included() -> None:
     included = ["message.output_text.logprobs"]
     assert response(include=included).sampling.logprobs == 0
     assert response(include=included, top_logprobs=4).sampling.logprobs == 4
@@ -188,7 +191,7 @@ def test_logprobs_of_a_response_are_included():
     assert code_of(response, include=[{}]) == "unsupported_parameter"
 
 
-def test_logprobs_are_never_a_default():
+def test_logprobs_are_never_a_default() -> None:
     served = SERVED._replace(defaults=replace(DEFAULTS, logprobs=5, ignore_eos=True))
     request = parse(RequestKind.COMPLETION, {"model": "tiny", "prompt": "a"}, served)
     assert request.sampling.logprobs is None
