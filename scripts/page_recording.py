@@ -124,7 +124,7 @@ def record(url: str, chromium: str, out: Path) -> None:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport=WIDE, color_scheme="light")  # type: ignore[arg-type]
+        page = browser.new_page(viewport=WIDE, color_scheme="light")
         page.goto(url)
         page.locator(".strip").nth(3).wait_for()
         frames = filmed(page, out)
@@ -133,7 +133,7 @@ def record(url: str, chromium: str, out: Path) -> None:
         page.emulate_media(color_scheme="dark")
         page.wait_for_timeout(800)
         page.screenshot(path=out / "page-dark.png")
-        phone = browser.new_page(viewport=PHONE, color_scheme="light")  # type: ignore[arg-type]
+        phone = browser.new_page(viewport=PHONE, color_scheme="light")
         phone.goto(url)
         phone.click("[data-show=list]")
         phone.locator("#list .open").first.click()

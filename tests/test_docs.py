@@ -42,7 +42,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
                 yield from commands(command)
 
 
-def test_every_option_of_every_command_has_a_help_text():
+def test_every_option_of_every_command_has_a_help_text() -> None:
     for command in commands(parser()):
         assert "usage: pensieve" in command.format_help()
         bare = [action.dest for action in command._actions if not action.help]
@@ -50,7 +50,7 @@ def test_every_option_of_every_command_has_a_help_text():
         assert set(bare) <= allowed, f"{command.prog}: {bare}"
 
 
-def test_every_command_has_a_heading_and_an_example():
+def test_every_command_has_a_heading_and_an_example() -> None:
     examples = [line for page, line in EXAMPLES if page == "docs/commands.md"]
     for command in commands(parser()):
         if any(isinstance(action, argparse._SubParsersAction) for action in command._actions):
@@ -88,14 +88,14 @@ def test_every_path_that_a_page_names_is_there(page: str) -> None:
     assert not missing, f"{page} names {', '.join(missing)}"
 
 
-def test_every_test_that_a_script_names_is_there():
+def test_every_test_that_a_script_names_is_there() -> None:
     for script in (ROOT / "scripts").iterdir():
         if script.is_file():
             for path in re.findall(r"\btests/[\w/]+\.py\b", script.read_text(encoding="utf-8")):
                 assert (ROOT / path).is_file(), f"{script.name} names {path}"
 
 
-def test_paths_are_found_in_prose():
+def test_paths_are_found_in_prose() -> None:
     text = (
         "`core/cache.py`, `pensieve/x/`, `--config`, `a/b`, [a](../b.md#c), store/test_a.py, `x.py`"
     )
@@ -103,12 +103,12 @@ def test_paths_are_found_in_prose():
     assert list(paths_in(text)) == found
 
 
-def test_the_readme_is_short_and_names_no_host_and_no_home():
+def test_the_readme_is_short_and_names_no_host_and_no_home() -> None:
     assert len(README.splitlines()) <= 150
     assert not re.search(r"/(?:home|root|tmp|work|opt)/|index-url|pypi|https?://", README)
 
 
-def test_the_table_of_layers_is_the_law_that_is_enforced():
+def test_the_table_of_layers_is_the_law_that_is_enforced() -> None:
     page = PAGES["docs/structure.md"]
     section = page[page.index("## The law of layers") : page.index("## How a turn flows")]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
@@ -123,7 +123,7 @@ def test_the_table_of_layers_is_the_law_that_is_enforced():
             assert named == LAW[room].rooms, f"docs/structure.md on {room}"
 
 
-def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = README[README.index("```python") + len("```python") :].split("```")[0]
     with DaemonRig(tmp_path / "data") as rig:
         exec(example.replace("127.0.0.1:50051", rig.server.address), {})
@@ -131,7 +131,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert "tokens were still there" in capsys.readouterr().out
 
 
-def test_every_method_of_the_service_is_documented_in_its_proto():
+def test_every_method_of_the_service_is_documented_in_its_proto() -> None:
     for proto in (ROOT / "proto" / "pensieve" / "v1").glob("*.proto"):
         lines = proto.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
@@ -139,7 +139,7 @@ def test_every_method_of_the_service_is_documented_in_its_proto():
                 assert lines[number - 1].strip().startswith("//"), f"{proto.name}: {line.strip()}"
 
 
-def test_the_stubs_are_what_the_protos_say():
+def test_the_stubs_are_what_the_protos_say() -> None:
     script = ROOT / "scripts" / "generate_protos"
     finished = subprocess.run(
         [script, "--check"], capture_output=True, text=True, check=False, env=ENVIRONMENT
@@ -147,7 +147,7 @@ def test_the_stubs_are_what_the_protos_say():
     assert finished.returncode == 0, finished.stderr
 
 
-def test_the_protos_pass_the_linter():
+def test_the_protos_pass_the_linter() -> None:
     finished = subprocess.run(
         ["buf", "lint"],
         cwd=ROOT / "proto",
@@ -159,7 +159,7 @@ def test_the_protos_pass_the_linter():
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-def test_no_method_of_a_service_is_left_to_its_generated_base():
+def test_no_method_of_a_service_is_left_to_its_generated_base() -> None:
     """The base answers UNIMPLEMENTED, which no caller should ever meet."""
     from pensieve.service.grpc.admin import AdminService
     from pensieve.service.grpc.conversation import ConversationService
