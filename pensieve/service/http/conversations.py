@@ -145,9 +145,9 @@ class Conversations:
             if named is not None and not _is_same(message, named):
                 raise no_item()
             named = message
-            last = [each async for each in self._items(seen, None, True, messages_max=1)]
+            is_last = message.index == seen.conversation.num_messages + len(seen.pending) - 1
             is_beginning = not (seen.pending or message.finish_reason)
-            if is_beginning or [each["id"] for each in last] != [item["id"]]:
+            if not is_last or is_beginning or self._of(message, seen) != [item]:
                 raise Refusal("item_id", ONLY_LAST)
             try:
                 return _described(await conversations.delete_last(seen.conversation, seen.pending))
@@ -190,7 +190,6 @@ class Conversations:
         seen: Seen,
         after: tuple[int, int] | None,
         descending: bool,
-        messages_max: int = records.PAGE_SIZE_MAX,
     ) -> AsyncIterator[dict[str, Any]]:
         """Behind this one (a message's index, and a part of it), in either order."""
         walk = self._backward if descending else self._forward
@@ -203,7 +202,7 @@ class Conversations:
                 if after is None or (at < after if descending else at > after):
                     yield item
             num_messages += 1
-            if num_messages == messages_max:
+            if num_messages == records.PAGE_SIZE_MAX:
                 return
 
     async def _forward(self, seen: Seen, first: int | None) -> AsyncIterator[records.Message]:
