@@ -17,7 +17,8 @@
     ├── Unavailable               draining, out of reach, or the disk cannot be written
     │   ├── Loading               the model is being loaded, at the start or again; nothing was done
     │   ├── OwnedElsewhere        another daemon has the conversation; `address` is its own
-    │   └── StoreUnavailable      the history could not be written (disk full, I/O error, locked)
+    │   └── StoreUnavailable      the history could not be written (I/O error, locked)
+    │       └── DiskFull          the disk of the history is full; reading and deleting still work
     ├── TurnInterrupted           the turn was given up: its conversation was deleted, or nobody read it
     ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
     ├── ConfigError               a flag, variable or file holds a value that cannot be used
@@ -224,6 +225,12 @@ class StoreUnavailable(Unavailable):
     """The history cannot be written for now: the disk is full or fails, or another program holds it."""
 
     reason = "STORE_UNAVAILABLE"
+
+
+class DiskFull(StoreUnavailable):
+    """The disk of the history is full; conversations can be read and deleted."""
+
+    reason = "DISK_FULL"
 
 
 class ErasurePending(StoreUnavailable):

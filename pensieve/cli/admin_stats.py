@@ -55,6 +55,8 @@ def stats_table(stats: pb.Stats) -> RenderableType:
     _add_service(table, stats.service)
     if stats.more.get("history_problems"):
         table.add_row("", "the history is damaged and takes no changes")
+    if stats.more.get("disk_full"):
+        table.add_row("", "the disk of the history is full; conversations can be read and deleted")
     if stats.more.get("backup_failing"):
         age = seconds_text(stats.more["backup_age_seconds"])
         table.add_row("", f"the backup lacks what came in the last {age}")

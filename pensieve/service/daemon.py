@@ -36,6 +36,7 @@ from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
 from pensieve.service.forgetting import Forgetting
+from pensieve.service.full_disk import FullDisk
 from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History
 from pensieve.service.kv_events import KvEvents
@@ -97,6 +98,7 @@ class Daemon:
         )
         self.threads = Threads(self._loop, self.config.text_threads, self._fail)
         self.damage = Damage(store, self.threads, lambda: self.on_serving(self.serving))
+        self.full_disk = FullDisk(store, self.threads, lambda: self.on_serving(self.serving))
         self.reads = Reads(store.reader(), self.threads)
         self._erasing = Erasing(store.erasure, self.threads)
         self.backing_up = BackingUp(store.backup_source, self.threads, self.config.backup)
@@ -178,6 +180,8 @@ class Daemon:
     def writable_by(self, tenant: str) -> Conversations:
         """The same, for what its tenant pays for."""
         conversations = self.writable
+        if (full := self.full_disk.refusal) is not None:
+            raise full
         if (debt := self.allowance(tenant).in_debt(self._loop.time())) is not None:
             raise debt
         self._charge(tenant, CALL_TOKENS)
@@ -215,7 +219,12 @@ class Daemon:
     def serving(self) -> bool:
         """Whether new turns are taken."""
         ready = self.engine.serving and not self.loading
-        return ready and not self.draining and not self.damage.problems
+        return ready and not self.draining and self.store_refusal is None
+
+    @property
+    def store_refusal(self) -> PensieveError | None:
+        """Why the history takes no turns, None if it does."""
+        return self.damage.refusal or self.full_disk.refusal
 
     @property
     def num_turns(self) -> int:
@@ -262,7 +271,7 @@ class Daemon:
     ) -> PensieveError | None:
         """Why a turn of this tenant may not begin now; None if it may."""
         load, now = self._load(tenant, conversation_id, priority), self._loop.time()
-        return self.damage.refusal or self.admission.refusal(tenant, load, seconds_left, now)
+        return self.store_refusal or self.admission.refusal(tenant, load, seconds_left, now)
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""

@@ -180,7 +180,7 @@ class History:
         self.forget(tenant, conversation_id)
         try:
             if turn_id is not None:
-                self.interrupt(turn_id)
+                self._store.erasure.in_reserve(lambda: self.interrupt(turn_id))
             self._store.delete_conversation(conversation_id, tenant=tenant)
         except ErasurePending:
             return Deleted(turn_id, None, True)

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pensieve.store.backup.capture import Feed
 from pensieve.store.write_figures import WriteFigures
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
+
+T = TypeVar("T")
 
 
 class Transactions(Protocol):
@@ -50,6 +52,8 @@ class ErasureSteps(Protocol):
     @property
     def due(self) -> bool: ...
     def prepare(self) -> None: ...
+    def in_reserve(self, delete: Callable[[], T]) -> T: ...
+    def has_room(self) -> bool: ...
     def finish(self) -> None: ...
     def resume(self) -> None: ...
     def step(self) -> bool: ...
@@ -104,6 +108,9 @@ class Backend(Protocol):
     def backup_source(self) -> Source: ...
     @property
     def marks(self) -> Marks: ...
+    def close(self) -> None:
+        """Close the connection that writes; a second call does nothing."""
+
     def give_up(self) -> None:
         """Leave it as it is; what was opened is closed."""
 

@@ -79,8 +79,11 @@ class Compaction:
         """Whether there is a step to take."""
         return self._state.phase is not Phase.REST
 
-    def look(self) -> None:
-        """Begin if at least `bytes_min` and more than half of the file are wiped, or free."""
+    def look(self, *, is_urgent: bool = False) -> None:
+        """Begin if at least `bytes_min` and more than half of the file are wiped, or free.
+
+        `is_urgent`: the disk is full, so give back any free page.
+        """
         if self.due:
             return
         with self._writer.reading() as conn:
@@ -91,7 +94,10 @@ class Compaction:
             can_trim = _number(conn, "PRAGMA auto_vacuum") == AUTO_VACUUM_INCREMENTAL
         if wiped_bytes >= self._bytes_min and 2 * wiped_bytes > file_bytes - free_bytes:
             self._state = State(Phase.FENCE)
-        elif can_trim and free_bytes >= self._bytes_min and 2 * free_bytes > file_bytes:
+        elif can_trim and (
+            (is_urgent and free_bytes)
+            or (free_bytes >= self._bytes_min and 2 * free_bytes > file_bytes)
+        ):
             self._state = State(Phase.TRIM)
 
     def step(self) -> None:

@@ -21,6 +21,7 @@ While a backup is written, what is committed is read from the write-ahead log be
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from urllib.parse import quote
 from sqlite_utils import Database
 from sqlite_utils.utils import sqlite3
 
-from pensieve.errors import StoreCorrupt, StoreError, StoreUnavailable
+from pensieve.errors import DiskFull, StoreCorrupt, StoreError, StoreUnavailable
 from pensieve.store.backup.capture import Capture, Feed
 from pensieve.store.time_limit import STATEMENT_SECONDS, TimeLimit
 from pensieve.store.write_figures import WriteFigures
@@ -61,6 +62,7 @@ UNAVAILABLE = {
 CORRUPT = {11: "the database is damaged", 26: "the file is not a database"}
 UNDECODABLE = "Could not decode to UTF-8"  # which the driver says, and SQLite has no code for
 REOPEN_AFTER = {8, 10, 14}
+FULL, IO_ERROR = 13, 10
 
 
 class Writer:
@@ -172,7 +174,10 @@ class Writer:
         except self.driver.Error as error:
             if _primary_code(error) in REOPEN_AFTER:
                 self._discard()
-            raise explained(error, self.path, self._noun) from error
+            failure = explained(error, self.path, self._noun)
+            if isinstance(failure, DiskFull):
+                self.figures.on_full()
+            raise failure from error
         finally:
             if self._db is not None and self._db.conn.in_transaction:
                 self._discard()  # the rollback failed; closing rolls back
@@ -238,6 +243,8 @@ class Writer:
 def explained(error: Any, path: Path, noun: str = "the history") -> Exception:
     """The PensieveError for a driver's error; an error that should not happen is returned as it is."""
     primary = _primary_code(error)
+    if primary == FULL or (primary == IO_ERROR and _has_no_space(path)):
+        return DiskFull(f"{noun} {path}: {UNAVAILABLE[FULL]}")
     if primary in UNAVAILABLE:
         return StoreUnavailable(f"{noun} {path}: {UNAVAILABLE[primary]}")
     if not primary and UNDECODABLE in str(error):
@@ -246,6 +253,14 @@ def explained(error: Any, path: Path, noun: str = "the history") -> Exception:
         return StoreCorrupt(f"{noun} {path}: {CORRUPT[primary]}")
     assert isinstance(error, Exception)
     return error
+
+
+def _has_no_space(path: Path) -> bool:
+    """SQLite reports a file -shm that could not grow as an I/O error."""
+    try:
+        return os.statvfs(path.parent).f_bavail == 0
+    except OSError:
+        return False
 
 
 def _primary_code(error: Any) -> int:

@@ -140,7 +140,7 @@ class ConversationStore:
         """Checkpoint, close and release the folder; a second call does nothing."""
         clean = False
         try:
-            self._writer.close()
+            self._backend.close()
             clean = not self.integrity_check_due
         finally:
             self.folder.close(clean)
@@ -285,12 +285,16 @@ class ConversationStore:
         No turn of it may be running.  ErasurePending means that it is deleted, but not yet erased from the
         files (erasure.py); this one again then tries that, and raises NotFound once it is done.
         """
-        try:
+
+        def delete() -> None:
             with self._running.writing() as conn:
                 number, conversation = require_conversation(conn, conversation_id, tenant)
                 refuse_running(conversation)
                 conversation_rows.delete_conversation(conn, number, tenant)
                 self.erasure.prepare()
+
+        try:
+            self.erasure.in_reserve(delete)
         except NotFound:
             self.erasure.finish()
             raise

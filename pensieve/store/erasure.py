@@ -10,6 +10,8 @@ Three copies outlast that transaction, or might:
                         is full
     the file            wiped bodies contain nothing, but waste space (compaction.py)
 
+On a full disk a deletion takes the space of the reserve (reserve.py), and the file is shortened at once.
+
 A backup (backup/) is kept somewhere else and keeps what is deleted until it is dropped; a slow or broken
 one holds up nothing here.
 
@@ -20,11 +22,16 @@ the history is opened may contain anything, and is truncated then or by the firs
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import TypeVar
 
-from pensieve.errors import ErasurePending, PensieveError, StoreUnavailable
+from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store.compaction import Compaction
 from pensieve.store.connection import Writer
 from pensieve.store.migrations import remove_copies
+from pensieve.store.reserve import Reserve
+
+T = TypeVar("T")
 
 PENDING = "what was deleted is not yet erased from the files of the history, which is tried again"
 
@@ -32,9 +39,10 @@ PENDING = "what was deleted is not yet erased from the files of the history, whi
 class Erasure:
     """What deletions have left to do on the disk; used outside of transactions, but for `prepare`."""
 
-    def __init__(self, writer: Writer, compact_bytes_min: int) -> None:
+    def __init__(self, writer: Writer, compact_bytes_min: int, reserve: Reserve) -> None:
         self.pending = writer.has_journal()
         self._writer = writer
+        self._reserve = reserve
         self._compaction = Compaction(writer, compact_bytes_min)
 
     @property
@@ -46,6 +54,25 @@ class Erasure:
         """Before a transaction that deletes is committed."""
         remove_copies(self._writer.path)
         self.pending = True
+
+    def in_reserve(self, delete: Callable[[], T]) -> T:
+        """Carry out what deletes; if the disk is full, again with the space of the reserve."""
+        try:
+            return delete()
+        except DiskFull:
+            if not self._reserve.release():
+                raise
+        with contextlib.suppress(StoreUnavailable):
+            self._writer.truncate_journal()  # it may take as much again
+        return delete()
+
+    def has_room(self) -> bool:
+        """Keep the reserve again, and try a small write; returns whether both worked."""
+        if not self._reserve.refill():
+            return False
+        with self._writer.writing() as conn:
+            conn.execute("UPDATE space SET wiped_bytes = wiped_bytes")
+        return True
 
     def finish(self) -> None:
         """After a deletion: ErasurePending if its content is still in the write-ahead log."""
@@ -59,10 +86,11 @@ class Erasure:
             raise ErasurePending(f"{PENDING}: another program reads them")
         self.pending = False
         with contextlib.suppress(StoreUnavailable):  # the next deletion looks again
-            self._compaction.look()
+            self._compaction.look(is_urgent=not self._reserve.is_kept)
 
     def resume(self) -> None:
         """What an earlier process has left to do; whatever goes wrong is left to the steps."""
+        self._reserve.refill()
         with contextlib.suppress(PensieveError):
             self.finish()
             self._compaction.look()

@@ -30,6 +30,7 @@ LOCK_NAME = "lock"
 IDENTITY_NAME = "history"
 DAMAGED_NAME = "damaged"
 JOBS_NAME = "jobs"
+RESERVE_NAME = "reserve"
 HOLDER_BYTES_MAX = 256
 LOCK_BYTES_MAX = 512
 ELSEWHERE = {  # the second line of a holder whose history is somewhere else
@@ -41,6 +42,7 @@ OUR_NAMES = (
     IDENTITY_NAME,
     DAMAGED_NAME,
     JOBS_NAME,
+    RESERVE_NAME,
     "admin.sock",
     "chat_history",
     "lost+found",

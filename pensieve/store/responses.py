@@ -88,10 +88,15 @@ class Responses:
 
         ErasurePending, as of a conversation, if it is deleted and not yet erased from the files.
         """
-        try:
+
+        def delete() -> Removed:
             with self._running.writing() as conn:
                 removed = _delete(conn, response_id, tenant)
                 self._erasure.prepare()
+            return removed
+
+        try:
+            removed = self._erasure.in_reserve(delete)
         except NotFound:
             self._erasure.finish()
             raise

@@ -12,8 +12,9 @@ from pensieve.store import verify
 from pensieve.store.backup.source import BackupSource
 from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.erasure import Erasure
-from pensieve.store.folder import DataFolder
+from pensieve.store.folder import RESERVE_NAME, DataFolder
 from pensieve.store.migrations import migrate
+from pensieve.store.reserve import Reserve
 from pensieve.store.scrub import OF_SQLITE, Scrub
 from pensieve.store.time_limit import TimeLimit
 
@@ -93,9 +94,14 @@ class SqliteBackend:
             statement_seconds,
         )
         self.figures = self.writer.figures
-        self.erasure = Erasure(self.writer, compact_bytes_min)
+        self._reserve = Reserve(folder.path / RESERVE_NAME)
+        self.erasure = Erasure(self.writer, compact_bytes_min, self._reserve)
         self.backup_source = BackupSource(folder, self.writer, now)
         self.marks = folder
+
+    def close(self) -> None:
+        self._reserve.release()  # the last checkpoint may need the space
+        self.writer.close()
 
     def give_up(self) -> None:
         """What is open is closed with the last reference to it; a checkpoint may be what failed."""

@@ -17,6 +17,7 @@ class WriteFigures:
     def __init__(self, journal: Path | None = None) -> None:
         self.num_commits = 0
         self.on_commit: Callable[[float], None] = lambda seconds: None  # in the writer's thread
+        self.on_full: Callable[[], None] = lambda: None  # the disk is; in the writer's thread
         self._journal = journal
         self._seconds: deque[float] = deque(maxlen=COMMITS_MAX)
 

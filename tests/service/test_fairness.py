@@ -107,8 +107,8 @@ def test_a_refused_turn_leaves_nothing_that_only_a_collection_frees(tmp_path: Pa
                 with pytest.raises(grpc.RpcError) as refused:
                     rig.ask(conversation_id, long)
                 assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+            request = pb.DeleteConversationRequest(conversation_id="nobody")
             with pytest.raises(grpc.RpcError):
-                request = pb.DeleteConversationRequest(conversation_id="nobody")
                 rig.stub.DeleteConversation(request)
             assert door.chat(long).status == 400
             assert door.chat("hello", "yes", long).status == 400

@@ -166,6 +166,7 @@ def test_a_disk_that_fails_refuses_turns_serves_what_it_can_and_heals(
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "planted" not in str(error.value.details())
         faults.heal()
+        wait_for(lambda: rig.daemon.serving)  # a full disk is looked at again
         again = rig.ask("kept", "more", request_id="r", sampling=SHORT)
         assert again.completed.revision == 2
         rig.call(plant(driver))

@@ -120,9 +120,8 @@ def test_what_people_wrote_is_private_to_the_owner(store: ConversationStore) -> 
     folder = store.folder.path
     assert folder.stat().st_mode & 0o777 == 0o700
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
-    assert modes == dict.fromkeys(
-        ("lock", "conversations.db", "conversations.db-wal", "conversations.db-shm"), 0o600
-    )
+    database = ("conversations.db", "conversations.db-wal", "conversations.db-shm")
+    assert modes == dict.fromkeys(("lock", "reserve", *database), 0o600)
 
 
 @pytest.mark.parametrize("has_history", [False, True])

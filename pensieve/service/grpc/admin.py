@@ -249,6 +249,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         await self._add_service(given.service)
         given.more.update(daemon.backing_up.figures())
         given.more["history_problems"] = len(daemon.damage.problems)
+        given.more["disk_full"] = daemon.full_disk.is_full
         given.more["scrub_passes"] = daemon.scrubbing.num_passes
         ready = daemon.engine.ready
         if ready is None or not daemon.engine.serving:

@@ -58,7 +58,7 @@ def _state(daemon: Daemon) -> pb.ServerState.ValueType:
         return pb.SERVER_STATE_DRAINING
     if daemon.loading:
         return pb.SERVER_STATE_LOADING
-    if daemon.damage.problems:
+    if daemon.store_refusal is not None:
         return pb.SERVER_STATE_READ_ONLY
     return pb.SERVER_STATE_SERVING if daemon.serving else pb.SERVER_STATE_RESTARTING
 

@@ -20,6 +20,7 @@ from pensieve.errors import (
     ConfigError,
     ContextFull,
     DeviceError,
+    DiskFull,
     InvalidArgument,
     Loading,
     ModelError,
@@ -63,6 +64,9 @@ OF_THE_MACHINE = {
     ConfigError: "the daemon is not set up for this",
     AddressInUse: "the daemon is not set up for this",
 }
+DISK_FULL = (
+    "the disk of the history is full; conversations can be read and deleted, but not changed"
+)
 
 SCALARS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -422,6 +426,8 @@ def _causes(error: PensieveError) -> dict[str, str]:
 def text_of(error: PensieveError) -> str:
     """One line, whatever the error quotes; nothing of what only the operator may know."""
     if is_of_the_machine(error):
+        if isinstance(error, DiskFull):
+            return DISK_FULL
         words = next(words for kind, words in OF_THE_MACHINE.items() if isinstance(error, kind))
         return f"{words}; the daemon's log says more"
     return _short(" ".join(str(error).split()))

@@ -35,6 +35,7 @@ SHAPES: tuple[tuple[type[errors.PensieveError], Shape], ...] = (
     (errors.DeadlineExceeded, Shape(408, "timeout_error", "timeout")),
     (errors.Unauthenticated, Shape(401, "authentication_error", "invalid_api_key")),
     (errors.PermissionDenied, Shape(403, "permission_error", "permission_denied")),
+    (errors.DiskFull, Shape(507, "server_error", "disk_full")),
     (errors.Unavailable, Shape(503, "server_error", "unavailable")),
     (errors.TurnInterrupted, Shape(409, "server_error", "turn_interrupted")),
 )

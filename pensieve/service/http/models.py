@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pensieve import __version__
-from pensieve.errors import NotFound, Unavailable
+from pensieve.errors import DiskFull, NotFound, Unavailable
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
+from pensieve.service.grpc.translate import text_of
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.exchange import Exchange
 from pensieve.service.openai import Refusal
@@ -49,6 +50,9 @@ class Health:
 
     async def health(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         """An error unless new turns are taken."""
+        refusal = self._daemon.store_refusal
+        if isinstance(refusal, DiskFull):
+            raise Unavailable(text_of(refusal))
         if not self._daemon.serving:
             raise Unavailable("the daemon does not take turns at present")
         return {"status": "ok"}

@@ -135,6 +135,7 @@ def of_service(daemon: Daemon, lag: Quantiles, audit_lines_lost: int, now: float
         "store_journal_bytes": daemon.store.figures.journal_bytes,
         "erasure_pending": daemon.store.erasure.pending,
         "history_problems": len(daemon.damage.problems),
+        "disk_full": daemon.full_disk.is_full,
         "scrub_passes_total": daemon.scrubbing.num_passes,
         "audit_lines_lost": audit_lines_lost,
         **daemon.backing_up.figures(),

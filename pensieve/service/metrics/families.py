@@ -101,6 +101,7 @@ FAMILIES = (
     _own("store_journal_bytes", GAUGE, "Length of the history's write-ahead log."),
     _own("erasure_pending", GAUGE, "Whether deleted text is still in the files."),
     _own("history_problems", GAUGE, "What is damaged in the history."),
+    _own("disk_full", GAUGE, "Whether the disk of the history is full."),
     _own("scrub_passes_total", COUNTER, "How often the whole history was looked through."),
     _own("backup_age_seconds", GAUGE, "Age of what the backup lacks; none without --backup."),
     _own("backup_failing", GAUGE, "Whether the backup cannot be written; none without --backup."),

@@ -97,6 +97,9 @@ class PostgresBackend:
         self.backup_source = NoBackups(now)
         self.marks = PostgresMarks(address, holder, statement_seconds)
 
+    def close(self) -> None:
+        self.writer.close()
+
     def give_up(self) -> None:
         """Close the connection."""
         self.writer.close()

@@ -37,7 +37,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pensieve.errors import StoreError, StoreLocked, StoreUnavailable, one_line
+from pensieve.errors import DiskFull, StoreError, StoreLocked, StoreUnavailable, one_line
 from pensieve.extras import need
 from pensieve.store.postgres.failures import explained
 from pensieve.store.postgres.schema import SCHEMA, migrate
@@ -186,7 +186,10 @@ class PostgresWriter:
             with self.limit.counting():
                 yield Session(self._wire, self.limit, self._reserve, self.note_wiped)
         except self.address.driver.Error as error:
-            raise explained(error, self.address.shown) from error
+            failure = explained(error, self.address.shown)
+            if isinstance(failure, DiskFull):
+                self.figures.on_full()
+            raise failure from error
         finally:
             if self._wire is not None and not end_transaction(self._wire):
                 self.close()

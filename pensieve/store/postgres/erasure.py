@@ -11,8 +11,12 @@ which are 0 when no wiped row is left, tell the next process that there is somet
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from pensieve.store.postgres.connection import PostgresWriter
 
+T = TypeVar("T")
 STEP_ROWS = 256
 
 
@@ -31,6 +35,16 @@ class PostgresErasure:
 
     def prepare(self) -> None:
         """Before a transaction that deletes is committed."""
+
+    def in_reserve(self, delete: Callable[[], T]) -> T:
+        """There is no reserve here."""
+        return delete()
+
+    def has_room(self) -> bool:
+        """A small write finds it out."""
+        with self._writer.writing() as conn:
+            conn.execute("UPDATE space SET wiped_bytes = wiped_bytes")
+        return True
 
     def finish(self) -> None:
         """After a deletion: its transaction was all."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pensieve.errors import StoreCorrupt, StoreUnavailable, one_line
+from pensieve.errors import DiskFull, StoreCorrupt, StoreUnavailable, one_line
 
+DISK_FULL = "53100"
 # By SQLSTATE, or by its class: its first two letters.
 UNAVAILABLE = {
     "08": "the connection was lost",
@@ -37,6 +38,8 @@ NO_TABLE = {"3F000", "42P01", "42501"}  # they went, or the right to use them
 def explained(error: Any, shown: str) -> Exception:
     """The PensieveError for a driver's error; one that should not happen is returned as it is."""
     code = error.sqlstate or ""
+    if code == DISK_FULL:
+        return DiskFull(f"the history {shown}: {UNAVAILABLE[code]}")
     for table, kind in ((CORRUPT, StoreCorrupt), (UNAVAILABLE, StoreUnavailable)):
         words = table.get(code) or table.get(code[:2])
         if words is not None:

@@ -155,6 +155,14 @@ class RemoteErasure(_Part):
     def step(self) -> bool:
         return False
 
+    def in_reserve(self, delete: Callable[[], T]) -> T:
+        """There is no reserve here."""
+        return delete()
+
+    def has_room(self) -> bool:
+        """Who has the history knows it."""
+        return True
+
     def finish(self) -> None:
         self._store.finish_erasure()
 
