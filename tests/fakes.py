@@ -6,6 +6,9 @@ every slice verifies that the pages it attends to hold exactly the prefix of its
 reclaim, aliasing, a missed recompute or a wrong copy fail here in milliseconds.  The pages of a group of
 streamed turns are staged as early as they may be, or as late, and stored back at once, or as late as may be.
 
+KV can also be wrong.  A test spoils a slot (`spoil`), copies carry the wrong slot on, and a turn that attends
+to it fails.  From that report on nobody may attend to it: a turn that does, fails the test.
+
 The token that a turn samples is a function of its prefix alone, so what a conversation should have
 said can be recomputed from nothing (`reply_to`).
 """
@@ -105,6 +108,8 @@ class LedgerExecutor:
         self._prefixes: dict[int, list[int]] = {}  # by turn: that the tokens before 0..n make
         self._sick_turns: set[int] = set()  # their rows are NaN; the core may not know yet
         self._failed_turns: set[int] = set()  # reported
+        self._num_spoiled = 0
+        self._spoiled_by: dict[int, set[int]] = {}  # by turn: the wrong slots that it attended to
         self._launched: deque[_Launched] = deque()
 
     # -- the port --
@@ -169,7 +174,9 @@ class LedgerExecutor:
 
     def collect(self) -> Outcome:
         launched = self._launched.popleft()
-        self._failed_turns.update(failure.turn_id for failure in launched.failures)
+        for failure in launched.failures:
+            self._failed_turns.add(failure.turn_id)
+            self._failed_turns |= self._spoiled_by.pop(failure.turn_id, set())
         self._land_some()
         if not launched.iteration.slices and not self._landed and self._outstanding:
             self._land(self._random.choice(list(self._outstanding)))
@@ -192,6 +199,14 @@ class LedgerExecutor:
         """These copies (without a name: all) finish now; the next outcome reports them."""
         for copy_id in copy_ids or self.outstanding:
             self._land(copy_id)
+
+    def spoil(self, pages: list[list[Slot | None]], page: int, offset: int) -> None:
+        """Make the KV of a slot wrong, as if a sick turn had written it that nobody knows of."""
+        if (slot := pages[page][offset]) is not None:
+            self._num_spoiled += 1
+            writer = -self._num_spoiled
+            pages[page][offset] = (slot[0], writer)
+            self._sick_turns.add(writer)
 
     # -- the ledger --
 
@@ -234,6 +249,8 @@ class LedgerExecutor:
                 )
                 if slot[1] in self._sick_turns:
                     self._sick_turns.add(turn_id)  # NaN spreads to whoever attends to it
+                    if slot[1] < 0:
+                        self._spoiled_by.setdefault(turn_id, set()).add(slot[1])
                 self.num_attended += 1
 
     def _check_idle_page(self, page: int, tier: str) -> None:

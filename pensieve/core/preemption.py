@@ -35,7 +35,7 @@ for the host by the policy, and what is still held when it resumes is not comput
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from pensieve.core.cache import KVCache
 from pensieve.core.fair_queue import FairQueue
@@ -82,6 +82,16 @@ class Preemption:
                 del self._num_running[place]
         elif turn is self.claimant:
             self.claimant = None
+
+    def check(self, running: Mapping[int, Turn]) -> None:
+        """Check the places and their counts against the turns that run."""
+        assert self._places.keys() == running.keys(), "other turns have places than those that run"
+        for turn_id, (share, _) in self._places.items():
+            assert share == running[turn_id].share, f"turn {turn_id} has another share's place"
+        counts = dict(Counter(self._places.values()))  # plain, so that a count of zero differs
+        assert dict(self._num_running) == counts, "running turns are miscounted"
+        claims = self.claimant is not None and self.claimant.turn_id in running
+        assert not claims, "a turn that runs still claims a place"
 
     def is_out_of_question(self, suspended: Collection[Turn]) -> bool:
         """At a glance: all are of one share, and nobody waits who is above one that runs."""

@@ -146,6 +146,11 @@ class Scheduler(ScheduledTurns):
                 return None
         return self._launched(draft, swap_outs, now)
 
+    def check(self, now: float) -> None:
+        """Recompute every invariant of the cache, its turns and their places."""
+        super().check(now)
+        self.preemption.check(self.running)
+
     def _stop_streaming(self, now: float) -> int:
         """Where it does not pay, or the device has room again; how many pages should become available."""
         running = [turn for turn in self.running.values() if self._keeps_place(turn)]

@@ -47,6 +47,28 @@ def test_while_a_prompt_is_computed_a_job_pauses() -> None:
     assert [name for name, _, _ in stage.slices()] == ["person"]
 
 
+def test_while_a_prompt_is_computed_a_job_pauses_beside_those_who_generate() -> None:
+    """It was known by then that a token of the job costs little."""
+    stage = Stage(900, 0, **{**CHEAP, "batch_tokens_max": 64})
+    stage.ask("generating", 4, 300)
+    stage.next()
+    job(stage, 20, num_prompt=30, num_reply=200)
+    taken = []
+    for _ in range(60):
+        stage.next()
+        taken.append(num_of_job(stage))
+    assert max(taken) >= 5
+    person = stage.ask("person", 150, 2)
+    while not person.num_output_tokens:
+        stage.next()
+        assert {name for name, _, _ in stage.slices()} == {"generating", "person"}
+    taken.clear()
+    for _ in range(4):
+        stage.next()
+        taken.append(num_of_job(stage))
+    assert max(taken) >= 5
+
+
 def test_an_interactive_turn_comes_before_a_job_that_came_first() -> None:
     stage = Stage(400, 0, **DEAR)
     job(stage, 3, num_prompt=200)

@@ -22,7 +22,7 @@ from pensieve.core.stream_groups import StreamGroups, _Group
 from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.tiers import PagePool, Tiers
 from pensieve.core.turn import Turn
-from tests.core.world import Shape, Stage, run
+from tests.core.world import SPOILED, TWINS, Shape, Stage, run
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SHAPES = (
@@ -39,6 +39,12 @@ STREAMED = (
     Shape(staging_pages=6, host_pages=14, device_pages=8, overlap=True, failing=0.03, late=0.9),
 )
 SEEDS = 150
+
+
+SHAPES_OF = {  # else SHAPES, or STREAMED
+    "a copy in flight revives what was discarded": (SPOILED,),
+    "a streamed turn joins a hole that another fills": (TWINS,),
+}
 
 
 def around(owner: type, name: str, change: Callable[..., Any]) -> Plant:
@@ -227,6 +233,22 @@ def forget_frontiers(original: Any, scheduler: Scheduler, turn: Turn, now: float
     scheduler.cache.discard(turn, now)
 
 
+def revive(original: Any, tiers: Tiers, chunk: Chunk) -> None:
+    """A copy that began before its chunk was discarded makes it valid again."""
+    num_slots = {copy_id: swap.num_slots for copy_id, swap in tiers.swaps.items()}
+    original(tiers, chunk)
+    for copy_id, swap in tiers.swaps.items():
+        swap.num_slots = num_slots[copy_id]
+
+
+def count_for_ever(original: Any, preemption: Preemption, turn: Turn) -> None:
+    """Places of turns that have ended stay counted."""
+    place = preemption._places.get(turn.turn_id)
+    original(preemption, turn)
+    if place is not None:
+        preemption._num_running[place] += 1
+
+
 def forget_the_heir(original: Any, tree: PrefixTree, branch: Branch, *rest: Any) -> Any:
     """The upper part of a split branch does not know who holds it."""
     upper = original(tree, branch, *rest)
@@ -303,6 +325,11 @@ STREAMING_FAULTS: dict[str, Plant] = {
     "the groups' order is swapped": around(StreamGroups, "arranged", swap_groups),
     "a group is wider than its arena": around(StreamGroups, "arranged", wide_groups),
     "a streamed turn's host pages are not pinned": around(PagePool, "take", pin_nothing),
+    "a streamed turn joins a hole that another fills": around(
+        StreamedPages,
+        "may_take",
+        lambda f, pages, turn, chunks, n, _, now: f(pages, turn, chunks, n, {}, now),
+    ),
     "dirty chunks are streamed from old host pages": around(StreamedPages, "may_take", take_dirty),
 }
 
@@ -334,12 +361,17 @@ FAULTS: dict[str, Plant] = {
     "a turn gives way to its equal": around(Preemption, "_is_below", equals_give_way),
     "a turn that gave way loses its reply": around(Turn, "give_way", forget_the_preempted),
     "an iteration exceeds its budget": around(IterationDraft, "fill", spend_twice),
+    "a copy in flight revives what was discarded": around(Tiers, "invalidate", revive),
+    "the places of turns that ended are counted for ever": around(
+        Preemption, "ended", count_for_ever
+    ),
     "others trust discarded chunks": around(Scheduler, "_discard", forget_frontiers),
 }
 
 ONLY_THE_AUDIT_SEES = {  # no reply is wrong for it, or not within so many seeds
     "a pinned chunk stays marked to drop",
     "a dropped host page leaks",
+    "the places of turns that ended are counted for ever",
     "others trust discarded chunks",
 }
 
@@ -362,7 +394,7 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
     FAULTS[fault](monkeypatch)
     if fault not in ONLY_THE_AUDIT_SEES:
         monkeypatch.setattr(Scheduler, "check", lambda *a: None)
-    found = found_within(SEEDS, FIRST_SEED.get(fault, 0))
+    found = found_within(SEEDS, FIRST_SEED.get(fault, 0), SHAPES_OF.get(fault, SHAPES))
     assert found is not None, f"{SEEDS} seeds did not notice that {fault}"
 
 
@@ -370,7 +402,7 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_planted_fault_of_streaming_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     STREAMING_FAULTS[fault](monkeypatch)
     monkeypatch.setattr(Scheduler, "check", lambda *a: None)
-    found = found_within(SEEDS, shapes=STREAMED)
+    found = found_within(SEEDS, shapes=SHAPES_OF.get(fault, STREAMED))
     assert found is not None, f"{SEEDS} seeds did not notice that {fault}"
 
 
@@ -403,3 +435,4 @@ def copy_a_chunk_that_is_being_repaired() -> None:
 def test_without_a_fault_the_same_seeds_pass() -> None:
     assert found_within(SEEDS) is None
     assert found_within(SEEDS, shapes=STREAMED) is None
+    assert found_within(SEEDS // 3, shapes=(SPOILED, TWINS)) is None

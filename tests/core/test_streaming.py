@@ -15,7 +15,7 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_cost import Load, StreamCost
 from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR
-from pensieve.core.turn import Turn
+from pensieve.core.turn import Turn, TurnState
 from tests.core.world import Stage
 
 
@@ -312,6 +312,25 @@ def test_a_streamed_turn_returns_before_batch_turns_have_the_device() -> None:
         world.land()
     assert a.finish is not None
     assert b.finish is None
+    assert world.scheduler.counters.returned == 1
+    world.run_until_idle()
+
+
+def test_a_streamed_turn_returns_although_a_batch_turn_was_suspended() -> None:
+    world = stage()
+    batch = world.ask("batch", 20, 12, background=True)
+    world.next()
+    a, b = two(world, 3, 12)
+    while a.finish is None:
+        world.next()
+        world.land()
+    assert batch.state is TurnState.SUSPENDED
+    assert b.streamed
+    while b.streamed:
+        world.next()
+        world.land()
+    assert b.finish is None
+    assert batch.state is TurnState.SUSPENDED
     assert world.scheduler.counters.returned == 1
     world.run_until_idle()
 

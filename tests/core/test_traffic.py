@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.turn import Turn
-from tests.core.world import Shape, World, run
+from tests.core.world import SPOILED, TWINS, Shape, World, run
 from tests.scale import SCALE
 
 SHAPES = {
@@ -69,6 +70,24 @@ SHAPES = {
     ),
     "failing turns": Shape(failing=0.03),
     "failing turns, planned ahead": Shape(overlap=True, failing=0.03, device_pages=9),
+    "wrong KV in shared holes": Shape(
+        spoiling=0.02,
+        damaging=0.5,
+        restless=True,
+        conversations=14,
+        chunk_tokens=2,
+        device_pages=16,
+        host_pages=60,
+        swap_out_below=1.0,
+        late=0.95,
+        turns_max=2,
+        time_share=1,
+        prompt_max=6,
+        reply_max=20,
+    ),
+    "wrong KV in shared holes, streamed": SPOILED,
+    "streamed forks over one hole": TWINS,
+    "streamed forks over one hole, planned ahead": replace(TWINS, overlap=True, twins=0.2),
     "damaged host pages": Shape(damaging=0.2, host_pages=20),
     "damaged host pages, planned ahead, restless": Shape(
         damaging=0.3, overlap=True, restless=True, host_pages=30, conversations=10
@@ -136,7 +155,7 @@ def must_happen(shape: Shape) -> set[str]:
         names |= {"reclaim_hits", "reclaimed", "swapped_in", "swapped_out"}
     if shape.host_pages < 30:
         names |= {"marked_to_drop"}
-    if shape.failing:
+    if shape.failing or shape.spoiling:
         names |= {"discarded", "failed"}
     if shape.damaging:
         names |= {"damaged"}
@@ -238,7 +257,7 @@ def test_every_reply_is_right_whatever_happens(name: str) -> None:
     assert total["replies"] > 4 * SEEDS
     if not SHAPES[name].overlap:
         assert total["idle_tokens"] == 0
-    if not SHAPES[name].failing:
+    if not (SHAPES[name].failing or SHAPES[name].spoiling):
         assert total["failed"] == total["discarded"] == 0
     if not SHAPES[name].damaging:
         assert total["damaged"] == 0

@@ -64,6 +64,7 @@ class Shape:
     late: float = 0.5
     failing: float = 0.0
     damaging: float = 0.0  # how likely a host page is found to have changed
+    spoiling: float = 0.0  # how likely a turn that samples finds wrong KV in its own context
     overlap: bool = False  # plan the next iteration while one is uncommitted
     conversations: int = 6
     prompt_max: int = 14
@@ -86,7 +87,42 @@ class Shape:
     stream: str = "on"
     scope: str = ""  # what all names begin with
     restless: bool = False  # many forks, cancels, deletions and evictions
+    twins: float = (
+        0.0  # how likely a conversation that left for the host is asked together with a fork
+    )
     adopting: float = 0.0  # how likely KV of a conversation without any comes from another engine
+
+
+# Forks of what the host has lost a part of begin together, and neither fits the device.
+TWINS = Shape(
+    twins=0.5,
+    damaging=0.5,
+    staging_pages=12,
+    host_pages=60,
+    conversations=12,
+    late=0.2,
+    device_pages=10,
+    batch_tokens_max=64,
+    prompt_max=9,
+    reply_max=24,
+)
+# Turns repair holes that forks share, stream or are suspended, and fail while a copy of that is on its way.
+SPOILED = Shape(
+    spoiling=0.02,
+    damaging=0.3,
+    restless=True,
+    conversations=14,
+    chunk_tokens=2,
+    device_pages=14,
+    host_pages=40,
+    staging_pages=12,
+    swap_out_below=1.0,
+    late=0.95,
+    turns_max=4,
+    time_share=1,
+    prompt_max=6,
+    reply_max=20,
+)
 
 
 class World:
@@ -147,6 +183,9 @@ class World:
         self.latest: Iteration | None = None  # what the last step planned
         self.num_replies = 0
         self.adoptions = random.Random(seed)
+        self.spoils = random.Random(seed)
+        self.moved: set[str] = set()  # to the host, for twins
+        self.failed: list[str] = []  # whose clients are going to ask again, where KV can be wrong
         self.arriving: dict[
             str, int
         ] = {}  # chunks that have not come yet, of names that nobody used since
@@ -172,7 +211,12 @@ class World:
         elif deed == "cancel" and self.turns:
             self.cancel(self.random.choice(list(self.turns)))
         elif deed == "fork" and self.logs and not full:
-            self.fork(self.random.choice(list(self.logs)))
+            name = self.random.choice(list(self.logs))
+            # What it shared by then would not be discarded, were its turn to fail over wrong KV.
+            if not (
+                self.shape.spoiling and name in self.turns and self.turns[name].num_uncommitted
+            ):
+                self.fork(name)
         elif deed == "rewind" and idle:
             name = self.random.choice(idle)
             self.rewind(name, self.random.choice(self.commits[name]))
@@ -185,6 +229,11 @@ class World:
             leave(self.random.choice(list(self.logs)), self.clock.now())
         if self.adoptions.random() < self.shape.adopting:
             self._adopt_something()
+        if self.shape.twins and self.random.random() < self.shape.twins:
+            self._ask_twins()
+        while self.failed:
+            if (name := self.failed.pop()) in self.logs and name not in self.turns:
+                self.submit(name)
         self.clock.advance(self.random.choice((0.0, 0.1, 1.0, 30.0)))
 
     def submit(
@@ -248,13 +297,30 @@ class World:
         self.scheduler.cancel(turn.turn_id, keep, self.clock.now())
         self._take_ends()
 
-    def fork(self, name: str) -> None:
+    def fork(self, name: str, at: int | None = None) -> str:
         self._num_conversations += 1
         target = f"{self.shape.scope}c{self._num_conversations}"
-        at = self.random.choice(self.commits[name])
+        if at is None:
+            at = self.random.choice(self.commits[name])
         self.logs[target] = self.logs[name][:at]
         self.commits[target] = [length for length in self.commits[name] if length <= at]
         self.cache.fork(name, at, target, self.clock.now())
+        return target
+
+    def _ask_twins(self) -> None:
+        """Two who share all that they have, on the host since the last time, begin at the same moment."""
+        resting = [name for name in self.logs if self.logs[name] and name not in self.turns]
+        moved = [name for name in resting if name in self.moved]
+        self.moved.clear()
+        if moved:
+            name = self.random.choice(moved)
+            twin = self.fork(name, len(self.logs[name]))
+            self.submit(name)
+            self.submit(twin)
+        for name in resting:
+            if name not in self.turns:
+                self.cache.move_to_host(name, self.clock.now())
+                self.moved.add(name)
 
     def rewind(self, name: str, at: int) -> None:
         self.arriving.pop(name, None)
@@ -328,6 +394,7 @@ class World:
         self._take_ends()
         if iteration is not None:
             assert iteration.num_tokens <= self.shape.batch_tokens_max
+            self._spoil_something(iteration)
             self.executor.launch(iteration)
             self.launched.append(iteration)
         if self.launched and (
@@ -343,6 +410,30 @@ class World:
                 self.scheduler.check(self.clock.now())
             return True
         return iteration is not None
+
+    def _spoil_something(self, iteration: Iteration) -> None:
+        """A turn fails over a slot that its conversation alone holds, or in a hole that it has repaired.
+
+        A repaired hole that is being copied to the host is the likeliest: the copy must not outlive it.
+        """
+        if not self.shape.spoiling:
+            return
+        moving = {swap.source for swap in self.cache.tiers.swaps.values() if not swap.inward}
+        for piece in iteration.slices:
+            turn = self.scheduler.turn(piece.turn_id)
+            assert turn is not None
+            own = [c for c in turn.chunks if c.branch is not None and len(c.branch.holders) == 1]
+            repaired = [c for c in turn.chunks if c in turn.written and c not in own]
+            at_risk = [chunk for chunk in repaired if chunk in moving]
+            likely = max(self.shape.spoiling, 0.7 if at_risk else 0.0)
+            suspects = at_risk or [*own, *repaired]
+            if not piece.needs_token or not suspects or self.spoils.random() >= likely:
+                continue
+            chunk = self.spoils.choice(suspects)
+            page = chunk.host_page if turn.streamed else chunk.device_page
+            assert page is not None
+            pages = self.executor.host if turn.streamed else self.executor.device
+            self.executor.spoil(pages, page, self.spoils.randrange(self.shape.chunk_tokens))
 
     def seconds_of(self, iteration: Iteration) -> float:
         shape, num_keys = self.shape, sum(each.stop for each in iteration.slices)
@@ -370,6 +461,8 @@ class World:
         if usage.admitted_at is not None:
             assert usage.prompt_tokens == turn.prompt_end, f"{usage} of {turn.prompt_end} tokens"
             assert min(usage.device_tokens, usage.host_tokens, usage.recomputed_tokens) >= 0
+        if finish is FinishReason.FAILED and self.shape.spoiling:
+            self.failed.append(name)
         if finish in (FinishReason.FAILED, FinishReason.WARMED):
             return
         if finish is FinishReason.CANCELLED:
