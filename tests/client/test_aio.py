@@ -212,6 +212,29 @@ def test_closing_the_client_cancels_no_task(server: ScriptedServer, waits: str) 
     run(server, script)
 
 
+@pytest.mark.parametrize("waits", ["turn", "call"])
+def test_a_task_that_is_cancelled_while_the_client_is_closed_is_cancelled(
+    server: ScriptedServer, waits: str
+) -> None:
+    async def script(client: AsyncClient) -> None:
+        talk: AsyncConversation = client.conversation("c")
+        stalled = threading.Event()
+        if waits == "turn":
+            server.mishaps.append(Mishap(after=1, stalls=True, on_stall=stalled.set))
+            task = asyncio.create_task(talk.ask("a b"))
+        else:
+            server.hold(stalled)
+            task = asyncio.create_task(talk.get())  # type: ignore[arg-type]
+        assert await asyncio.to_thread(stalled.wait, SAFETY_SECONDS)
+        task.cancel()  # it learns of both at its next turn
+        await client.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+
+    run(server, script)
+
+
 def test_many_tasks_share_one_client(server: ScriptedServer) -> None:
     async def script(client: AsyncClient) -> None:
         server.mishaps.extend([Mishap(after=1)] * 5)

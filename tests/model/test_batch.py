@@ -8,6 +8,7 @@ from array import array
 import pytest
 import torch
 
+from pensieve.core.iteration import Slice
 from pensieve.core.turn import Turn
 from pensieve.model.batch import Batch, SampledIds
 from pensieve.model.shared_pages import SharedSearch, shared_pages
@@ -106,6 +107,24 @@ def test_pages_that_a_slice_writes_to_are_not_shared() -> None:
     assert Batch.from_slices(slices[1:], 4).shared is None
 
 
+@pytest.mark.parametrize("changed", [1, 5, 11])
+def test_what_was_shared_is_searched_again_when_one_later_page_is_another(changed: int) -> None:
+    """The first page of a context stays, and one behind it was computed again elsewhere."""
+    search, front = SharedSearch(), list(range(1000, 1012))
+
+    def of(pages_of_second: list[int]) -> list[Slice]:
+        turns = [turn_of(1, [0] * 57, [*front, 1, 2, 3]), turn_of(2, [0] * 57, pages_of_second)]
+        return [slice_of(turn, 56, 57, True) for turn in turns]
+
+    before = of([*front, 4, 5, 6])
+    found = search(before, 4)
+    assert found is not None
+    assert found.group_pages.tolist() == [12]
+    assert search(before, 4) is found
+    after = of([*front[:changed], 7777, *front[changed + 1 :], 4, 5, 6])
+    assert search(after, 4) == shared_pages(after, 4) != found
+
+
 def test_what_was_shared_is_shared_until_a_page_or_a_turn_is_another() -> None:
     """The same as a search each time, whatever changes from one iteration to the next."""
     choose, search = random.Random(3), SharedSearch()
@@ -115,9 +134,12 @@ def test_what_was_shared_is_shared_until_a_page_or_a_turn_is_another() -> None:
     num_searched = 0
     for step in range(200):
         if step % 11 == 10:  # a turn comes back with other pages, or another one comes
-            index = choose.choice(list(turns))
-            if choose.random() < 0.5:
+            index, kind = choose.choice(list(turns)), choose.random()
+            if kind < 0.3:
                 turns[index] = choose.sample(range(3000, 4000), 42)
+            elif kind < 0.6:  # one page of it is another
+                page = choose.randrange(12)
+                turns[index] = [*turns[index][:page], 5000 + step, *turns[index][page + 1 :]]
             else:
                 turns[100 + step], lengths[100 + step] = turns.pop(index), lengths.pop(index)
         slices = []

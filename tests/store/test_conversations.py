@@ -354,3 +354,15 @@ def test_a_prefix_with_new_tokens_is_not_shared_with_the_old_tokens(
     store.create_conversation(NewConversation("b", "f2", [again], prefix_id="bot"))
     assert (list(store.log("a")), list(store.log("b"))) == ([1, 2], [3])
     assert store.verify() == []
+
+
+def test_a_prefix_is_not_shared_between_fingerprints_though_its_tokens_are_the_same(
+    store: ConversationStore,
+) -> None:
+    """What another model computed from them is no KV of this one."""
+    for name, fingerprint in (("a", "f1"), ("b", "f2"), ("c", "f1")):
+        store.create_conversation(NewConversation(name, fingerprint, [SYSTEM], prefix_id="bot"))
+    with writer_of(store).reading() as conn:
+        assert conn.execute("SELECT count(*) FROM messages").fetchone() == (2,)
+    assert [list(store.log(name)) for name in "abc"] == [[1, 2]] * 3
+    assert store.verify() == []

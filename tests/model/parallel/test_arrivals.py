@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import ConfigError, DeviceError
+from pensieve.model.parallel import rank_messages
 from pensieve.model.parallel.arrivals import Arrivals, Elsewhere, split_address
 from pensieve.model.parallel.handshake import (
     FRAME_BYTES_MAX,
@@ -139,6 +140,25 @@ def test_whatever_else_comes_is_refused(sent: bytes) -> None:
         receive_rank(RankPipe(ours, FRAME_BYTES_MAX), SECRET, HERE)
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_frame_has_so_many_bytes_and_no_more(
+    is_trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank and of a stranger: the longer one is not read, though it says something."""
+    monkeypatch.setattr(rank_messages, "FRAME_BYTES_MAX", 8192)
+    bytes_max = 8192 if is_trusted else FRAME_BYTES_MAX
+    for num_bytes, is_taken in ((bytes_max, True), (bytes_max + 1, False)):
+        ours, theirs = socket.socketpair()
+        pipe = RankPipe(ours, FRAME_BYTES_MAX)
+        if is_trusted:
+            pipe.trust()
+        body = b'["proof", {}]'
+        theirs.sendall(frame(0, body + b" " * (num_bytes - len(body))))
+        assert pipe.receive() == (ControlMessage("proof", {}) if is_taken else None)
+        theirs.close()
+        ours.close()
 
 
 def elsewhere(num_ranks: int, seconds: float = 60.0) -> Elsewhere:

@@ -13,9 +13,10 @@ import openai
 import pytest
 
 from pensieve.service.grpc.auth import Token
-from pensieve.service.jobs.values import JobHeader
+from pensieve.service.http.batch_objects import batch_object, result_files
+from pensieve.service.jobs.values import JobHeader, JobView
 from pensieve.service.jobs.worker import JobsConfig
-from pensieve.store.job_records import JobKey, ResultBytes
+from pensieve.store.job_records import JobKey, JobOutcome, JobState, ResultBytes
 from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.service.rig_daemon import wait_for
 
@@ -110,6 +111,35 @@ def test_openais_client_uploads_a_file_and_has_it_answered(client: openai.OpenAI
     listed = {each.id: each.purpose for each in client.files.list()}
     assert listed[done.output_file_id] == listed[done.error_file_id] == "batch_output"
     assert file.id not in listed
+
+
+@pytest.mark.parametrize("state", JobState)
+def test_a_batch_names_its_results_once_it_has_ended(state: JobState) -> None:
+    """Before that a client would read a part of them and take it for all."""
+    has_ended = state is JobState.ENDED
+    view = JobView(
+        *("batch_1", "", 1, "in.jsonl", "", 0, "/v1/chat/completions"),
+        check_only=False,
+        state=state,
+        outcome=JobOutcome.COMPLETED if has_ended else None,
+        problem="",
+        num_lines=4,
+        num_answered=2,
+        num_refused=1,
+        num_running=0 if has_ended else 1,
+        prompt_tokens=0,
+        saved_tokens=0,
+        output_tokens=0,
+        tokens_per_second=0.0,
+        seconds_left=None,
+        created_at=1.0,
+        started_at=2.0,
+        ended_at=3.0 if has_ended else None,
+    )
+    output, errors = ("file-output.batch_1", "file-errors.batch_1") if has_ended else (None, None)
+    assert [str(each) for each in result_files(view)] == [each for each in (output, errors) if each]
+    shown = batch_object(view)
+    assert (shown["output_file_id"], shown["error_file_id"]) == (output, errors)
 
 
 def test_what_is_wrong_with_a_file_is_known_before_it_is_a_batch(client: openai.OpenAI) -> None:
