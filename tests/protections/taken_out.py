@@ -55,6 +55,7 @@ class TestRun(NamedTuple):
 
     failures: dict[str, str | None]
     mistake: str | None  # why there is nothing to count
+    in_time: bool = True  # False: it was ended before the last test
 
     @property
     def failed(self) -> list[str]:
@@ -67,21 +68,23 @@ class Copy:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def run(self, tests: Sequence[str]) -> TestRun:
+    def run(
+        self, tests: Sequence[str], *options: str, limit_seconds: float = LIMIT_SECONDS
+    ) -> TestRun:
         report = self.root / "report.xml"
         report.unlink(missing_ok=True)
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"),
-            *(f"--timeout={TEST_SECONDS}", f"--junitxml={report}"),
+            *(f"--timeout={TEST_SECONDS}", f"--junitxml={report}", *options),
             *(f"tests/{each}" for each in tests),
         ]
-        output = _ran(command, self.root, self._environment(), report)
+        output, in_time = _ran(command, self.root, self._environment(), report, limit_seconds)
         if report.exists():
             return _read(report, tests)
         lines = output.strip().splitlines() or ["nothing was written"]
         if any("Timeout" in line for line in lines[-40:]):  # pytest-timeout ends the process
             return TestRun(dict.fromkeys(tests, "did not end in time"), None)
-        return TestRun({}, f"pytest has no results: {lines[-1]}")
+        return TestRun({}, f"pytest has no results: {lines[-1]}", in_time)
 
     def imports_from(self) -> Path:
         """Where a process here has its code from."""
@@ -130,11 +133,11 @@ class Copy:
 
 
 @contextmanager
-def copy_of_the_tree() -> Iterator[Copy]:
+def copy_of_the_tree(tree: Path = ROOT) -> Iterator[Copy]:
     """Every file of the working tree that git does not ignore, elsewhere; the tree itself is not touched."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
+        cwd=tree,
         capture_output=True,
         text=True,
         check=True,
@@ -142,9 +145,9 @@ def copy_of_the_tree() -> Iterator[Copy]:
     with tempfile.TemporaryDirectory(prefix="pensieve-protections-") as name:
         root = Path(name)
         for file in filter(None, listed.stdout.split("\0")):
-            if (ROOT / file).is_file():
+            if (tree / file).is_file():
                 (root / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / file, root / file)
+                shutil.copy2(tree / file, root / file)
         (root / "sitecustomize.py").write_text(HERE_FIRST)
         copy = Copy(root)
         found = copy.imports_from()
@@ -152,8 +155,17 @@ def copy_of_the_tree() -> Iterator[Copy]:
         yield copy
 
 
-def _ran(command: Sequence[str], folder: Path, environment: Mapping[str, str], report: Path) -> str:
-    """What it wrote.  What it started ends with it; once there is a report, it need not end by itself."""
+def _ran(
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    report: Path,
+    limit_seconds: float,
+) -> tuple[str, bool]:
+    """What it wrote, and whether it ended in time.
+
+    What it started ends with it.  Once there is a report, it need not end by itself.
+    """
     written = folder / "output"
     with written.open("w") as output:
         process = subprocess.Popen(
@@ -165,16 +177,17 @@ def _ran(command: Sequence[str], folder: Path, environment: Mapping[str, str], r
             start_new_session=True,
         )
         try:
-            end = time.monotonic() + LIMIT_SECONDS
+            end = time.monotonic() + limit_seconds
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(0.05)
                 if report.exists():
                     end = min(end, time.monotonic() + EXIT_SECONDS)
+            in_time = process.poll() is not None or report.exists()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return written.read_text(errors="replace")
+    return written.read_text(errors="replace"), in_time
 
 
 def _read(report: Path, tests: Sequence[str]) -> TestRun:
@@ -187,7 +200,7 @@ def _read(report: Path, tests: Sequence[str]) -> TestRun:
             found = case.find("error")
         why = None if found is None else _line_of(found)
         if why is not None and any(f"{each}:" in why for each in MISTAKES):
-            return TestRun({}, why)
+            return TestRun({test: why}, why)
         failures[test] = failures.get(test) or why
     return TestRun(failures, None)
 
