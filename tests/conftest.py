@@ -1,11 +1,15 @@
 """What holds for every test, before anything imports torch."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+import pensieve
 from pensieve.launch.cpu_threads import prepare_threads
 from tests import fork_server
 
@@ -15,6 +19,20 @@ hypothesis.settings.register_profile("pensieve", deadline=None)  # no test is ab
 hypothesis.settings.load_profile("pensieve")
 # Whoever starts the tests in the background may have told them to ignore it, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+pytest_plugins = ["tests.selection"]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Refuse to test another `pensieve` than this tree's, here or in the programs that tests start."""
+    here = Path(__file__).resolve().parents[1] / "pensieve"
+    found = [Path(pensieve.__file__).parent]
+    if not hasattr(session.config, "workerinput"):  # once for all workers of xdist
+        command = [sys.executable, "-c", "import pensieve; print(pensieve.__file__)"]
+        ran = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+        found.append(Path(ran.stdout.strip() or "nowhere").parent)
+    for each in found:
+        if each.resolve() != here:
+            pytest.exit(f"these tests are for {here}, but `import pensieve` finds {each}", 4)
 
 
 @pytest.fixture(autouse=True)

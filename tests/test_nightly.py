@@ -13,6 +13,7 @@ import pytest
 
 from tests import nightly
 from tests.nightly import Night, Outcome
+from tests.selection import EXPENSIVE
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -52,6 +53,7 @@ def test_what_the_suite_leaves_out_is_done_by_night() -> None:
         if each.name != Path(__file__).name and "pytest.mark.full" in each.read_text()
     ]
     assert len(left_out) > 5
+    left_out += [Path(each.partition("::")[0]).relative_to("tests") for each in EXPENSIVE]
     for file in left_out:
         assert named & {str(file), *map(str, file.parents)}, f"no part of the night has {file}"
 
@@ -74,6 +76,22 @@ def test_every_part_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = len(lines)
     assert run(monkeypatch, str(folder), "--only", "sound,broken", "--resume") == 1
     assert [line["part"] for line in kept(folder)[before:]] == ["broken"]
+
+
+def test_a_green_night_says_what_to_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it, also in two goes; a share, a part or a failure is no green night."""
+    monkeypatch.setattr(nightly, "PARTS", {"sound": sound, "calm": sound})
+    monkeypatch.setattr(nightly, "commit_of_the_tree", lambda: "abc")
+    for arguments in (("--share", "0.5"), ("--only", "sound")):
+        assert run(monkeypatch, str(tmp_path), *arguments) == 0
+        assert "last green run" not in capsys.readouterr().out
+    assert run(monkeypatch, str(tmp_path), "--resume") == 0
+    assert re.search(r"last green run: \d{4}-\d\d-\d\d, abc, 0\.0 hours", capsys.readouterr().out)
+    monkeypatch.setattr(nightly, "PARTS", {"sound": sound, "broken": broken})
+    assert run(monkeypatch, str(tmp_path)) == 1
+    assert "last green run" not in capsys.readouterr().out
 
 
 def test_a_night_goes_on_where_the_one_before_has_ended(

@@ -59,8 +59,7 @@ def test_every_section_runs_small(
         assert ratios["stateless"] == 1.0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@pytest.mark.needs("gpu")
 @pytest.mark.parametrize("section", [name for name in NAMES if name != "load"])
 def test_a_gpu_says_what_the_references_say(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

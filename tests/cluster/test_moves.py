@@ -56,7 +56,6 @@ async def hand_over(rig: DaemonRig, always: bool) -> HandOver:
     return fetched
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600 * SCALE)
 @pytest.mark.parametrize("moves_kv", [True, False], ids=["with_kv", "without"])
 def test_every_reply_is_what_plain_transformers_says_wherever_it_is_given(

@@ -22,7 +22,6 @@ async def _weathered(folder: Path, storm: Storm) -> None:
         assert outcome.recovery_seconds <= RECOVERY_SECONDS
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_or_doubled_and_nobody_owns_what_another_does(tmp_path: Path) -> None:
     storm = Storm(100 + SEED, seconds=16.0, every=2.0, num_talkers=12, kind=Kind(lease_seconds=2.0))

@@ -64,7 +64,6 @@ def test_a_schedule_has_all_kinds_and_leaves_one_of_each_role_whole(num_nodes: i
     assert len(faults) > 50 * 30
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_nothing_is_lost_or_doubled_on_two_nodes(folder: Path) -> None:
     kind = Kind(2, lease_seconds=2.0, has_ray=True)

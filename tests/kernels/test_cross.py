@@ -51,7 +51,6 @@ def test_what_clang_makes_of_the_kernels_passes_their_tests(tmp_path: Path) -> N
     passed(library, f"not avx512- and ({SOME})")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not find_spec("unicorn") or not Path("/proc/self/maps").exists(),
     reason="ARM is emulated by the package unicorn, in a process of Linux",

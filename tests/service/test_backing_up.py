@@ -117,7 +117,6 @@ def test_a_backup_under_load_restores_to_exactly_the_acknowledged_turns(tmp_path
         process.stop()
 
 
-@pytest.mark.slow
 def test_daemons_that_are_killed_one_after_the_other_leave_a_backup_that_is_whole(
     tmp_path: Path,
 ) -> None:

@@ -64,7 +64,6 @@ async def healthy(address: str, name: str) -> list[float]:
     return sorted(gaps)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_path: Path) -> None:
     process = ServeProcess(

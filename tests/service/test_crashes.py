@@ -101,7 +101,6 @@ def fill_disk(process: ServeProcess, choose: random.Random) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, free)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600 * SCALE)
 def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
     choose = random.Random(5 + SEED)

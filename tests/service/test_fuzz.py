@@ -139,7 +139,6 @@ async def bombard(address: str, num_messages: int) -> tuple[Counter[str], set[st
     return codes, texts
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900 * SCALE)
 def test_mutated_messages_are_answered_and_never_as_unknown_or_internal(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig:

@@ -152,7 +152,6 @@ def test_every_pair_of_settings_answers_as_it_should(
     assert largest_gap(reference, play(model, tmp_path / "data", row)) <= gap_max
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(3 if SCALE > 1 else 1))
 def test_two_ranks_go_together_with_every_other_setting(
@@ -166,7 +165,6 @@ def test_two_ranks_go_together_with_every_other_setting(
     assert largest_gap(reference, played) <= gap_max
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(3 if SCALE > 1 else 1))
 def test_two_stages_go_together_with_every_other_setting(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 
 from pensieve.client.admin import Admin
 from pensieve.v1 import conversation_pb2 as pb
@@ -83,7 +82,6 @@ def rss_bytes(pid: int) -> int:
     raise AssertionError("no VmRSS")
 
 
-@pytest.mark.slow
 def test_ten_times_the_load_costs_the_carried_ones_nothing(tmp_path: Path) -> None:
     process = ServeProcess(
         tmp_path / "data",

@@ -113,7 +113,6 @@ def rss(pid: int) -> int:
     raise AssertionError("no VmRSS")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300 * SCALE)
 def test_extreme_values_are_answered_and_break_nothing(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data", "--grace", "0.2")

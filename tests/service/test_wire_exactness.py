@@ -98,7 +98,6 @@ def rush(address: str, name: str) -> None:
         thread.join()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_reply_over_the_wire_is_what_plain_transformers_would_have_said(
     tmp_path: Path,

@@ -131,13 +131,11 @@ def test_tiles_that_compute_something_else_are_not_used(name: str, tmp_path: Pat
     assert run(program(tmp_path, "checks.cpp", MISTAKES[name]), "works").returncode == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", some_of(MISTAKES))
 def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
     assert run(program(tmp_path, "checks.cpp", MISTAKES[name])).returncode != 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", some_of(IN_INSTRUCTIONS))
 def test_a_mistake_in_the_instructions_is_found(name: str, tmp_path: Path) -> None:
     mistake = IN_INSTRUCTIONS[name]

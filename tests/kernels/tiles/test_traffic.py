@@ -59,7 +59,6 @@ def test_rows_that_stay_in_the_cache_are_not_cut_into_blocks(counting: Path) -> 
     assert missed == by_panel <= 1.05 * 2 * inputs * (rows + outputs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "shape"),
     [

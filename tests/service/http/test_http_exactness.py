@@ -196,7 +196,6 @@ def chunks_of(response: http.client.HTTPResponse) -> Iterator[Any]:
     raise Refused("the stream broke off")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_reply_through_http_is_what_plain_transformers_would_have_said(
     tmp_path: Path,

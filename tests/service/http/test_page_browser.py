@@ -14,19 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axe_playwright_python import sync_playwright as axe
+from playwright import sync_api
 
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.http.rig_http import HttpRig, http_rig
 from tests.service.rig_daemon import ECHO
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("Debian's package chromium is not installed", allow_module_level=True)
-WHY = "the extra `browser` is not installed"
-sync_api = pytest.importorskip("playwright.sync_api", reason=WHY)
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=WHY)
 expect = sync_api.expect
-pytestmark = pytest.mark.slow
 
 WIDE, PHONE = (1280, 800), (390, 800)
 TINY = {"threads": "1", "chunk_tokens": "16", "device_cache": "480t", "host_cache": "480t"}

@@ -1,0 +1,148 @@
+"""Decide which of the collected tests run: hooks of tests/conftest.py.
+
+Two kinds are left out, and the summary has one line for each:
+
+* Expensive tests that find something only when their corner of the code changes (EXPENSIVE) are divided
+  into three parts. `scripts/test` runs one part each day, and `--part all` runs every part. Pytest by itself
+  runs every part.
+* Tests that need what this machine lacks, such as a GPU: `@pytest.mark.needs("gpu")`, or `leave_out` from
+  the conftest.py of a folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+NUM_PARTS = 3
+ALL = "all"
+# By the beginning of their ids. CPU seconds on two cores are in CONTRIBUTING.md.
+EXPENSIVE = (
+    "tests/kernels/test_cross.py",  # an emulated ARM processor
+    "tests/kernels/tiles/",  # emulated AMX
+    "tests/kernels/layer/test_tiles.py",
+    "tests/kernels/attention/test_emulated.py",  # emulated CUDA threads
+    "tests/kernels/attention/test_packs.py",
+    "tests/kernels/test_nvrtc.py",  # CUDA kernels, compiled
+    "tests/cluster/test_ray_nemesis.py",  # storms
+    "tests/cluster/test_nemesis.py",
+    "tests/cluster/test_moves.py",
+    "tests/sim/test_shifts.py",  # crowds in the simulator
+    "tests/sim/plan/",
+    "tests/sim/cluster/",
+    "tests/faults/test_fault_search.py::test_nothing_is_lost",
+    "tests/faults/test_every_store_call.py",
+)
+# Test files that cannot even be imported without something.
+FILES_NEED = {"tests/service/http/test_page_browser.py": "browser"}
+
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # tests, by the reason
+
+
+def lacks_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "no GPU"
+
+
+def lacks_browser() -> str | None:
+    if not (shutil.which("chromium") or shutil.which("chromium-browser")):
+        return "no Chromium"
+    has_extra = find_spec("playwright") and find_spec("axe_playwright_python")
+    return None if has_extra else "the extra `browser` is not installed"
+
+
+LACKS: dict[str, Callable[[], str | None]] = {"gpu": lacks_gpu, "browser": lacks_browser}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    choices = (*map(str, range(1, NUM_PARTS + 1)), ALL)
+    parser.addoption(
+        "--part", choices=choices, default=ALL, help="which third of the expensive sets runs"
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"expensive sets: part {config.getoption('part')} of {NUM_PARTS}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    needed = FILES_NEED.get(collection_path.relative_to(config.rootpath).as_posix())
+    if needed is None or not (why := LACKS[needed]()):
+        return None
+    _left_out(config)[f"{collection_path.name}: {why}"] += 1
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)  # a test's part must not depend on -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parts = parts_of(items)
+    leave_out(config, items, _lacking)
+    if (part := config.getoption("part")) != ALL:
+        other = f"of other parts of the expensive sets (this is part {part})"
+        leave_out(config, items, lambda item: other if parts.get(item, part) != part else None)
+
+
+def parts_of(items: list[pytest.Item]) -> dict[pytest.Item, str]:
+    """Return the part of each expensive test.
+
+    The tests of a file take turns, so a new test moves no test of another file. Those of the night take
+    turns among themselves, so that each part has its share of what runs by day.
+    """
+    parts: dict[pytest.Item, str] = {}
+    positions: defaultdict[tuple[str, bool], int] = defaultdict(int)
+    for item in items:
+        if item.nodeid.startswith(EXPENSIVE):
+            file = item.nodeid.partition("::")[0]
+            kind = (file, item.get_closest_marker("full") is not None)
+            parts[item] = str((zlib.crc32(file.encode()) + positions[kind]) % NUM_PARTS + 1)
+            positions[kind] += 1
+    return parts
+
+
+def leave_out(
+    config: pytest.Config, items: list[pytest.Item], why: Callable[[pytest.Item], str | None]
+) -> None:
+    """Deselect each test for which there is a reason, and count it."""
+    reasons = [why(item) for item in items]
+    dropped = [item for item, reason in zip(items, reasons, strict=True) if reason]
+    if dropped:
+        _left_out(config).update(reason for reason in reasons if reason)
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item, reason in zip(items, reasons, strict=True) if not reason]
+
+
+def _lacking(item: pytest.Item) -> str | None:
+    needed = (name for mark in item.iter_markers("needs") for name in mark.args)
+    return next((why for name in needed if (why := LACKS[name]())), None)
+
+
+def _left_out(config: pytest.Config) -> Counter[str]:
+    return config.stash.setdefault(LEFT_OUT, Counter())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["left_out"] = dict(_left_out(session.config))
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist: each worker has collected the same
+def pytest_testnodedown(node: object, error: object) -> None:
+    config: pytest.Config = getattr(node, "config")  # noqa: B009
+    found: dict[str, int] = getattr(node, "workeroutput", {}).get("left_out", {})
+    config.stash[LEFT_OUT] = Counter(found)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    found = _left_out(config)
+    reasons = "; ".join(f"{count:,} {reason}" for reason, count in sorted(found.items()))
+    if reasons:
+        terminalreporter.write_line(f"left out: {reasons}")
