@@ -1,5 +1,6 @@
 """What holds for every test, before anything imports torch."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pensieve
 from pensieve.launch.cpu_threads import prepare_threads
 from tests import fork_server
 
+MANY = 1000
 prepare_threads()
 fork_server.install()
 hypothesis.settings.register_profile("pensieve", deadline=None)  # no test is about seconds
@@ -51,6 +53,12 @@ def _executed(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with fork_server.executed():
         yield
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Of many tests some need the fork server: start it while nobody waits for a daemon."""
+    if len(session.items) > MANY and not session.config.option.collectonly:
+        fork_server.preload(os.environ)
 
 
 def pytest_unconfigure() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.client import Client
+from tests import fork_server
 from tests.doc_commands.collect import REDIRECTIONS, ROOT
 from tests.doc_commands.plain import plain_environment
 from tests.newcomer import free_port
@@ -90,6 +91,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._plain = plain_environment(folder / "plain")
+        fork_server.preload({**os.environ, **self._plain})
         self._ports: dict[str, int] = {}
         self._done: set[str] = set()
         self._num_homes = 0

@@ -16,6 +16,7 @@ from pensieve.errors import DeviceError
 from pensieve.kernels import nvrtc
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.nvrtc import ARCHITECTURES, Kernel
+from tests.compiled import FOLDER
 
 SHAPES = [(element, head_size) for element in ("Bf16", "Fp16") for head_size in (64, 96, 128, 256)]
 SOURCES = sorted(path.name for path in (nvrtc.sources() / "cuda").glob("*.cu"))
@@ -38,8 +39,15 @@ EXPECTED = {
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _tests_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled in an earlier run is found again."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
+    FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(FOLDER))
+
+
+@pytest.fixture
+def own_cache(_tests_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "pensieve" / "cubin"
 

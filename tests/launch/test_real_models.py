@@ -20,13 +20,6 @@ from pensieve.launch.model_folder import model_name, needs_making, resolve_model
 from tests.gguf.tiny import write_gguf
 
 Lines = list[str]
-TALK = """
-import sys
-from pensieve.launch import smollm2
-smollm2.WHEEL_SHA256 = sys.argv.pop(1)
-from pensieve.cli.main import main
-sys.exit(main())
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -184,12 +177,26 @@ def talk(tmp_path: Path, index: Path) -> Talk:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         small = ("--device-cache", "2000t", "--host-cache", "2000t", "--max-tokens", "4")
         return subprocess.run(
-            [sys.executable, "-c", TALK, digest, "chat", *arguments, *small, "-q", "Hello."],
+            [
+                sys.executable,
+                "-m",
+                "tests.launch.talk",
+                digest,
+                "chat",
+                *arguments,
+                *small,
+                "-q",
+                "Hello.",
+            ],
             capture_output=True,
             text=True,
             check=False,
             timeout=120,
-            env={**os.environ, "PENSIEVE_DATA": str(tmp_path / "data")},
+            env={
+                **os.environ,
+                "PENSIEVE_DATA": str(tmp_path / "data"),
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+            },
         )
 
     return run

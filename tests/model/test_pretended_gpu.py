@@ -8,7 +8,6 @@ everything it is given lies there, and which kernels are launched; not what they
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,6 +47,7 @@ from pensieve.model.loader import LoadedModel
 from pensieve.model.probe import probe
 from pensieve.model.sampling.sampler import Drawn, Sampler
 from pensieve.model.shape import ModelShape
+from tests.compiled import compiled
 from tests.model.kv.streams import FakeStreams
 from tests.model.world import letter_tokenizer, slice_of, start_of
 
@@ -80,21 +80,17 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 
 @pytest.fixture(scope="module")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+def guard() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU; the real one is tested")
-    folder = tmp_path_factory.mktemp("guard")
-    (folder / "guard.cpp").write_text(GUARD)
     home = Path(torch.__file__).parent
-    subprocess.run(
-        [
-            *("g++", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}"),
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            *(folder / "guard.cpp", "-o", folder / "guard.so", f"-L{home / 'lib'}", "-lc10"),
-        ],
-        check=True,
-    )
-    ctypes.CDLL(str(folder / "guard.so"))
+    command = [
+        *("g++", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", f"-L{home / 'lib'}"),
+        *(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",),
+        *("-Wl,--no-as-needed", "-lc10"),
+        f"-DTORCH={torch.__version__}",
+    ]
+    ctypes.CDLL(str(compiled(command, GUARD)))
 
 
 class Pretended:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.compiled import compiled
+
 SOURCE = Path(__file__).with_name("recorder.cpp")
 HEADER = struct.Struct("=cBQQ")
 SECTOR_BYTES = 512
@@ -31,15 +33,13 @@ class Event(NamedTuple):
     content: bytes = b""
 
 
-def compiled(folder: Path) -> Path | None:
+def recorder() -> Path | None:
     """The recorder as a library; None if there is no compiler for it."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None or sys.platform != "linux" or sys.maxsize < 2**32:
         return None
-    library = folder / "recorder.so"
     flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-D_GNU_SOURCE", "-D_LARGEFILE64_SOURCE")
-    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
-    return library
+    return compiled([compiler, *flags], SOURCE.read_text(encoding="utf-8"), SOURCE.suffix)
 
 
 def note(content: bytes) -> None:

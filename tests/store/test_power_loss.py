@@ -13,7 +13,7 @@ import pytest
 from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore, TurnState
 from tests.scale import SCALE
-from tests.store.power import NOTE, Event, compiled, files_after, recorded
+from tests.store.power import NOTE, Event, files_after, recorded, recorder
 
 NUM_SEEDS = 150 * SCALE
 
@@ -58,8 +58,8 @@ os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = compiled(tmp_path_factory.mktemp("recorder"))
+def library() -> Path:
+    library = recorder()
     if library is None:
         pytest.skip("it takes Linux and a C++ compiler to record writes")
     return library

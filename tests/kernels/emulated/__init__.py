@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import platform
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 
 from pensieve.kernels.attention.tensor_map import map_shape
 from pensieve.kernels.cuda_launch import Launch
+from tests.compiled import compiled
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc"
@@ -35,7 +33,6 @@ TYPES: dict[str, Any] = {
     "l": ctypes.c_int64,
     "f": ctypes.c_float,
 }
-FOLDER = tempfile.TemporaryDirectory(prefix="pensieve-emulated-")
 
 
 class Map(ctypes.Structure):
@@ -69,20 +66,12 @@ needs_x86 = pytest.mark.skipif(
 @functools.cache
 def library(source: str, defines: tuple[str, ...], kernel: str) -> ctypes.CDLL:
     """The kernel compiled for this CPU."""
-    name = hashlib.sha256(repr((source, defines, kernel)).encode()).hexdigest()[:16]
-    entry = Path(FOLDER.name) / f"{name}.cpp"
-    entry.write_text(ENTRY, encoding="utf-8")
-    built = entry.with_suffix(".so")
-    subprocess.run(
-        [
-            *("g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-w", *FUSED),
-            *(f"-I{folder}" for folder in (HERE, CSRC / "include", CSRC)),
-            *(f'-DSOURCE="cuda/{source}"', f"-DKERNEL={kernel}"),
-            *(f"-D{define}" for define in defines),
-            *(str(entry), "-o", str(built)),
-        ],
-        check=True,
-    )
+    command = [
+        *("g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", *FUSED),
+        *(f'-DSOURCE="cuda/{source}"', f"-DKERNEL={kernel}"),
+        *(f"-D{define}" for define in defines),
+    ]
+    built = compiled(command, ENTRY, folders=(HERE, CSRC / "include", CSRC))
     return ctypes.CDLL(str(built))
 
 
