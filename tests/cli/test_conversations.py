@@ -121,7 +121,7 @@ def test_what_is_exported_is_imported_and_exported_again(
 def test_a_long_conversation_and_its_fork_are_imported_as_they_were_exported(
     run: Run, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    turns = [
+    turns: list[dict[str, Any]] = [
         {"role": "user", "content": "Rain?"},
         {"role": "assistant", "content": "I ask.", "tool_calls": [CALL]},
         {"role": "tool", "content": "3 mm", "tool_call_id": "call1"},

@@ -326,13 +326,33 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self, request: pb.CreateConversationRequest, context: grpc.ServicerContext
     ) -> pb.CreateConversationResponse:
         self._note("CreateConversation", request, context)
+        return pb.CreateConversationResponse(conversation=self._created(request, context))
+
+    def _created(
+        self, request: pb.CreateConversationRequest, context: grpc.ServicerContext
+    ) -> pb.Conversation:
         if request.conversation_id in self.found:
             Refusal("ALREADY_EXISTS", "ALREADY_EXISTS").end(context)
         kept = self._begin(request.conversation_id)
         kept.conversation.metadata.CopyFrom(request.metadata)
         if request.system_prompt:
             kept.say(pb.ROLE_SYSTEM, request.system_prompt)
-        return pb.CreateConversationResponse(conversation=kept.conversation)
+        for message in request.messages:
+            kept.say(message.role, message.content)
+        return kept.conversation
+
+    def ImportConversation(
+        self, requests: Iterator[pb.ImportConversationRequest], context: grpc.ServicerContext
+    ) -> pb.ImportConversationResponse:
+        pieces = list(requests)
+        whole = pb.CreateConversationRequest()
+        whole.CopyFrom(pieces[0].conversation)
+        for piece in pieces:
+            whole.messages.extend(piece.messages)
+        self._note("ImportConversation", whole, context)
+        if not pieces[-1].complete:
+            Refusal("CANCELLED", "INCOMPLETE").end(context)
+        return pb.ImportConversationResponse(conversation=self._created(whole, context))
 
     def GetConversation(
         self, request: pb.GetConversationRequest, context: grpc.ServicerContext

@@ -36,7 +36,7 @@ class FullWithoutReserve(FaultyDriver):
         self.is_full = False
         faults = self
 
-        class Connection(driver.Connection):  # type: ignore[misc, name-defined]
+        class Connection(driver.Connection):  # type: ignore[misc]
             def execute(self, sql: str, *arguments: Any) -> Any:
                 is_write = sql.split()[0] in ("INSERT", "UPDATE", "DELETE", "COMMIT")
                 if faults.is_full and is_write and reserve.exists():
@@ -56,8 +56,9 @@ def door(tmp_path: Path) -> Iterator[HttpRig]:
 def fill(door: HttpRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Make the disk full, or not."""
     monkeypatch.setattr(full_disk, "LOOK_SECONDS", 0.01)
-    writer = door.rig.daemon.store._writer
-    faults = FullWithoutReserve(writer.driver, door.rig.daemon.store.folder.path / RESERVE_NAME)
+    store: Any = door.rig.daemon.store
+    writer = store._writer
+    faults = FullWithoutReserve(writer.driver, store.folder.path / RESERVE_NAME)
 
     def swap() -> None:
         writer.driver = faults
@@ -94,7 +95,7 @@ def test_a_full_disk_is_told_and_over_when_there_is_room_again(
         with pytest.raises(grpc.RpcError) as refused:
             rig.ask("c", "more", sampling=SHORT)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "the disk of the history is full" in refused.value.details()
+        assert "the disk of the history is full" in str(refused.value.details())
         assert details(refused.value)["ErrorInfo"].reason == "DISK_FULL"
     health = door.ask("GET", "/health")
     assert health.status == 503
@@ -151,7 +152,8 @@ def test_pages_that_a_deletion_freed_are_given_back_at_once_when_the_reserve_is_
     with ConversationStore.open(tmp_path / "data", "test") as store:
         create(store, "tea")
         say(store, "tea", "r", said("x" * 300_000, 1), reply("y" * 300_000, 2))
-        store._writer.truncate_journal()
+        writer: Any = store._writer
+        writer.truncate_journal()
         before = store.folder.database_bytes
         (store.folder.path / RESERVE_NAME).unlink()
         store.delete_conversation("tea")
@@ -171,7 +173,7 @@ def test_a_reserve_is_not_made_where_there_is_no_room(tmp_path: Path) -> None:
 
 def test_both_databases_report_a_full_disk_as_such() -> None:
     error = sqlite3.OperationalError("database or disk is full")
-    error.sqlite_errorcode = FULL  # type: ignore[attr-defined]
+    error.sqlite_errorcode = FULL
     assert isinstance(sqlite_explained(error, Path("/data/conversations.db")), DiskFull)
 
     class Failed(Exception):

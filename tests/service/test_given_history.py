@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.struct_pb2 import Struct, Value
 
 from pensieve.client import AsyncClient, Client
 from pensieve.errors import AlreadyExists, ContextFull, InvalidArgument, NotFound
@@ -17,6 +18,7 @@ from tests.service.rig_daemon import DaemonRig, details
 from tests.service.test_declared_prefixes import SHORT, SHOTS, log_of
 
 RULES = "Answer in one short sentence."
+METADATA = Struct(fields={"a": Value(number_value=1)})
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def create(rig: DaemonRig, name: str, **fields: Any) -> Any:
 
 
 def test_its_log_is_that_of_a_conversation_whose_first_turn_brought_it_all(rig: DaemonRig) -> None:
-    made = create(rig, "given", system_prompt=RULES, metadata={"a": 1})
+    made = create(rig, "given", system_prompt=RULES, metadata=METADATA)
     assert (made.revision, made.num_messages, dict(made.metadata)) == (0, 5, {"a": 1})
     assert made.num_tokens > 20
     assert [each.content for each in rig.messages("given")] == [
@@ -156,17 +158,17 @@ def test_a_history_that_comes_in_pieces_is_the_same_as_one_that_comes_at_once(
     rig: DaemonRig,
 ) -> None:
     whole = pb.CreateConversationRequest(
-        conversation_id="at-once", system_prompt=RULES, messages=SHOTS, metadata={"a": 1}
+        conversation_id="at-once", system_prompt=RULES, messages=SHOTS, metadata=METADATA
     )
     assert rig.stub.CreateConversation(whole).conversation.num_messages == len(SHOTS) + 1
     first = pb.CreateConversationRequest(
         conversation_id="in-pieces",
         system_prompt=RULES,
         messages=SHOTS[:1],
-        metadata={"a": 1},
+        metadata=METADATA,
     )
     made = rig.stub.ImportConversation(pieces(first, SHOTS[1:2], [], SHOTS[2:])).conversation
-    assert (made.num_messages, dict(made.metadata)) == (len(SHOTS) + 1, {"a": 1})
+    assert (made.num_messages, made.metadata) == (len(SHOTS) + 1, METADATA)
     assert log_of(rig, "in-pieces") == log_of(rig, "at-once")
 
 

@@ -28,7 +28,7 @@ def test_the_number_of_messages_is_bounded() -> None:
         template_of(QWEN_3).opening([user("x")] * (MESSAGES_MAX + 1), NOTHING)
 
 
-def test_a_conversation_begins_with_any_number_of_messages():
+def test_a_conversation_begins_with_any_number_of_messages() -> None:
     template, first = template_of(QWEN_3), [user("x"), Message("assistant", "y")] * MESSAGES_MAX
     head = template.head(first, NOTHING)
     assert len(head.spans) == len(first)
