@@ -111,7 +111,7 @@ def test_an_engine_that_fails_to_take_a_message_is_started_again(tmp_path: Path)
 def test_a_start_without_news_is_logged_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.001)
     with (
         caplog.at_level(logging.WARNING, "pensieve"),
         DaemonRig(tmp_path / "data", config=DaemonConfig(heartbeat_seconds=1.0)) as rig,
@@ -124,7 +124,7 @@ def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one does that waits for its device; two engines would fight for it."""
-    monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.001)
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.ERROR, "pensieve"):
         process = rig.daemon.engine._process
         assert process is not None
