@@ -7,6 +7,7 @@ A room may import the standard library, itself, `errors`, and what its row says.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -104,31 +105,45 @@ def room_of(path: Path) -> str:
 
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in SOURCES}
 NAMES = {path: str(path.relative_to(PACKAGE)) for path in SOURCES}
 
 
-def imports(tree: ast.Module) -> Iterator[Import]:
+def imports(tree: ast.AST, at_module_level: bool = True) -> Iterator[Import]:
     """Every import, also inside functions; what is for type checkers only is not at module level."""
-    inside = set()
-    for node in ast.walk(tree):
-        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        if function or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
-            inside |= {id(each) for each in ast.walk(node)}
-    for node in ast.walk(tree):
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
-                yield Import(name.name, node.lineno, id(node) not in inside)
+                yield Import(name.name, node.lineno, at_module_level)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, (
                 f"line {node.lineno}: relative imports hide what comes from where"
             )
             for name in node.names:
-                yield Import(f"{node.module}.{name.name}", node.lineno, id(node) not in inside)
+                yield Import(f"{node.module}.{name.name}", node.lineno, at_module_level)
+        elif not isinstance(node, ast.expr):
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            yield from imports(node, at_module_level and not function and not typing)
 
 
-def imports_of(path: Path) -> list[Import]:
-    return list(imports(TREES[path]))
+class Facts(NamedTuple):
+    """What the rules look at in a file; its tree is not kept."""
+
+    imports: tuple[Import, ...]
+    in_strings: tuple[Import, ...]  # modules that are named in strings
+    dangers: tuple[str, ...]
+    names: frozenset[str]
+
+
+@functools.cache
+def facts_of(path: Path) -> Facts:
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return Facts(tuple(imports(tree)), tuple(modules_in_strings(tree)), tuple(dangers(tree)), names)
+
+
+def imports_of(path: Path) -> tuple[Import, ...]:
+    return facts_of(path).imports
 
 
 def trespass(home: str, module: str) -> str | None:
@@ -147,28 +162,23 @@ def trespass(home: str, module: str) -> str | None:
     return f"{home} may not import {top}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=NAMES.values())
-def test_a_room_imports_only_what_its_row_allows(path: Path) -> None:
-    home = room_of(path)
-    if home in ASSEMBLES:
-        return
-    assert home in ROOMS, f"{NAMES[path]}: the room {home} has no row in this table"
+def test_a_room_imports_only_what_its_row_allows() -> None:
+    assembled = [path for path in SOURCES if room_of(path) not in ASSEMBLES]
+    assert {room_of(path) for path in assembled} <= ROOMS.keys(), "a room has no row in the table"
     found = [
         f"{NAMES[path]}:{each.line}: {why}"
+        for path in assembled
         for each in imports_of(path)
-        if (why := trespass(home, each.module))
+        if (why := trespass(room_of(path), each.module))
     ]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in SOURCES if room_of(path) in ASSEMBLES | {"errors", "config", "client"}],
-    ids=lambda path: NAMES[path],
-)
-def test_what_the_command_line_loads_first_is_light(path: Path) -> None:
+def test_what_the_command_line_loads_first_is_light() -> None:
     found = [
         f"{NAMES[path]}:{each.line}: {each.module} is loaded with the module"
+        for path in SOURCES
+        if room_of(path) in ASSEMBLES | {"errors", "config", "client"}
         for each in imports_of(path)
         if each.at_module_level
         and (each.module.split(".")[0] in HEAVY or each.module.startswith("pensieve.model"))
@@ -192,14 +202,12 @@ def module_named(name: str) -> str | None:
 
 def modules_in_strings(tree: ast.Module) -> Iterator[Import]:
     """Modules that are named in strings, as programs to start or places to look: arrows like others."""
-    documentation = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
+    documentation = set()
+    for node in ast.walk(tree):  # from the outside in: a docstring comes after what has it
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.body and isinstance(node.body[0], ast.Expr):
+                documentation.add(id(node.body[0].value))
+            continue
         if not isinstance(node, ast.Constant) or id(node) in documentation:
             continue
         if isinstance(node.value, str):
@@ -208,15 +216,13 @@ def modules_in_strings(tree: ast.Module) -> Iterator[Import]:
                     yield Import(str(found), node.lineno, False)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=NAMES.values())
-def test_no_string_names_a_module_of_a_room_above(path: Path) -> None:
-    home = room_of(path)
-    if home in ASSEMBLES or home == "v1":  # generated names of services look like modules
-        return
+def test_no_string_names_a_module_of_a_room_above() -> None:
     found = [
         f"{NAMES[path]}:{each.line}: {why}"
-        for each in modules_in_strings(TREES[path])
-        if (why := trespass(home, each.module))
+        for path in SOURCES
+        if room_of(path) not in {*ASSEMBLES, "v1"}  # generated names of services look like modules
+        for each in facts_of(path).in_strings
+        if (why := trespass(room_of(path), each.module))
     ]
     assert not found, "\n".join(found)
 
@@ -249,7 +255,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     """Deferred imports, those for type checkers, and modules named in strings count."""
     arrows: dict[str, set[str]] = {}
     for name, path in MODULES.items():
-        every = [*imports_of(path), *modules_in_strings(TREES[path])]
+        every = [*imports_of(path), *facts_of(path).in_strings]
         targets = {module_named(each.module) for each in every}
         # A package's own face re-exports what lies in it, and that imports the package's name.
         arrows[name] = {each for each in targets if each and each != name and each != "pensieve"}
@@ -267,7 +273,7 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
         home = room_of(path)
         if home in ("__init__", "__main__"):
             continue
-        for each in [*imports_of(path), *modules_in_strings(TREES[path])]:
+        for each in [*imports_of(path), *facts_of(path).in_strings]:
             parts = each.module.split(".")
             if parts[0] == "pensieve" and len(parts) > 1 and parts[1] not in (home, "__version__"):
                 arrows.setdefault(home, set()).add(parts[1])
@@ -316,9 +322,10 @@ def dangers(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        name = ast.unparse(node.func)
-        if name in CALLS_NEVER:
-            yield f"{node.lineno}: {name}() {CALLS_NEVER[name]}"
+        if isinstance(node.func, ast.Name | ast.Attribute):
+            name = ast.unparse(node.func)
+            if name in CALLS_NEVER:
+                yield f"{node.lineno}: {name}() {CALLS_NEVER[name]}"
         for argument in node.keywords:
             value = argument.value
             off = isinstance(value, ast.Constant) and not value.value
@@ -326,9 +333,8 @@ def dangers(tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: {argument.arg}={ast.unparse(value)}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=NAMES.values())
-def test_nothing_runs_what_it_reads(path: Path) -> None:
-    found = [f"{NAMES[path]}:{problem}" for problem in dangers(TREES[path])]
+def test_nothing_runs_what_it_reads() -> None:
+    found = [f"{NAMES[path]}:{each}" for path in SOURCES for each in facts_of(path).dangers]
     assert not found, "\n".join(found)
 
 
@@ -336,8 +342,8 @@ def test_the_core_draws_no_random_numbers_and_reads_no_clock() -> None:
     words = {"time", "random", "perf_counter", "monotonic", "getrandom", "urandom", "uuid4"}
     for path in SOURCES:
         if room_of(path) == "core":
-            used = {node.id for node in ast.walk(TREES[path]) if isinstance(node, ast.Name)}
-            assert not used & words, f"{NAMES[path]} uses {used & words}"
+            used = facts_of(path).names & words
+            assert not used, f"{NAMES[path]} uses {used}"
 
 
 @pytest.mark.parametrize(
