@@ -166,7 +166,7 @@ class Names:
         """Files that are not modules. The name of a script is a common word, so its folder must be named."""
         for word in re.findall(r"[\w.-]+", text):
             for path in self._others.get(word, ()):
-                if "." in word or path in text or (has_scripts and word == text):
+                if "." in word or ("/" in path and path in text) or (has_scripts and word == text):
                     yield path
 
 
