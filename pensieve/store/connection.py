@@ -162,6 +162,12 @@ class Writer:
         finally:
             self._discard()
 
+    def _explained(self, error: Any) -> Exception:
+        failure = explained(error, self.path, self._noun)
+        if isinstance(failure, DiskFull):
+            self.figures.on_full()
+        return failure
+
     @contextlib.contextmanager
     def _operation(self) -> Iterator[Any]:
         if not self._in_use.acquire(blocking=False):
@@ -174,10 +180,7 @@ class Writer:
         except self.driver.Error as error:
             if _primary_code(error) in REOPEN_AFTER:
                 self._discard()
-            failure = explained(error, self.path, self._noun)
-            if isinstance(failure, DiskFull):
-                self.figures.on_full()
-            raise failure from error
+            raise self._explained(error) from error  # a local name would make it a cycle
         finally:
             if self._db is not None and self._db.conn.in_transaction:
                 self._discard()  # the rollback failed; closing rolls back

@@ -414,8 +414,6 @@ NOT_RUN = {
     ),
     "scripts/test": "runs this",
     "scripts/test --changed": "runs tests, as this does",
-    "scripts/lock NAME": "needs a package index",
-    "scripts/lock --all": "needs a package index",
     "scripts/test tests/core": "runs tests, as this does",
     "scripts/check --fix": "writes into the tree; scripts/test runs it without --fix",
     "scripts/nightly FOLDER": "runs this",

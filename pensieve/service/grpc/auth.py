@@ -303,10 +303,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 raise
             except grpc.aio.AbortError as aborted:  # by a handler: its status has been sent
-                # gRPC keeps this error with the call, whose frames the error holds.
-                aborted.__traceback__ = aborted.__context__ = None
+                _let_go(aborted)
             except grpc.aio.InternalError:  # of gRPC: the client left while it was written to
-                _end_with(context, grpc.StatusCode.CANCELLED, "the client has left")
+                await _abort(context, grpc.StatusCode.CANCELLED, "the client has left")
             except PensieveError as error:
                 outcome = error.reason
                 self.count_refusal(error)
@@ -314,13 +313,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     log.error("%s failed: %s", details.method, whole_line(error))
                 if call is not None:
                     await call.refused(error)
-                end_with(context, error)
+                await abort_with(context, error)
             except Exception:
                 outcome = "INTERNAL"
                 self.count_refusal(None)
                 incident = secrets.token_hex(8)
                 log.exception("incident %s in %s", incident, details.method)
-                _end_with(context, grpc.StatusCode.INTERNAL, f"internal error {incident}")
+                await _abort(context, grpc.StatusCode.INTERNAL, f"internal error {incident}")
             finally:
                 if held is not None:
                     held.release()
@@ -399,18 +398,31 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
         raise InvalidArgument("request", "is not a message of this method") from None
 
 
-def end_with(context: Any, error: PensieveError) -> None:
-    """Have the call end with an error of our tree once its handler returns."""
+async def abort_with(context: Any, error: PensieveError) -> None:
+    """End a call with an error of our tree."""
     context.set_trailing_metadata(
         ((translate.DETAILS_KEY, translate.status(error).SerializeToString()),)
     )
-    _end_with(context, translate.status_code(error), translate.text_of(error))
+    await _abort(context, translate.status_code(error), translate.text_of(error))
 
 
-def _end_with(context: Any, code: grpc.StatusCode, text: str) -> None:
-    """As `context.abort`, whose error stays with the call and holds the request until a collection."""
-    context.set_code(code)
-    context.set_details(text)
+async def _abort(context: Any, code: grpc.StatusCode, text: str) -> None:
+    """Send the status, and return: the handler has to return too.
+
+    A status that is set and left to gRPC goes with an empty message, and a client that reads nothing holds up the
+    message and so the call.
+    """
+    try:
+        await context.abort(code, text)
+    except grpc.aio.AbortError as aborted:  # which gRPC raises again when the handler has returned
+        _let_go(aborted)
+    except grpc.aio.InternalError:  # the client has left
+        raise asyncio.CancelledError from None
+
+
+def _let_go(aborted: grpc.aio.AbortError) -> None:
+    """Free the frames that the error holds, and so the request: gRPC keeps the error with the call."""
+    aborted.__traceback__ = aborted.__context__ = None
 
 
 def new_token(tenant: str, admin: bool, name: str = "", **limits: float | None) -> tuple[str, str]:

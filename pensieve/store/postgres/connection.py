@@ -174,6 +174,12 @@ class PostgresWriter:
         if wire is not None:
             wire.close()
 
+    def _explained(self, error: Any) -> Exception:
+        failure = explained(error, self.address.shown)
+        if isinstance(failure, DiskFull):
+            self.figures.on_full()
+        return failure
+
     @contextlib.contextmanager
     def _operation(self) -> Iterator[Session]:
         if not self._in_use.acquire(blocking=False):
@@ -186,10 +192,7 @@ class PostgresWriter:
             with self.limit.counting():
                 yield Session(self._wire, self.limit, self._reserve, self.note_wiped)
         except self.address.driver.Error as error:
-            failure = explained(error, self.address.shown)
-            if isinstance(failure, DiskFull):
-                self.figures.on_full()
-            raise failure from error
+            raise self._explained(error) from error  # a local name would make it a cycle
         finally:
             if self._wire is not None and not end_transaction(self._wire):
                 self.close()
