@@ -409,8 +409,8 @@ async def abort_with(context: Any, error: PensieveError) -> None:
 async def _abort(context: Any, code: grpc.StatusCode, text: str) -> None:
     """Send the status, and return: the handler has to return too.
 
-    A status that is set and left to gRPC goes with an empty message, and a client that reads nothing holds up the
-    message and so the call.
+    A status that is set and left to gRPC goes with an empty message. A client that reads nothing holds up the
+    message, and so the call.
     """
     try:
         await context.abort(code, text)
