@@ -227,6 +227,8 @@ PARTS: Mapping[str, Part] = {
     "thirds": scaled(  # of which a day has one, and which no other part has
         *("sim/plan", "sim/cluster", "cluster/test_moves.py"),
         *("faults/test_every_store_call.py", "faults/test_fault_search.py"),
+        *("store/test_compaction.py", "store/backup", "core/test_planted_faults.py"),
+        *("bench", "text/test_tool_calls_hostile.py"),
         whole=1,
     ),
     "nemesis": nemesis,

@@ -38,6 +38,15 @@ EXPENSIVE = (
     "tests/sim/cluster/",
     "tests/faults/test_fault_search.py::test_nothing_is_lost",
     "tests/faults/test_every_store_call.py",
+    "tests/store/test_compaction.py",  # each statement of each step fails once
+    "tests/store/backup/test_backup.py",  # each moment of a backup is restored
+    "tests/bench/test_gpu.py",  # the measurements on a GPU, on emulated threads
+    "tests/bench/test_gpu_conversations.py",
+    "tests/bench/test_gpu_failures.py",
+    "tests/bench/test_gpu_load.py",
+    "tests/text/test_tool_calls_hostile.py",  # time and memory of hostile replies
+    "tests/core/test_traffic.py::test_every_reply",  # random worlds of the scheduler
+    "tests/core/test_planted_faults.py",
 )
 # Test files that cannot even be imported without something.
 FILES_NEED = {"tests/service/http/test_page_browser.py": "browser"}
