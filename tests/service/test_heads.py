@@ -11,7 +11,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import ContextFull, InvalidArgument
 from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
-from pensieve.service.heads import Heads, PrefixSettings, message_of, setting_of
+from pensieve.service.heads import GivenHistory, Heads, PrefixSettings, message_of, setting_of
 from pensieve.service.history import History
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
@@ -229,3 +229,13 @@ def test_a_given_history_is_tokenized_again_for_another_template(store: Any) -> 
     first = [message_of(each) for each in store.messages("c")[:4]]
     before = opened(other._template, first, setting_of(draft.conversation))
     assert log[: len(before)] == before
+
+
+def test_a_history_in_pieces_is_refused_as_soon_as_it_cannot_fit() -> None:
+    history = GivenHistory(context_max=3)
+    history.extend([Message("user", ""), Message("assistant", "")])
+    history.extend([Message("user", "")])
+    with pytest.raises(InvalidArgument, match="4 messages cannot fit a context of 3 tokens"):
+        history.extend([Message("assistant", "")])
+    with pytest.raises(InvalidArgument, match="characters cannot fit a context of 3 tokens"):
+        GivenHistory(context_max=3).extend([Message("user", "x" * 1_000_000)])

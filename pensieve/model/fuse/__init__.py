@@ -60,15 +60,15 @@ class Fused(NamedTuple):
 def fuse(
     flat: FlatModel,
     prompt: Sequence[int],
-    positions: Sequence[int] | None = None,
+    positions: Sequence[int],
     *,
     int8: bool = False,
 ) -> Fused:
     """Replace what can be replaced.
 
-    The prompt's tokens lie at these ascending positions, without them at 0 … n-1.  A layer that treats far
-    positions in another way (some scale their queries there) stays as it is only if there are far ones.  With
-    `int8` the weights inside of layers are rounded, once a layer has proved to have the pattern.
+    The prompt's tokens lie at these ascending positions.  Some of them have to be far: some layers scale their
+    queries there, and are recognised by it.  With `int8` the weights inside of layers are rounded, once a layer
+    has proved to have the pattern.
     """
     module = flat.module
     first = next(module.parameters())
@@ -77,7 +77,6 @@ def fuse(
         return Fused(0, 0, in_torch(kernels.lack(first.dtype)))
     layers = decoder_layers(module)
     num_layers = len(layers)
-    positions = range(len(prompt)) if positions is None else positions
     record = record_forward(flat, prompt, positions, [layer for _, _, layer in layers])
     surroundings = match_surroundings(flat, record, kernels) if flat.num_layers is None else None
     records = record.layers
