@@ -66,9 +66,9 @@ def fuse(
 ) -> Fused:
     """Replace what can be replaced.
 
-    The prompt's tokens lie at these ascending positions.  Some of them have to be far: some layers scale their
-    queries there, and are recognised by it.  With `int8` the weights inside of layers are rounded, once a layer
-    has proved to have the pattern.
+    The prompt's tokens lie at these ascending positions.  Where the context is long, some of them have to be
+    far: there some layers scale their queries, and stay as they are because of it.  With `int8` the weights
+    inside of layers are rounded, once a layer has proved to have the pattern.
     """
     module = flat.module
     first = next(module.parameters())
