@@ -225,8 +225,9 @@ PARTS: Mapping[str, Part] = {
     "ray": scaled("cluster/test_ray_nemesis.py", whole=2),
     "browser": scaled("service/http/test_page_browser.py", whole=1),
     "thirds": scaled(  # of which a day has one, and which no other part has
-        *("sim/plan", "sim/cluster", "cluster/test_moves.py"),
+        *("sim", "cli/test_simulate.py", "scripts/test_paper_figures.py", "cluster/test_moves.py"),
         *("faults/test_every_store_call.py", "faults/test_fault_search.py"),
+        "faults/test_planted_faults.py",
         *("store/test_compaction.py", "store/backup", "core/test_planted_faults.py"),
         *("bench", "text/test_tool_calls_hostile.py"),
         whole=1,

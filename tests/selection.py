@@ -33,11 +33,17 @@ EXPENSIVE = (
     "tests/cluster/test_ray_nemesis.py",  # storms
     "tests/cluster/test_nemesis.py",
     "tests/cluster/test_moves.py",
+    "tests/kernels/attention/test_fp8.py",
     "tests/sim/test_shifts.py",  # crowds in the simulator
+    "tests/sim/test_simulator.py",
+    "tests/sim/test_journal.py",
+    "tests/cli/test_simulate.py",
+    "tests/scripts/test_paper_figures.py",
     "tests/sim/plan/",
     "tests/sim/cluster/",
     "tests/faults/test_fault_search.py::test_nothing_is_lost",
     "tests/faults/test_every_store_call.py",
+    "tests/faults/test_planted_faults.py",
     "tests/store/test_compaction.py",  # each statement of each step fails once
     "tests/store/backup/test_backup.py",  # each moment of a backup is restored
     "tests/bench/test_gpu.py",  # the measurements on a GPU, on emulated threads
