@@ -11,9 +11,10 @@ A forked process is like an executed one: its own arguments, environment, folder
 limits, process group, exit code.  Two things differ.  Its parent is the server, so `children_of` finds the
 children of a process, and not `ps --ppid`.  And `/proc/PID/cmdline` is the server's.
 
-These are still executed: other programs, `python -c`, options of Python, `preexec_fn`, processes of another
-session, and environments that change how Python, torch or OpenMP start.  In tests with the marker `executed`
-all commands are, and with the variable PENSIEVE_TESTS_EXECUTE those of a whole run.
+These are still executed: other programs, a program that is tied to its parent (TIED), `python -c`, options of
+Python, `preexec_fn`, processes of another session, and environments that change how Python, torch or OpenMP
+start.  In tests with the marker `executed` all commands are, and with the variable PENSIEVE_TESTS_EXECUTE
+those of a whole run.
 
 The server ends with the process that started it, and kills what it has forked.
 """
@@ -67,6 +68,7 @@ STARTING = (
     "TZ",
 )
 SET_LATER = ("PYTHONUNBUFFERED",)  # which a forked process heeds
+TIED = "pensieve.cluster.tied"  # it ends when its parent does, so it needs its own
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
@@ -209,6 +211,8 @@ def preload(environment: Mapping[str, str]) -> None:
 
 def _is_ours(command: Sequence[str | bytes]) -> bool:
     if len(command) < 3 or command[0] != sys.executable or command[1] != "-m":
+        return False
+    if command[2] == TIED:
         return False
     return str(command[2]).partition(".")[0] in ("pensieve", "tests")
 

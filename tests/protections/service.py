@@ -344,8 +344,8 @@ PROTECTIONS = (
     protection(
         "a deletion waits for those who read, and for nobody in the store thread",
         "service/conversations.py",
-        "                await erased(self._history.finish_erasure, self._threads)\n",
-        "                pass\n",
+        "            if deleted.is_pending:\n                await erased(",
+        "            if not deleted:\n                await erased(",
         "service/test_erasing.py::test_a_deletion_waits_for_a_reader_and_nobody_waits_for_the_deletion",
     ),
     protection(

@@ -419,4 +419,11 @@ PROTECTIONS = (
         "        return False\n",
         "store/test_turn_end_faults.py::test_a_turn_whose_end_could_not_be_written_is_not_shown_as_running",
     ),
+    protection(
+        "a deletion has a reserve on a full disk",
+        "store/erasure.py",
+        "            if not self._reserve.release():\n",
+        "            if self._reserve:\n",
+        "service/test_full_disk.py::test_a_conversation_is_deleted_in_the_space_of_the_reserve",
+    ),
 )

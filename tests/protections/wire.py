@@ -227,8 +227,8 @@ PROTECTIONS = (
     protection(
         "an error of the machine names no file to a client",
         "service/grpc/translate.py",
-        "    if is_of_the_machine(error):\n        words",
-        "    if error is None:\n        words",
+        "    if is_of_the_machine(error):\n        if isinstance(error, DiskFull)",
+        "    if error is None:\n        if isinstance(error, DiskFull)",
         "service/test_exposure.py::test_an_error_of_the_machine_names_no_file_to_a_client",
     ),
     protection(
