@@ -127,7 +127,10 @@ class ForkingPopen(subprocess.Popen[Any]):
         if not self._server:
             waited: tuple[int, int] = super()._try_wait(wait_flags)  # type: ignore[misc]
             return waited
-        answer = _ask(self._server, {"wait": self.pid, "now": bool(wait_flags & os.WNOHANG)})
+        try:
+            answer = _ask(self._server, {"wait": self.pid, "now": bool(wait_flags & os.WNOHANG)})
+        except (FileNotFoundError, ConnectionRefusedError):
+            return self.pid, signal.SIGKILL  # the server has ended, and has killed what it forked
         return (self.pid, answer["status"]) if "status" in answer else (0, 0)
 
     def _internal_poll(self, *given: Any, **named: Any) -> int | None:

@@ -8,6 +8,8 @@ import pytest
 
 from pensieve.cli.main import main
 
+pytestmark = pytest.mark.executed  # the bench finds the engine among the children of the daemon
+
 
 def test_both_tenants_are_answered_and_the_times_of_both_halves_compared(
     capsys: pytest.CaptureFixture[str],

@@ -8,6 +8,8 @@ import pytest
 
 from pensieve.cli.main import main
 
+pytestmark = pytest.mark.executed  # the bench finds the engine among the children of the daemon
+
 
 def test_each_history_is_as_long_as_was_asked_and_has_its_figures(
     capsys: pytest.CaptureFixture[str],

@@ -13,6 +13,7 @@ worker = pytest.importorskip("ray._private.worker")
 from pensieve.cluster.ending import FLAG, is_wanted_to_end  # noqa: E402
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing Ray Serve
 def test_ray_sets_the_flag_before_it_waits_for_calls() -> None:
     from ray.serve._private.replica import Replica
 
