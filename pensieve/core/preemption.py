@@ -85,7 +85,9 @@ class Preemption:
 
     def check(self, running: Mapping[int, Turn]) -> None:
         """Check the places and their counts against the turns that run."""
-        assert self._places.keys() == running.keys(), "other turns have places than those that run"
+        assert self._places.keys() == running.keys(), (
+            "the turns with a place are not the running turns"
+        )
         for turn_id, (share, _) in self._places.items():
             assert share == running[turn_id].share, f"turn {turn_id} has another share's place"
         counts = dict(Counter(self._places.values()))  # plain, so that a count of zero differs

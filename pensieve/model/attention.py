@@ -191,7 +191,7 @@ class FlatModel:
         if self.whole is not None:
             return self.whole.logits(input_ids, positions, rows, forward_pass)
         past = {}
-        if self.counts_from_cache:  # a layer adds a row's number to what came before: its position
+        if self.counts_from_cache:  # position = tokens in the cache + number of the row
             numbers = torch.arange(len(positions), device=positions.device)
             past = {"past_key_values": Past(positions - numbers)}
         output = self.module(

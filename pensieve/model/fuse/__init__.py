@@ -66,9 +66,9 @@ def fuse(
 ) -> Fused:
     """Replace what can be replaced.
 
-    The prompt's tokens lie at these ascending positions.  Where the context is long, some of them have to be
-    far: there some layers scale their queries, and stay as they are because of it.  With `int8` the weights
-    inside of layers are rounded, once a layer has proved to have the pattern.
+    `positions` ascend, one for each token of the prompt, and should reach to the end of the context.  A layer
+    that scales its queries at far positions is recognised only there, and is not replaced.  With `int8` the
+    weights of replaced layers are rounded.
     """
     module = flat.module
     first = next(module.parameters())
