@@ -26,7 +26,7 @@ from typing import Any
 from pensieve.builtin import MODEL_PATH
 from pensieve.client import AsyncClient, Retry
 from pensieve.client.admin import Admin
-from pensieve.errors import PensieveError
+from pensieve.errors import PensieveError, Unavailable
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import Tokenizer
 from tests.cluster.checker import Stored, wrong_owners, wrong_tokens, wrong_turns
@@ -185,9 +185,16 @@ async def _read_back(
 
 
 def _verified(world: World | RayWorld) -> list[str]:
-    """What the cluster says of itself."""
+    """What the cluster says of itself, once the engine there runs: its daemon may have started it again."""
+    until = time.monotonic() + HANG_SECONDS
     with Admin(world.admin_addresses[0]) as admin:
-        return [f"admin check: {problem}" for problem in admin.check()]
+        while True:
+            try:
+                return [f"admin check: {problem}" for problem in admin.check()]
+            except Unavailable:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.5)
 
 
 def _stored_soundly(data: Path) -> list[str]:
