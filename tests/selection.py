@@ -53,6 +53,29 @@ EXPENSIVE = (
     "tests/text/test_tool_calls_hostile.py",  # time and memory of hostile replies
     "tests/core/test_traffic.py::test_every_reply",  # random worlds of the scheduler
     "tests/core/test_planted_faults.py",
+    "tests/service/test_fuzz.py",  # thousands of broken messages
+    "tests/service/test_structured_fuzz.py",
+    "tests/service/openai/test_any_body.py",
+    "tests/service/test_chaos.py",  # clients that stall, abandon and flood
+    "tests/service/test_overload.py",
+    "tests/service/http/test_slow_clients.py",
+    "tests/service/test_hung_engine.py",  # they wait until the daemon gives up on an engine
+    "tests/service/test_suspects.py",
+    "tests/cli/test_ctrl_c.py",  # at random moments
+    "tests/store/test_power_loss.py",
+    "tests/model/parallel/",  # ranks and stages
+    "tests/launch/test_remote_rank.py",
+    "tests/cli/test_simulate_plan.py",
+    "tests/bench/test_isolation.py",
+    "tests/bench/test_plots.py",
+    "tests/bench/test_capacity.py",
+    "tests/core/test_small_worlds.py",
+)
+# Files whose tests share what takes long to start: these take turns as a whole.
+EXPENSIVE_TOGETHER = (
+    "tests/cluster/test_ray_cluster.py",
+    "tests/cluster/test_scenes.py",
+    "tests/test_newcomer.py",
 )
 # Test files that cannot even be imported without something.
 FILES_NEED = {"tests/service/http/test_page_browser.py": "browser"}
@@ -102,6 +125,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (part := config.getoption("part")) != ALL:
         other = f"of other parts of the expensive sets (this is part {part})"
         leave_out(config, items, lambda item: other if parts.get(item, part) != part else None)
+    long = {_file_of(item) for item in parts}
+    items.sort(
+        key=lambda item: _file_of(item) not in long
+    )  # the last are short: all processes end together
 
 
 def parts_of(items: list[pytest.Item]) -> dict[pytest.Item, str]:
@@ -113,12 +140,18 @@ def parts_of(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     parts: dict[pytest.Item, str] = {}
     positions: defaultdict[tuple[str, bool], int] = defaultdict(int)
     for item in items:
-        if item.nodeid.startswith(EXPENSIVE):
-            file = item.nodeid.partition("::")[0]
+        file = _file_of(item)
+        if file in EXPENSIVE_TOGETHER:
+            parts[item] = str(EXPENSIVE_TOGETHER.index(file) % NUM_PARTS + 1)
+        elif item.nodeid.startswith(EXPENSIVE):
             kind = (file, item.get_closest_marker("full") is not None)
             parts[item] = str((zlib.crc32(file.encode()) + positions[kind]) % NUM_PARTS + 1)
             positions[kind] += 1
     return parts
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def leave_out(

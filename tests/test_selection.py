@@ -58,6 +58,21 @@ def test_a_part_is_the_same_whatever_else_is_chosen(project: pytest.Pytester) ->
     assert run(project, "--part", "2", "-m", "not full", "-k", "expensive") == day
 
 
+def test_the_tests_of_a_file_that_shares_something_stay_together(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("test_rig.py", "test_another.py", "test_third.py")
+    monkeypatch.setattr(selection, "EXPENSIVE_TOGETHER", files)
+    source = "def test_one(): pass\ndef test_two(): pass"
+    project.makepyfile(**{name.removesuffix(".py"): source for name in files})
+    for part, name in enumerate(files, start=1):
+        ran = run(project, "--part", str(part))
+        assert {each for each in ran if each.partition("::")[0] in files} == {
+            f"{name}::test_one",
+            f"{name}::test_two",
+        }
+
+
 def test_what_was_left_out_is_one_line(project: pytest.Pytester) -> None:
     output = project.runpytest_inprocess("-p", "tests.selection", "--part", "2").stdout.str()
     assert "expensive sets: part 2 of 3" in output
@@ -70,7 +85,7 @@ def test_what_was_left_out_is_one_line(project: pytest.Pytester) -> None:
 
 def test_every_expensive_set_and_every_file_that_needs_something_is_there() -> None:
     root = Path(__file__).parents[1]
-    for each in (*selection.EXPENSIVE, *selection.FILES_NEED):
+    for each in (*selection.EXPENSIVE, *selection.EXPENSIVE_TOGETHER, *selection.FILES_NEED):
         path, _, test = each.partition("::")
         assert (root / path).exists()
         assert not test or f"def {test}" in (root / path).read_text()
