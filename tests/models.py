@@ -219,6 +219,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "it keeps a recurrent state beside KV (state-space layers or linear attention): none of its "
         "layers calls the attention interface",
     ),
+    "mamba2": (
+        _config("Mamba2Config", num_heads=8, head_dim=8, state_size=8, n_groups=1, expand=2),
+        "it keeps a recurrent state beside KV (state-space layers or linear attention): none of its "
+        "layers calls the attention interface",
+    ),
     "falcon-h1": (
         _config(
             "FalconH1Config",
@@ -232,6 +237,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "deepseek-v3.2": (
         _config("DeepseekV32Config", **_LATENT, index_n_heads=2, index_head_dim=16, index_topk=16),
+        "its queries see only 16 keys that an index chooses (sparse attention)",
+    ),
+    "glm-5": (
+        _config("GlmMoeDsaConfig", **_LATENT, index_n_heads=2, index_head_dim=16, index_topk=16),
         "its queries see only 16 keys that an index chooses (sparse attention)",
     ),
     "recurrent-gemma": (
