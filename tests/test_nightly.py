@@ -13,7 +13,7 @@ import pytest
 
 from tests import nightly
 from tests.nightly import Night, Outcome
-from tests.selection import EXPENSIVE
+from tests.selection import EXPENSIVE, EXPENSIVE_TOGETHER
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -54,6 +54,7 @@ def test_what_the_suite_leaves_out_is_done_by_night() -> None:
     ]
     assert len(left_out) > 5
     left_out += [Path(each.partition("::")[0]).relative_to("tests") for each in EXPENSIVE]
+    left_out += [Path(each).relative_to("tests") for each in EXPENSIVE_TOGETHER]
     for file in left_out:
         assert named & {str(file), *map(str, file.parents)}, f"no part of the night has {file}"
 

@@ -35,6 +35,7 @@ def num_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+@pytest.mark.executed  # to look at a process that the fork server has forked takes a descriptor
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process")
 def test_an_engine_starts_again_though_connections_have_all_descriptors(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data")
