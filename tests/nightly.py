@@ -31,6 +31,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.selection import EXPENSIVE, EXPENSIVE_TOGETHER
+
 ROOT = Path(__file__).resolve().parents[1]
 SLICE_SEEDS = 500  # of the fault search, that one process does
 REPORT_SECONDS = 60.0
@@ -98,8 +100,15 @@ def faults(night: Night, log: Path, outcome: Outcome) -> None:
             time.sleep(0.2)
 
 
+SCALED: set[str] = set()  # the files of all parts
+DIVIDED = sorted(
+    {each.partition("::")[0].removeprefix("tests/") for each in (*EXPENSIVE, *EXPENSIVE_TOGETHER)}
+)
+
+
 def scaled(*files: str, whole: int, unit: str = "", per_scale: int = 1) -> Part:
     """Files of tests at the scale at which `whole` units are done."""
+    SCALED.update(files)
 
     def part(night: Night, log: Path, outcome: Outcome) -> None:
         scale = max(night.amount(whole) // per_scale, 1)
@@ -224,18 +233,7 @@ PARTS: Mapping[str, Part] = {
     "ranks": scaled("model/parallel", "launch/test_remote_rank.py", whole=1),
     "ray": scaled("cluster/test_ray_nemesis.py", whole=2),
     "browser": scaled("service/http/test_page_browser.py", whole=1),
-    "thirds": scaled(  # of which a day has one, and which no other part has
-        *("sim", "cli/test_simulate.py", "scripts/test_paper_figures.py", "cluster/test_moves.py"),
-        *("faults/test_every_store_call.py", "faults/test_fault_search.py"),
-        "faults/test_planted_faults.py",
-        *("store/test_compaction.py", "store/backup", "core/test_planted_faults.py"),
-        *("bench", "text/test_tool_calls_hostile.py", "cli/test_simulate_plan.py"),
-        *("service/openai/test_any_body.py", "service/test_overload.py"),
-        *("service/http/test_slow_clients.py", "service/test_hung_engine.py"),
-        *("service/test_suspects.py", "cluster/test_ray_cluster.py", "cluster/test_scenes.py"),
-        "test_newcomer.py",
-        whole=1,
-    ),
+    "thirds": scaled(*DIVIDED, whole=1),  # of which a day has one
     "nemesis": nemesis,
     "options": scaled("service/test_option_pairs.py", whole=10),
     "timing": scaled("service/test_timing_probe.py", whole=2),

@@ -26,50 +26,58 @@ ALL = "all"
 EXPENSIVE = (
     "tests/kernels/test_cross.py",  # an emulated ARM processor
     "tests/kernels/tiles/",  # emulated AMX
-    "tests/kernels/layer/test_tiles.py",
     "tests/kernels/attention/test_emulated.py",  # emulated CUDA threads
     "tests/kernels/attention/test_packs.py",
+    "tests/kernels/attention/test_fp8.py",
+    "tests/kernels/attention/test_cpu.py",  # every shape, type and instruction set
+    "tests/kernels/attention/test_cpu_int8.py",
+    "tests/kernels/layer/",
+    "tests/kernels/test_threads.py",
     "tests/kernels/test_nvrtc.py",  # CUDA kernels, compiled
+    "tests/model/fuse/",  # every family, type and instruction set
+    "tests/model/parallel/",  # ranks and stages
+    "tests/launch/test_remote_rank.py",
+    "tests/service/test_exactness.py",  # long conversations of each family, policy and size of a chunk
+    "tests/service/test_stream_exactness.py",
+    "tests/service/test_prefix_exactness.py",
+    "tests/service/test_constraints.py",
     "tests/cluster/test_ray_nemesis.py",  # storms
     "tests/cluster/test_nemesis.py",
     "tests/cluster/test_moves.py",
-    "tests/kernels/attention/test_fp8.py",
-    "tests/sim/test_shifts.py",  # crowds in the simulator
-    "tests/sim/test_simulator.py",
-    "tests/sim/test_journal.py",
-    "tests/cli/test_simulate.py",
-    "tests/scripts/test_paper_figures.py",
-    "tests/sim/plan/",
-    "tests/sim/cluster/",
-    "tests/faults/test_fault_search.py::test_nothing_is_lost",
-    "tests/faults/test_every_store_call.py",
-    "tests/faults/test_planted_faults.py",
-    "tests/store/test_compaction.py",  # each statement of each step fails once
-    "tests/store/backup/test_backup.py",  # each moment of a backup is restored
-    "tests/bench/test_gpu.py",  # the measurements on a GPU, on emulated threads
-    "tests/bench/test_gpu_conversations.py",
-    "tests/bench/test_gpu_failures.py",
-    "tests/bench/test_gpu_load.py",
-    "tests/text/test_tool_calls_hostile.py",  # time and memory of hostile replies
-    "tests/core/test_traffic.py::test_every_reply",  # random worlds of the scheduler
-    "tests/core/test_planted_faults.py",
-    "tests/service/test_fuzz.py",  # thousands of broken messages
-    "tests/service/test_structured_fuzz.py",
-    "tests/service/openai/test_any_body.py",
     "tests/service/test_chaos.py",  # clients that stall, abandon and flood
     "tests/service/test_overload.py",
     "tests/service/http/test_slow_clients.py",
     "tests/service/test_hung_engine.py",  # they wait until the daemon gives up on an engine
     "tests/service/test_suspects.py",
-    "tests/cli/test_ctrl_c.py",  # at random moments
+    "tests/service/test_crashes.py",  # killed at random moments
+    "tests/service/test_peers.py",
+    "tests/service/test_backing_up.py",
+    "tests/store/test_job_crash.py",
+    "tests/store/test_postgres_crash.py",
     "tests/store/test_power_loss.py",
-    "tests/model/parallel/",  # ranks and stages
-    "tests/launch/test_remote_rank.py",
+    "tests/cli/test_ctrl_c.py",
+    "tests/service/test_fuzz.py",  # thousands of broken messages
+    "tests/service/test_structured_fuzz.py",
+    "tests/service/openai/test_any_body.py",
+    "tests/text/test_tool_calls_hostile.py",  # time and memory of hostile replies
+    "tests/sim/",  # crowds in the simulator
+    "tests/cli/test_simulate.py",
     "tests/cli/test_simulate_plan.py",
-    "tests/bench/test_isolation.py",
-    "tests/bench/test_plots.py",
-    "tests/bench/test_capacity.py",
+    "tests/cli/test_simulate_journal.py",
+    "tests/cli/test_simulate_streaming.py",
+    "tests/scripts/test_paper_figures.py",
+    "tests/bench/",  # measurements, those on a GPU on emulated threads
+    "tests/cli/test_profile.py",
+    "tests/faults/test_fault_search.py::test_nothing_is_lost",
+    "tests/faults/test_every_store_call.py",
+    "tests/faults/test_planted_faults.py",
+    "tests/core/test_planted_faults.py",
     "tests/core/test_small_worlds.py",
+    "tests/core/test_traffic.py::test_every_reply",  # random worlds of the scheduler
+    "tests/store/test_compaction.py",  # each statement of each step fails once
+    "tests/store/backup/test_backup.py",  # each moment of a backup is restored
+    "tests/cli/test_chat_terminal.py",
+    "tests/doc_commands/",  # every command of the documents
 )
 # Files whose tests share what takes long to start: these take turns as a whole.
 EXPENSIVE_TOGETHER = (

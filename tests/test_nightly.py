@@ -13,7 +13,6 @@ import pytest
 
 from tests import nightly
 from tests.nightly import Night, Outcome
-from tests.selection import EXPENSIVE, EXPENSIVE_TOGETHER
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -44,17 +43,16 @@ def endless(night: Night, log: Path, outcome: Outcome) -> None:
 
 def test_what_the_suite_leaves_out_is_done_by_night() -> None:
     source = Path(nightly.__file__)
-    calls = re.findall(r"scaled\((.*?)\bwhole=", source.read_text(), re.DOTALL)
-    named = {name for call in calls for name in re.findall(r'"([^"]+)"', call)}
-    named.add("cluster/test_nemesis.py")  # whose storms are those of the part `nemesis`
+    named = {
+        *nightly.SCALED,
+        "cluster/test_nemesis.py",
+    }  # its storms are those of the part `nemesis`
     left_out = [
         each.relative_to(source.parent)
         for each in source.parent.rglob("test_*.py")
         if each.name != Path(__file__).name and "pytest.mark.full" in each.read_text()
     ]
     assert len(left_out) > 5
-    left_out += [Path(each.partition("::")[0]).relative_to("tests") for each in EXPENSIVE]
-    left_out += [Path(each).relative_to("tests") for each in EXPENSIVE_TOGETHER]
     for file in left_out:
         assert named & {str(file), *map(str, file.parents)}, f"no part of the night has {file}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,16 @@ from pensieve.service.history import History
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate, Message, Setting, ToolCall
-from tests.text.families import LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3, Family, template_of
+from tests.text.families import (
+    LLAMA_3,
+    MISTRAL,
+    PHI_3,
+    QWEN_2_5,
+    QWEN_3,
+    Family,
+    template_of,
+    tokenizer_of,
+)
 from tests.text.world import TOOL, template_with
 
 SHOTS = (Message("user", "Is it raining? "), Message("assistant", "It is."))
@@ -36,6 +47,14 @@ def history_of(store: ConversationStore, template: ChatTemplate) -> History:
     return History(
         store, Texts(template), context_max=4000, vocab_size=100_000, random_bits=lambda bits: 7
     )
+
+
+@pytest.fixture(autouse=True)
+def _limits_as_before() -> Iterator[None]:
+    """A history sets the limit of its tokenizer, and other tests have the same tokenizers."""
+    yield
+    for family in (LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3):
+        tokenizer_of(family).tokens_max = sys.maxsize
 
 
 @pytest.fixture
