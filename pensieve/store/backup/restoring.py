@@ -57,8 +57,8 @@ class Restored:
     time: float
     conversations: int
     messages: int
-    damage: str = ""  # why it is not a later moment
-    newest_known: bool = True  # else a later segment may be missing without a trace
+    damage: str  # why it is not a later moment
+    newest_known: bool  # else a later segment may be missing without a trace
 
 
 def points(folder: Path) -> list[Points]:

@@ -69,6 +69,14 @@ def test_a_form_is_its_parts_wherever_it_is_cut() -> None:
         assert read(FORM, cut) == wanted
 
 
+def test_a_refused_form_is_told_to_the_client_and_not_to_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(InvalidArgument, match="not valid multipart/form-data"):
+        read(b"--another\r\n")
+    assert caplog.records == []
+
+
 DATA = st.lists(st.sampled_from([b"\r", b"\n", b"-", b"--", b"b-0", b"\r\n--b-", b"x", b"\0"]))
 
 
