@@ -15,8 +15,6 @@ import shutil
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -85,8 +83,6 @@ EXPENSIVE_TOGETHER = (
     "tests/cluster/test_scenes.py",
     "tests/test_newcomer.py",
 )
-# Test files that cannot even be imported without something.
-FILES_NEED = {"tests/service/http/test_page_browser.py": "browser"}
 
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # tests, by the reason
 
@@ -98,10 +94,7 @@ def lacks_gpu() -> str | None:
 
 
 def lacks_browser() -> str | None:
-    if not (shutil.which("chromium") or shutil.which("chromium-browser")):
-        return "no Chromium"
-    has_extra = find_spec("playwright") and find_spec("axe_playwright_python")
-    return None if has_extra else "the extra `browser` is not installed"
+    return None if shutil.which("chromium") or shutil.which("chromium-browser") else "no Chromium"
 
 
 LACKS: dict[str, Callable[[], str | None]] = {"gpu": lacks_gpu, "browser": lacks_browser}
@@ -116,14 +109,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"expensive sets: part {config.getoption('part')} of {NUM_PARTS}"
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    needed = FILES_NEED.get(collection_path.relative_to(config.rootpath).as_posix())
-    if needed is None or not (why := LACKS[needed]()):
-        return None
-    _left_out(config)[f"{collection_path.name}: {why}"] += 1
-    return True
 
 
 @pytest.hookimpl(tryfirst=True)  # a test's part must not depend on -k and -m

@@ -191,6 +191,7 @@ def _children_of(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.executed  # it finds the engine among the children of the program
 def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path) -> None:
     """A terminal sends it to every process of the foreground; only the chat may notice."""
     process = subprocess.Popen(

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python import sync_playwright as axe
-from playwright import sync_api
 
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.http.rig_http import HttpRig, http_rig
 from tests.service.rig_daemon import ECHO
 
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", exc_type=ImportError)
+sync_api = pytest.importorskip("playwright.sync_api", exc_type=ImportError)
+pytestmark = pytest.mark.needs("browser")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 expect = sync_api.expect
 
