@@ -73,7 +73,7 @@ def random_model(device: torch.device, small: bool, *, plain: bool = False) -> L
     )
     flat = FlatModel(module)
     if not plain:
-        num_replaced = fuse(flat, range(3, 40), range(37)).num_layers
+        num_replaced = fuse(flat, range(3, 40), range(37), int8=False).num_layers
         if num_replaced != layers:
             raise PensieveError(f"{num_replaced} of {layers} layers were replaced")
     return LoadedModel("random", flat, shape, heads, frozenset())

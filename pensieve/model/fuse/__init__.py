@@ -62,7 +62,7 @@ def fuse(
     prompt: Sequence[int],
     positions: Sequence[int],
     *,
-    int8: bool = False,
+    int8: bool,
 ) -> Fused:
     """Replace what can be replaced.
 

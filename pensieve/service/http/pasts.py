@@ -86,16 +86,14 @@ class Pasts:
         )
 
     async def conversation(self, conversation_id: str, tenant: str) -> records.Conversation:
-        if not records.ID_PATTERN.fullmatch(conversation_id):
-            raise NotFound("there is no such conversation")
+        _check_id(conversation_id)
         return await self._daemon.reads.conversation(conversation_id, tenant)
 
     async def with_pending(
         self, conversation_id: str, tenant: str
     ) -> tuple[records.Conversation, tuple[records.NewMessage, ...]]:
         """The same, with the messages that come before those of its next turn."""
-        if not records.ID_PATTERN.fullmatch(conversation_id):
-            raise NotFound("there is no such conversation")
+        _check_id(conversation_id)
         found, pending = await self._daemon.reads.with_pending(conversation_id, tenant)
         return found, pending.messages
 
@@ -191,3 +189,9 @@ def as_stored(
 
 def no_previous(problem: str) -> Refusal:
     return Refusal("previous_response_id", problem, "previous_response_not_found")
+
+
+def _check_id(conversation_id: str) -> None:
+    """What cannot be an id is neither looked for nor repeated."""
+    if not records.ID_PATTERN.fullmatch(conversation_id):
+        raise NotFound("there is no such conversation")

@@ -229,6 +229,16 @@ def test_what_a_conversation_cannot_be_is_refused(door: HttpRig, client: openai.
     assert door.ask("GET", "/v1/conversations/prefix%3Arules").status == 404
 
 
+def test_what_cannot_be_an_id_is_unknown_and_not_repeated(door: HttpRig) -> None:
+    long, held = "x" * 5000, "a\0b"
+    asked = [
+        door.ask("POST", "/v1/responses", {"model": MODEL, "input": "Hi.", "conversation": each})
+        for each in (long, held)
+    ] + [door.ask("GET", f"/v1/conversations/{each}/items") for each in (long, "a%00b")]
+    assert [each.status for each in asked] == [404] * 4
+    assert max(len(each.body) for each in asked) < 300
+
+
 def test_a_long_history_is_computed_again_under_other_instructions(
     door: HttpRig, client: openai.OpenAI
 ) -> None:

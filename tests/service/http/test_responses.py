@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+from pensieve.service.grpc.auth import Token
 from pensieve.service.http.response_places import ResponsePlaces
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
@@ -476,11 +478,21 @@ def test_a_response_that_is_not_stored_goes_on_from_one_that_is(door: HttpRig) -
     assert len(contents(door, first)) == len(contents(door, stored))
 
 
-def test_a_tenant_sees_only_its_own_responses(door: HttpRig) -> None:
-    made = respond(door, "Hi.").value["id"]
+def test_a_tenant_goes_on_from_its_own_responses_and_sees_no_others(tmp_path: Path) -> None:
+    names = ("ada", "bob")
+    tokens = [Token(hashlib.sha256(name.encode()).digest(), name) for name in names]
+    ada, bob = ({"authorization": f"Bearer {name}"} for name in names)
+    with http_rig(tmp_path / "data", http={"tokens": tokens}) as door:
 
-    async def find(tenant: str) -> Any:
-        return await door.rig.daemon.reads.response(made, tenant)
+        def places(previous: str | None, headers: Mapping[str, str]) -> Answer:
+            body = {"model": MODEL, "input": "Hi.", "max_output_tokens": 4}
+            more = {"previous_response_id": previous} if previous else {}
+            return door.ask("POST", "/v1/responses", body | more, headers)
 
-    assert door.rig.call(find("")) is not None
-    assert door.rig.call(find("somebody")) is None
+        first = places(None, ada)
+        name = first.value["id"]
+        bound = [first, places(name, ada), places(name, ada)]
+        assert [each.headers["x-pensieve-bound"] for each in bound] == ["new", "appended", "forked"]
+        assert door.ask("GET", f"/v1/responses/{name}", headers=ada).status == 200
+        assert door.ask("GET", f"/v1/responses/{name}", headers=bob).status == 404
+        assert places(name, bob).status == 404
