@@ -42,7 +42,7 @@ def insert_request(
 
 
 def _request_digest(request_id: str) -> bytes:
-    whole = b"request\0" + request_id.encode(errors="surrogatepass")
+    whole = b"request\0" + request_id.encode()
     return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
