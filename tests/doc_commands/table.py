@@ -236,11 +236,6 @@ ROWS = (
         nightly=True,
     ),
     Row(
-        "pensieve simulate --batch 2000/200x16 --model mistral-7b --hardware a100-80gb --seed 0,1,2",
-        (r"groups +85\.2%",),
-        nightly=True,
-    ),
-    Row(
         "pensieve simulate --cluster 1000 --model llama2-70b --devices 2",
         (r"after fail 5 % +950 ", r"fail 1 at 60 s +1 ", r"1,000 need"),
         nightly=True,
@@ -260,11 +255,6 @@ ROWS = (
     Row(
         "pensieve simulate --streaming --model opt-6.7b --hardware rtx-4090",
         (r"resident +\d.* x", r"vllm +\d.*1\.00 x"),
-        nightly=True,
-    ),
-    Row(
-        "pensieve simulate --streaming --model opt-6.7b --hardware rtx-4090 --link 605 --requests 200",
-        (r"streamed +(\d|above).* x", r"vllm +\d.*1\.00 x"),
         nightly=True,
     ),
     # In this process, with the model.
@@ -345,8 +335,6 @@ NOT_RUN = {
         ),
         "needs a trace of one's own; tests/cli/test_simulate.py has small ones",
     ),
-    "pensieve simulate --streaming --cost PROFILE.json --device-tokens 4096 --host-tokens 200000"
-    " --requests 60": "needs the profile of a model; tests/cli/test_simulate_streaming.py has small ones",
     **dict.fromkeys(
         (
             "pensieve admin jobs pause nightly",

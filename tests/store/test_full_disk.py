@@ -1,0 +1,46 @@
+"""A full disk: how it is recognised, and the space that is kept for deletions."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pensieve.errors import DiskFull, StoreCorrupt, StoreUnavailable
+from pensieve.store.connection import explained
+from pensieve.store.reserve import Reserve
+
+pytestmark = pytest.mark.sqlite
+
+
+@pytest.mark.parametrize("as_on_macos", [False, True])
+def test_space_is_kept_and_given_up(
+    as_on_macos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if as_on_macos:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    file = tmp_path / "reserve"
+    reserve = Reserve(file, num_bytes=1 << 20)
+    assert reserve.refill()
+    assert reserve.is_kept
+    assert file.stat().st_blocks * 512 >= 1 << 20
+    assert reserve.release()
+    assert not file.exists()
+    assert not reserve.release()
+
+
+@pytest.mark.parametrize(
+    ("code", "free", "kind"),
+    [(13, 9, DiskFull), (10, 0, DiskFull), (10, 9, StoreUnavailable), (11, 0, StoreCorrupt)],
+)
+def test_an_io_error_on_a_full_disk_is_a_full_disk(
+    code: int, free: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite reports a file -shm that could not grow as an I/O error."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free))
+    error = sqlite3.OperationalError("of the driver")
+    error.sqlite_errorcode = code
+    assert type(explained(error, tmp_path / "history.db")) is kind
