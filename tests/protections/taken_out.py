@@ -202,7 +202,7 @@ def _read(report: Path, tests: Sequence[str]) -> TestRun:
         if why is not None and any(f"{each}:" in why for each in MISTAKES):
             return TestRun({test: why}, why)
         failures[test] = failures.get(test) or why
-    return TestRun(failures, None)
+    return TestRun(failures, None if failures else "no test ran")
 
 
 def _named(module: str, name: str, tests: Sequence[str]) -> str:

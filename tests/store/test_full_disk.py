@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from pathlib import Path
@@ -44,3 +45,14 @@ def test_an_io_error_on_a_full_disk_is_a_full_disk(
     error = sqlite3.OperationalError("of the driver")
     error.sqlite_errorcode = code
     assert type(explained(error, tmp_path / "history.db")) is kind
+
+
+def test_a_part_of_the_space_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(descriptor: int, start: int, num_bytes: int) -> None:
+        os.write(descriptor, b"part")
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", fill, raising=False)
+    reserve = Reserve(tmp_path / "reserve", num_bytes=1 << 20)
+    assert not reserve.refill()
+    assert not reserve.is_kept

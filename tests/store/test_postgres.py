@@ -20,6 +20,7 @@ from pensieve.config import resolve
 from pensieve.config.resolve import print_settings
 from pensieve.errors import (
     ConfigError,
+    DiskFull,
     StoreCorrupt,
     StoreError,
     StoreLocked,
@@ -768,3 +769,23 @@ def test_an_address_that_might_be_taken_apart_otherwise_is_refused_unseen(given:
 )
 def test_an_address_is_taken_as_it_is(given: str) -> None:
     assert resolve({"store": given}, {}).settings.store == given
+
+
+def test_a_full_disk_is_told_at_once(opened: Open) -> None:
+    store = opened()
+    writer, told = writer_of(store), []
+    store.figures.on_full = lambda: told.append(1)
+    for code, kind, num_told in (("53100", DiskFull, 1), ("53200", StoreUnavailable, 0)):
+        told.clear()
+        with pytest.raises(kind), writer.writing() as conn:
+            conn.execute(f"DO $$ BEGIN RAISE EXCEPTION USING ERRCODE = '{code}'; END $$")
+        assert len(told) == num_told
+
+
+def test_room_is_looked_for_by_a_write(opened: Open) -> None:
+    store = opened()
+    assert store.erasure.has_room()
+    with writer_of(store).reading() as conn:
+        conn.execute("SET default_transaction_read_only = on")
+    with pytest.raises(StoreUnavailable):
+        store.erasure.has_room()
