@@ -72,7 +72,6 @@ class Serving:
     tls_client_ca: Path | None
     insecure: bool | None
     reflection: bool | None
-    vllm_engine: bool | None
     connections_max: int
     replica: str | None
     metrics: str | None

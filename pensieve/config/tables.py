@@ -310,13 +310,6 @@ SERVING: Table = (
         group="listening",
     ),
     Setting(
-        "vllm_engine",
-        switch,
-        "",
-        "offer the gRPC service of vLLM, for routers that speak it",
-        group="listening",
-    ),
-    Setting(
         "connections_max",
         whole(1, 1 << 20),
         str(CONNECTIONS_MAX),

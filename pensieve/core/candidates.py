@@ -113,8 +113,6 @@ class Candidates:
             self.tiers.count_reclaimable(chunk, -1)
             if not chunk.in_flight:
                 self.tiers.free_pages(chunk)
-            elif self.tiers.watched is not None:
-                self.tiers.watched[chunk] = None
         for queue in self.queues:
             queue.withdraw(branch)
 

@@ -104,8 +104,6 @@ class Tiers:
         self.num_swapping_in = 0
         self.num_swapping_out = 0
         self._num_copies = 0
-        # Chunks that may hold nothing any more, for who watches (engine/cache_watch.py).
-        self.watched: dict[Chunk, None] | None = None
 
     @property
     def available(self) -> int:
@@ -120,8 +118,6 @@ class Tiers:
         chunk.device_page = None
         chunk.marked_to_drop = False
         chunk.filled = chunk.host_filled
-        if self.watched is not None:
-            self.watched[chunk] = None
         if chunk.host_page is None and chunk.branch is not None:
             chunk.branch.num_resident -= 1
 
@@ -131,8 +127,6 @@ class Tiers:
         self.host.give_back(chunk.host_page)
         chunk.host_page = None
         chunk.host_filled = 0
-        if self.watched is not None:
-            self.watched[chunk] = None
         if chunk.device_page is None:
             chunk.filled = 0
             if chunk.branch is not None:
@@ -216,8 +210,6 @@ class Tiers:
         """Its KV is not to be trusted: copies in flight of it will yield nothing valid."""
         self.count_reclaimable(chunk, -1)
         chunk.filled = chunk.host_filled = 0
-        if self.watched is not None:
-            self.watched[chunk] = None
         for swap in self.swaps.values():
             if swap.target is chunk or swap.source is chunk:
                 swap.num_slots = 0

@@ -40,7 +40,6 @@ from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import Ended, FinishReason, Turn, Usage
 from pensieve.engine.attainment import Attainment
-from pensieve.engine.cache_watch import CacheWatch
 from pensieve.engine.hand_over import HandOver, verified
 from pensieve.engine.held_turns import HeldTurns
 from pensieve.engine.mailbox import Mailbox
@@ -67,7 +66,6 @@ from pensieve.engine.messages import (
     SubmitTurn,
     TurnAdmitted,
     TurnEnded,
-    WatchCache,
 )
 from pensieve.engine.metrics import Metrics, cached, usage
 from pensieve.engine.pictures import picture
@@ -108,7 +106,6 @@ class Engine:
         self.num_rounds = 0  # of `run`; read by other threads
         self.held = HeldTurns(preparer, mailbox.wake)
         self.hand_over = HandOver(scheduler.cache, pages)
-        self._watch: CacheWatch | None = None  # while somebody watches
         self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
         self.check_idle: Callable[[], None] = lambda: (
             None
@@ -124,14 +121,12 @@ class Engine:
     def step(self) -> bool:
         """Launch the next iteration, if any; commit what is due; False when there was nothing to do."""
         self._deliver(self.mailbox.drain())
-        if self._watch is not None:
-            self._publish(self._watch.news())
         iteration = self._plan()
         if iteration is not None:
             self.executor.launch(iteration)
             self._launched.append(iteration)
         elif not self._launched:
-            return self._watch is not None and self._watch.pending
+            return False
         if iteration is None or len(self._launched) >= self.executor.depth:
             self._commit(self._launched.popleft())
         return True
@@ -227,10 +222,6 @@ class Engine:
                 return [Answer(query_id, figures=figures)]
             case CheckIntegrity(query_id):
                 return [Answer(query_id, problems=self._problems(now))]
-            case WatchCache(watch_id, prefix):
-                if self._watch is not None:
-                    self._watch.end()
-                self._watch = CacheWatch(cache, watch_id, prefix) if watch_id else None
             case ExportKv():
                 return [self.hand_over.export(message)]
             case OpenImport(conversation_id):
@@ -368,8 +359,6 @@ class Engine:
         for observer in self._observers:
             observer.planned(iteration, now)
         if iteration is not None:
-            if self._watch is not None:
-                self._watch.planned(iteration, self.scheduler)
             self._publish([self._admitted(each.turn_id) for each in iteration.started])
         return iteration
 

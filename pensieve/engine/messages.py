@@ -108,14 +108,6 @@ class CheckIntegrity:
 
 
 @dataclass(frozen=True, slots=True)
-class WatchCache:
-    """Publish what is cached of conversations whose ids begin so, and what changes; see cache_watch.py."""
-
-    watch_id: int  # 0: publish nothing any more
-    prefix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class ExportKv:
     """Read a part of a conversation's KV, for another engine; see hand_over.py."""
 
@@ -164,7 +156,6 @@ Message = (
     | Picture
     | GetStats
     | CheckIntegrity
-    | WatchCache
     | ExportKv
     | OpenImport
     | ImportKv
@@ -211,16 +202,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheChanged:
-    """Blocks of tokens that the cache holds now, and such that it no longer holds; see cache_watch.py."""
-
-    watch_id: int
-    scope: str
-    stored: tuple[tuple[int, ...], ...] = ()  # number, number of the one before it or 0, tokens
-    removed: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class KvExported:
     """The answer to `ExportKv`: chunks that follow each other, without any if there are none left."""
 
@@ -237,4 +218,4 @@ class KvExported:
 
 Reply = Answer | KvExported  # to a query
 OfTurn = SampledToken | LogNeeded | TurnAdmitted | TurnEnded
-Event = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer | CacheChanged | KvExported
+Event = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer | KvExported

@@ -112,7 +112,6 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         audit_log=serving.audit_log,
         insecure=bool(serving.insecure),
         reflection=serving.reflection,
-        vllm_engine=bool(serving.vllm_engine),
         keepalive_seconds=serving.keepalive,
         ping_timeout_seconds=serving.keepalive / 3,
         connections_max=serving.connections_max,

@@ -36,11 +36,10 @@ async def begin_unstored(
     prompt: Sequence[int],
     choices: Sequence[TurnOptions],
     tenant: str,
-    seconds_left: float | None = None,
 ) -> AsyncIterator[LiveTurn]:
     """An unstored turn for each choice; those that have begun are the caller's to end."""
     for number, options in enumerate(choices):
-        live = await daemon.begin_unstored(prompt, options, tenant, seconds_left)
+        live = await daemon.begin_unstored(prompt, options, tenant)
         yield live
         if not number and len(choices) > 1:
             await prompt_computed(daemon.conversations, live)

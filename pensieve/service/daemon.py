@@ -39,7 +39,6 @@ from pensieve.service.forgetting import Forgetting
 from pensieve.service.full_disk import FullDisk
 from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History
-from pensieve.service.kv_events import KvEvents
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.metrics.meter import Meter
@@ -86,7 +85,6 @@ class Daemon:
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
         self.on_span: Callable[[TurnSpan], None] | None = None  # of each turn that has ended
         self.background = Background()  # the turns of batch jobs
-        self.kv_events = KvEvents(self._put)
         self.engine = EngineClient(
             program,
             patience=Patience(self.config.heartbeat_seconds, self.config.iteration_seconds_max),
@@ -255,12 +253,11 @@ class Daemon:
         prompt: Sequence[int],
         options: TurnOptions,
         tenant: str = "",
-        seconds_left: float | None = None,
     ) -> LiveTurn:
         """A turn of a prompt that leaves nothing on disk, if it may begin now (unstored.py)."""
         unstored, ready = self.conversations.unstored, self.engine.ready
         load, now = self._load(tenant, priority=options.priority), self._loop.time()
-        if (refusal := self.admission.refusal(tenant, load, seconds_left, now)) is not None:
+        if (refusal := self.admission.refusal(tenant, load, None, now)) is not None:
             raise refusal
         assert ready is not None  # there was an engine, or there were no conversations
         tokens = checked(prompt, options, ready.vocab_size, ready.context_max)
@@ -356,8 +353,6 @@ class Daemon:
         for event in events:
             if isinstance(event, box.Reply):
                 self.queries.answered(event)
-            elif isinstance(event, box.CacheChanged):
-                self.kv_events.take(event)
             elif not self.background.take(event):
                 of_turns.append(self._judged(event) if isinstance(event, box.TurnEnded) else event)
         if self._conversations is not None:
@@ -380,7 +375,6 @@ class Daemon:
         self.on_serving(False)
         self.admission.engine_lost()
         self.background.engine_lost()
-        self.kv_events.engine_lost()
         self.conversations.turns.engine_lost()
         failure = Unavailable("the engine has stopped and is starting again; say it again")
         had_the_rest = not self._engine_has_failed  # else it has ended all that it had
@@ -407,7 +401,6 @@ class Daemon:
         self.conversations.prefixes.warm_soon()
         self.on_serving(self.serving)
         self.background.engine_started()
-        self.kv_events.engine_started()
 
     def _fail(self, error: BaseException) -> None:
         """What nobody foresaw, where turns would wait without end: the service ends."""

@@ -110,7 +110,7 @@ class EngineClient:
         self.ready: Ready | None = None
         self.num_restarts = 0
         self.pid: int | None = None
-        self.model_name, self.model_folder = program.model_name, program.model_folder
+        self.model_name = program.model_name
         self._hello = channel.pack(["settings", dict(program.settings), str(program.model_folder)])
         self._on_events = on_events
         self._on_down = on_down

@@ -45,7 +45,6 @@ class Phase(Enum):
     ENDED = "ended"  # `finish` is set
 
 
-UNSTORED_PREFIX = "~unstored/"  # of an `unstored_key`
 LEGAL_TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
     Phase.RUNNING: frozenset({Phase.COMMITTING, Phase.INTERRUPTING}),
     Phase.COMMITTING: frozenset({Phase.ENDED}),
@@ -252,12 +251,7 @@ def cache_key(tenant: str, conversation_id: str) -> str:
 
 def unstored_key(tenant: str, number: int) -> str:
     """What the engine knows an unstored turn by: with two slashes, so no `cache_key` is like it."""
-    return f"{unstored_scope(tenant)}/{number}"
-
-
-def unstored_scope(tenant: str) -> str:
-    """What the `unstored_key`s of a tenant have before their last slash."""
-    return f"{UNSTORED_PREFIX}{tenant}"
+    return f"~unstored/{tenant}/{number}"
 
 
 def names_of(key: str) -> tuple[str, str]:

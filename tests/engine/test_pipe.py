@@ -39,7 +39,6 @@ MESSAGES = [
     box.Picture(7, 50, "acme/"),
     box.GetStats(5),
     box.CheckIntegrity(6),
-    box.WatchCache(3, "~unstored/"),
     box.ExportKv(7, "acme/c", 100, 2, 1 << 20),
     box.OpenImport("acme/c"),
     box.ImportKv(8, "c", 1, (4, 2), (1 << 31, 0), 2, b"\x00\xff" * 9, (1,), True),
@@ -53,7 +52,6 @@ EVENTS: list[box.Event] = [
     box.TurnEnded(1, "c", FinishReason.STOP, Usage(3, 4, 5, 6, 7, 1, 0.5, 0.75, None, 2.0)),
     box.TurnEnded(2, "c", FinishReason.FAILED, Usage(), "NAN_LOGITS"),
     box.Answer(3, {"pages": 2.0}, ("a page leaked",), (("c", 1.5, math.inf), (0, 3, "host", 1))),
-    box.CacheChanged(3, "acme", ((5, 0, 1, 2), (6, 5, 3, 4)), (7, 8)),
     box.KvExported(9, "RUNS"),
 ]
 PART = box.KvExported(3, "", 2, (4, 4), (1, 2), 16, "d", 2, b"\x00\xff" * 9)

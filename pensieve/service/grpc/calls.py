@@ -4,8 +4,7 @@ A call is counted from the moment that its caller is known until it has ended fo
 client has taken the end or the connection is gone: so connections count by what is done on them.  More than
 `calls_max` are refused before their request is received.  Of SendMessage twice as many are let in, because
 one may be the return of a client whose connection broke, and whose old call gRPC has not given up yet;
-admission.py refuses those that would begin a turn.  So it is with CancelTurn and Abort, by which such
-a call ends.
+admission.py refuses those that would begin a turn.  So it is with CancelTurn, by which such a call ends.
 
 What a client does not take stays in memory.  An answer that would be too much beside what its tenant has
 not taken yet (`unread_bytes`) is refused; a piece of a stream waits, and its reader is cancelled when it has
@@ -28,7 +27,6 @@ from pensieve.service.limits import Allowance, Allowances
 
 SEND_METHOD = "/pensieve.v1.ConversationService/SendMessage"
 CANCEL_METHOD = "/pensieve.v1.ConversationService/CancelTurn"
-ABORT_METHOD = "/vllm.grpc.engine.VllmEngine/Abort"
 LOOK_SECONDS = 0.05  # of a piece of a stream that waits
 
 
@@ -46,7 +44,7 @@ class Call:
     async def admit(self, method: str) -> None:
         """QueueFull if its tenant has too many; the request of one that is let in was not received yet."""
         allowance, now = self._allowance, _now()
-        allowed = 2 if method in (SEND_METHOD, CANCEL_METHOD, ABORT_METHOD) else 1
+        allowed = 2 if method in (SEND_METHOD, CANCEL_METHOD) else 1
         exceeded = allowance.calls_exceeded(allowed) or allowance.request(now)
         if exceeded is not None:
             raise exceeded

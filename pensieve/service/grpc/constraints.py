@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.errors import InvalidArgument
 from pensieve.service.constraints import FIELD
@@ -16,13 +14,9 @@ def constraint_of(request: pb.SendMessageRequest) -> Constraint | None:
     name = request.constraint.WhichOneof("kind")
     if name is None:
         raise InvalidArgument(FIELD, "names no kind")
-    return named(name, request.constraint)
-
-
-def named(name: str, given: Any) -> Constraint | None:
-    """The one of this name; None: a JSON object that is not wanted."""
+    given = request.constraint
     if name == "choice":
         return choice_of(tuple(given.choice.choices))
     if name == "json_object":
-        return Constraint(ConstraintKind.JSON_OBJECT) if given.json_object else None
+        return Constraint(ConstraintKind.JSON_OBJECT) if given.json_object else None  # not wanted
     return Constraint(ConstraintKind(name), getattr(given, name))

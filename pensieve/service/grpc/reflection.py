@@ -17,9 +17,8 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import Descriptor, FileDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
-from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2
+from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, replica_pb2
 from pensieve.v1 import status_pb2 as pb
-from pensieve.v1.routers import vllm_engine_pb2
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -45,10 +44,10 @@ class Reflection:
     """What it answers never changes."""
 
     def __init__(self, more: Sequence[str] = ()) -> None:
-        """`more`: services of pensieve/v1/routers that are offered, too."""
+        """`more`: the service that daemons of a cluster offer one another, where this one does."""
         self._pool = DescriptorPool()
         self._services = (*SERVICES, *more)
-        for file in (conversation_pb2, jobs_pb2, admin_pb2, *([vllm_engine_pb2] if more else [])):
+        for file in (conversation_pb2, jobs_pb2, admin_pb2, *([replica_pb2] if more else [])):
             for each in _with_imports(file.DESCRIPTOR):
                 self._pool.AddSerializedFile(each.serialized_pb)
         check = (pb.HealthCheckRequest.DESCRIPTOR, pb.HealthCheckResponse.DESCRIPTOR)

@@ -40,15 +40,12 @@ from pensieve.service.grpc.reflection import HEALTH, Reflection
 from pensieve.service.grpc.reload import Certificates, watch_tokens
 from pensieve.service.grpc.replica import NAME as REPLICA
 from pensieve.service.grpc.replica import ReplicaService
-from pensieve.service.grpc.vllm_engine import NAME as VLLM_ENGINE
-from pensieve.service.grpc.vllm_engine import VllmEngineService
 from pensieve.service.jobs.values import Jobs
 from pensieve.service.metrics.listener import Answers, MetricsListener
 from pensieve.service.metrics.scrape import Scrape
 from pensieve.store.remote.remote_store import RemoteStore
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, jobs_pb2_grpc, replica_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
-from pensieve.v1.routers import vllm_engine_pb2_grpc
 
 WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
 HEADER_BYTES_MAX = 4 << 10
@@ -95,7 +92,6 @@ class Listening:
     audit_log: Path | None = None
     insecure: bool = False
     reflection: bool | None = None  # None: unless tokens are needed
-    vllm_engine: bool = False  # offer the service that routers speak to vLLM
     hand_over: bool = False  # offer KV to other daemons of a cluster
     keepalive_seconds: float = 30.0  # between pings of a silent connection
     ping_timeout_seconds: float = 10.0  # one that does not answer is closed
@@ -211,8 +207,7 @@ class Server:
     def __init__(self, daemon: Daemon, listening: Listening, jobs: Jobs | None = None) -> None:
         check_exposure(listening)
         self.daemon = daemon
-        offered = ((VLLM_ENGINE, listening.vllm_engine), (REPLICA, listening.hand_over))
-        more = tuple(name for name, is_offered in offered if is_offered)
+        more = (REPLICA,) if listening.hand_over else ()
         self.health = Health((*SERVICES, *more))
         self.stopping = asyncio.Event()  # set where the end is wanted
         self.failure: BaseException | None = None  # why it must be, where nobody wanted it
@@ -254,10 +249,6 @@ class Server:
         )
         self.admin = AdminService(daemon, self.stopping.set, self._facts, self._scrape.text)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, services)
-        if listening.vllm_engine:
-            vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
-                VllmEngineService(daemon), services
-            )
         if listening.hand_over:
             replica_pb2_grpc.add_ReplicaServiceServicer_to_server(ReplicaService(daemon), services)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))

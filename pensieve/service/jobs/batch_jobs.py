@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from functools import partial
 from typing import Any, TypeVar
 
-from pensieve.engine.messages import CacheChanged, Event, Reply
+from pensieve.engine.messages import Event, Reply
 from pensieve.errors import (
     AlreadyExists,
     QueueFull,
@@ -114,7 +114,7 @@ class BatchJobs(Background):
 
     def take(self, event: Event) -> bool:
         """Whether it was of a turn of a job, be it of one that nobody knows any more."""
-        if isinstance(event, Reply | CacheChanged) or event.turn_id < FIRST_NUMBER:
+        if isinstance(event, Reply) or event.turn_id < FIRST_NUMBER:
             return False
         for run in self._runs():
             if run.take(event):
