@@ -121,7 +121,7 @@ def test_a_daemon_and_a_plan_have_the_same_policy_by_default() -> None:
 
 ODD_TEXTS = (
     *("", "auto", "true", "no", "0", "7", "64", "0.1", "1e3", "1", "95", "cpu", "cuda:1", "int8"),
-    *("6GiB", "6.7GB", "333t", "0.1%", "float32", "value", "native", "echo", "json", "vllm"),
+    *("6GiB", "6.7GB", "333t", "0.1%", "float32", "value", "native", "echo", "json"),
     *("~/there", 'a "b" \\c\td\x7f', "Grüße\n日本 \U0001f600", str(2**64 - 1), "127.0.0.1:7"),
 )
 

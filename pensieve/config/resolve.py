@@ -75,7 +75,6 @@ class Serving:
     connections_max: int
     replica: str | None
     metrics: str | None
-    metrics_alias: str
     traces: bool | None
     turns_waiting_max: int
     grace: float

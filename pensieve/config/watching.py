@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pensieve.config.parsing import choice, replica_name, switch
+from pensieve.config.parsing import replica_name, switch
 from pensieve.config.setting import Setting, Table
 
 REPLICA = Setting(
@@ -22,14 +22,6 @@ WATCHING: Table = (
         "serve GET /metrics for Prometheus, and GET /health, there (port 0: any free one); other machines "
         "can reach only what --insecure allows",
         "HOST:PORT",
-        "watching",
-    ),
-    Setting(
-        "metrics_alias",
-        choice("none", "vllm"),
-        "none",
-        "vllm: what vLLM measures, too, also by vLLM's names",
-        "none|vllm",
         "watching",
     ),
     Setting(

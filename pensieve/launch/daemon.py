@@ -116,7 +116,6 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         ping_timeout_seconds=serving.keepalive / 3,
         connections_max=serving.connections_max,
         metrics=serving.metrics or "",
-        metrics_alias=serving.metrics_alias,
         peers=sharing.credentials() if serving.tls_cert is not None else None,
         peer_tokens=sharing.tokens() if serving.token_file else (),
         hand_over=is_shared(resolved.settings.store),

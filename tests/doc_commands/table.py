@@ -141,14 +141,6 @@ ROWS = (
         serves=True,
         alone=True,
     ),
-    Row(
-        "pensieve serve --metrics 127.0.0.1:9090 --metrics-alias vllm",
-        (r"metrics at http://127",),
-        instead={"127.0.0.1:9090": "127.0.0.1:0"},
-        serves=True,
-        alone=True,
-        nightly=True,
-    ),
     Row("pensieve serve --tbt 0.1 --ttft 5", serves=True, alone=True, model=True, nightly=True),
     Row("pensieve serve MODEL", serves=True, alone=True, nightly=True),
     # Several daemons.

@@ -100,7 +100,6 @@ class Listening:
     http_hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
     http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
     metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
-    metrics_alias: str = "none"
     peer_tokens: Sequence[auth.Token] = ()  # of other daemons, where clients need tokens
     peers: grpc.ChannelCredentials | None = None  # for calls to other daemons; None: without TLS
 
@@ -242,7 +241,6 @@ class Server:
             jobs,
             self._loop_lag.quantiles,
             lambda: self._facts().audit_lines_lost,
-            with_vllm=listening.metrics_alias == "vllm",
         )
         self._metrics = MetricsListener(
             Answers(self._scrape.text, lambda: daemon.serving, self._may_scrape)

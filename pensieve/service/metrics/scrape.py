@@ -22,8 +22,6 @@ from pensieve.service.metrics.text import exposition
 ENGINE_SECONDS = 2.0
 COUNT_SECONDS = 15.0
 PREFIX = "pensieve_"
-VLLM_PREFIX = "vllm:"
-VLLM_FAMILIES = tuple(family for family in FAMILIES if family.is_vllm)
 
 
 class Scrape:
@@ -35,13 +33,9 @@ class Scrape:
         jobs: Jobs | None,
         loop_lag: Callable[[], Quantiles],
         audit_lines_lost: Callable[[], int],
-        *,
-        with_vllm: bool = False,
     ) -> None:
-        """`with_vllm`: what vLLM has, too, also by vLLM's name."""
         self._daemon, self._jobs = daemon, jobs
         self._loop_lag, self._audit_lines_lost = loop_lag, audit_lines_lost
-        self._with_vllm = with_vllm
         self._num_stored = 0
         self._of_jobs: collect.Found = {}
         self._count_due = 0.0  # by the loop's clock
@@ -70,10 +64,7 @@ class Scrape:
         common = {"model_name": daemon.engine.model_name, "engine": "0"}
         if daemon.config.replica:
             common["replica"] = daemon.config.replica
-        lines = list(exposition(FAMILIES, samples, PREFIX, common))
-        if self._with_vllm:
-            lines += exposition(VLLM_FAMILIES, samples, VLLM_PREFIX, common)
-        return "\n".join([*lines, ""])
+        return "\n".join([*exposition(FAMILIES, samples, PREFIX, common), ""])
 
     async def _engine_figures(self) -> dict[str, float]:
         daemon = self._daemon

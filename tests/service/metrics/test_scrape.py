@@ -35,7 +35,7 @@ SLOW = (sys.executable, "-m", "pensieve.launch.echo_engine", "--seconds=0.01")
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DaemonRig]:
     data = tmp_path / "data"
-    listening = Listening("127.0.0.1:0", data / "admin.sock", metrics_alias="vllm")
+    listening = Listening("127.0.0.1:0", data / "admin.sock")
     config = DaemonConfig(
         grace_seconds=0.2,
         answer_seconds=3600.0,  # an engine that does not answer is for the scrape itself to notice
@@ -139,7 +139,7 @@ def test_what_was_refused_and_what_was_cancelled_is_counted(rig: DaemonRig) -> N
         "NOT_FOUND": 1,
     }
     assert found.get("pensieve_turns_total", outcome="cancelled") == 1
-    assert found.get("vllm:request_success_total", finished_reason="abort") == 1
+    assert found.get("pensieve_request_success_total", finished_reason="abort") == 1
 
 
 def test_counters_never_fall_not_even_when_the_engine_dies(rig: DaemonRig) -> None:
@@ -194,31 +194,6 @@ def test_while_no_engine_answers_its_metrics_are_missing_and_the_others_are_ther
     assert "cached" not in found.by("pensieve_conversations", "state")
 
 
-def test_vllms_names_have_the_same_values_and_labels(rig: DaemonRig) -> None:
-    rig.ask("a", "one", sampling=SHORT)
-    found = scrape(rig)
-    shared = {family.name for family in FAMILIES if family.is_vllm}
-    aliased = {key for key in found.samples if key[0].startswith("vllm:")}
-    assert {name.removeprefix("vllm:") for name, _ in aliased} >= {
-        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
-        *("prompt_tokens_total", "generation_tokens_total", "request_success_total"),
-        *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_sum"),
-        *("e2e_request_latency_seconds_count", "prefix_cache_hits_total"),
-    }
-    for name, labels in aliased:
-        own = name.replace("vllm:", "pensieve_")
-        assert found.samples[own, labels] == found.samples[name, labels]
-        assert dict(labels)["engine"] == "0"
-        assert dict(labels)["model_name"] == "builtin"
-    assert len(shared) == sum(name.startswith("vllm:") for name in found.families)
-
-
-def test_without_the_alias_there_is_none(tmp_path: Path) -> None:
-    with DaemonRig(tmp_path / "data") as rig:
-        found = scrape(rig)
-    assert all(name.startswith("pensieve_") for name in found.families)
-
-
 def test_the_table_of_the_docs_names_what_a_scrape_has(rig: DaemonRig) -> None:
     rig.ask("a", "one", sampling=SHORT)
     found = scrape(rig)
@@ -233,9 +208,6 @@ def test_the_table_of_the_docs_names_what_a_scrape_has(rig: DaemonRig) -> None:
     assert told == {family.name: set(family.labels) for family in FAMILIES}
     types = re.findall(r"^# TYPE pensieve_(\w+) ", found.text, re.MULTILINE)
     assert Counter(types) == Counter(told.keys())
-    vllm = re.findall(r"^# TYPE vllm:(\w+) ", found.text, re.MULTILINE)
-    marked = [name for names, _ in rows for name in re.findall(r"`(\w+)`\*", names)]
-    assert sorted(marked) == sorted(vllm)
 
 
 def test_the_operator_reads_the_same_over_grpc(rig: DaemonRig) -> None:
