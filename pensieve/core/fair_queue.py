@@ -25,7 +25,8 @@ so many turns passed which came after its first one,
     TURNS_A_PRIORITY      of the next higher priority (twice as many of the one above that, …)
     SHORT_TURNS           with short prompts, of the same priority
 
-is overdue, and its first turn is next.  (Turns that do not fit into memory may be passed, too: lacking.py.)
+is overdue, and its first turn is next.  (Turns that do not fit into memory may be passed, too: `BlockedTurns`
+of scheduler.py.)
 
 **Background turns** (of batch jobs) have shares of their own, which are compared with each other alone: what
 a job has used lifts no interactive share, nor the other way round.

@@ -1,62 +1,164 @@
-"""What runs next: one unified batch per iteration, filled under a token budget.
+"""Decide what runs next: fill one iteration under a token budget.
 
-The order of filling: every turn that is generating (one token each), then prefills: those that have begun,
-the shortest first (prefill_order.py), suspended turns that resume, and new turns, which come in the order
-of the queue.  Between shares, what each has used decides (fair_queue.py).  A prefill, a recomputed hole and
-a decode are the same thing, slices of a turn (iteration_draft.py).  Beside turns that generate, prefills
-get as many tokens as do not hold those up for long (time_budget.py).  Background turns, of batch jobs, come
-behind all others and have what these leave free (background_room.py).
+The order of filling, as `plan` has it:
 
-Suspension.  Before anything is planned, running turns may have to give their places to the turn that is next
-(preemption.py).  A generating turn that needs a page when none is available waits one iteration if idle pages
-are being copied out anyway; otherwise a running turn gives up its pages (`who_is_suspended`).  It keeps
-every token and each chunk whose page nobody takes meanwhile, and resumes before new turns of its level.
-So does one whose prompt was computed ahead of its place (prefill_ahead.py).
+1. **Decodes.**  Every turn that generates gets one token.
+2. **Prefills** that have begun, and turns that wait, as many tokens as do not hold up the turns of step 1 for
+   long (time_budget.py).  Of one share the shortest prefill goes first (prefill_order.py); between shares,
+   what each has used decides (fair_queue.py).  Suspended turns come before new turns of their level.
+3. **Streamed turns.**  Turns that find no room on the device may run with their KV on the host
+   (streaming.py).
+4. **Background turns**, of batch jobs, in the same three steps, with what the others leave free
+   (background_room.py).
+5. **Copies to the host**, so that pages become available for the turns that found none.
 
-`plan` may be called while one iteration is uncommitted.  A token that it will sample is then planned
-for as if it were known (`pending_tokens`; the executor resolves it); if the turn turns out finished,
-that slice was computed for nothing and is counted in `idle_tokens`.  With pipeline stages one for each may be
-uncommitted (micro_batches.py).  A turn with an uncommitted slice keeps its pages: cancelling, suspending and
-finishing release them when the last such slice is committed.  Until then the turn is in `_releasing`, and
-a rewind or an eviction of its conversation waits.
+A prefill, a recomputed hole and a decode are the same thing, slices of a turn (iteration_draft.py).
 
-Turns that find no room on the device may run with their KV on the host (streaming.py, streamed_pages.py).
+States.  The scheduler moves turns from one state to the other:
 
-Liveness: the turn that is next is admitted as soon as the pages for its whole context are available,
-a bounded number of others comes before it (fair_queue.py), every idle page can become available
-(eviction.py), and running turns end; one that is preempted has advanced, or rises (preemption.py).
+    queued      they wait for their first iteration (fair_queue.py)
+    running     they hold pages, of the device or of the host; in order of admission
+    suspended   they have held pages; with the turns that are ready, in `resume_order`
+
+Before anything is filled, running turns may have to give their places to the turn that is next
+(preemption.py).  A generating turn that needs a page when none is available waits one iteration if idle
+pages are being copied out anyway.  Otherwise a running turn is suspended (`who_is_suspended`).  It keeps
+every token, and each chunk whose page nobody takes meanwhile.  So does a turn whose prompt was computed
+ahead of its place (prefill_ahead.py).
+
+Uncommitted iterations.  `plan` may be called while an iteration is uncommitted, and with pipeline stages
+while one for each stage is (micro_batches.py).  It plans for a token that such an iteration will sample as
+if the token were known (`pending_tokens`; the executor resolves it).  If the turn turns out finished, its
+slice was computed for nothing and is counted in `idle_tokens`.
+
+A turn that ends or is suspended keeps its pages while it has an uncommitted slice.  Until then it is
+*releasing*: among those that run, and without a place.  A rewind or an eviction of its conversation waits
+for that (`_pending_cuts`, `_pending_evictions`); the log is cut at once, because nobody may build on the
+rest.
+
+Liveness: the turn that is next is admitted as soon as the pages for its whole context are available.  A
+bounded number of others comes before it (fair_queue.py, `BlockedTurns`).  Every idle page can become
+available (eviction.py), and running turns end; one that is preempted has advanced, or rises
+(preemption.py).
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
 
+from pensieve.core.audit import TurnsByState, audit_turns
 from pensieve.core.background_room import BackgroundRoom
 from pensieve.core.cache import KVCache
 from pensieve.core.cache_values import Admission, Shortage
-from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut
+from pensieve.core.fair_queue import FairQueue
+from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
-from pensieve.core.lacking import Lacking
 from pensieve.core.micro_batches import MicroBatches
-from pensieve.core.pending_edits import PendingEdits
 from pensieve.core.preemption import Preemption, who_is_suspended
 from pensieve.core.prefill_ahead import PrefillAhead
-from pensieve.core.prefill_order import earlier, prefill_order, resume_order
+from pensieve.core.prefill_order import (
+    earlier,
+    may_join,
+    next_waiting,
+    prefill_order,
+    resume_order,
+)
 from pensieve.core.prefix_tree import Chunk
-from pensieve.core.scheduled_turns import ScheduledTurns, start_of
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_groups import StreamGroups
 from pensieve.core.streaming import Streaming
 from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
-from pensieve.core.waiting import Waiting
+
+PASSES_MAX = 8  # turns that are admitted before one that does not fit
+BLOCKED_MAX = 4  # turns that do not fit, in one plan
 
 
-class Scheduler(ScheduledTurns):
+@dataclass
+class SchedulerCounters:
+    """Counts since the scheduler was made."""
+
+    iterations: int = 0
+    tokens: int = 0  # positions computed
+    recomputed_tokens: int = 0  # of them, positions whose KV had been there before
+    repaired_ranges_max: int = 0  # most disconnected slices of one turn in one iteration
+    suspensions: int = 0
+    resumptions: int = 0
+    readied: int = 0  # whose prompts were computed before they had a place
+    streamed: int = 0  # admissions of turns whose KV stays on the host
+    returned: int = 0  # of them turns, to the device
+    preemptions: int = 0  # of them suspensions, for a turn that was next
+    idle_tokens: int = 0  # computed for a turn that had already finished
+    finished: int = 0
+    failed: int = 0
+
+
+class BlockedTurns:
+    """Turns that are next in one plan and do not fit into memory, and who may be admitted before them.
+
+    A short message behind a long history may need most of the device.  It waits until running turns have
+    ended, and turns behind it that fit need not wait.  These are new turns that need nothing from the host:
+    an iteration with swap-ins has no swap-outs, and swap-outs are what the blocked turn waits for.  A turn
+    that was suspended, or that others gave way to, is not passed.
+    """
+
+    def __init__(self, cache: KVCache, background: bool = False, may_admit: bool = True) -> None:
+        """Of background turns, or of the others."""
+        self._cache = cache
+        self.background = background
+        self.turns: list[Turn] = []
+        self.required_pages = 0  # of the first
+        self.may_admit = may_admit  # whoever is next
+
+    def add(self, turn: Turn, shortage: Shortage | None, is_claimant: bool) -> None:
+        """It does not fit; None: it waits for a commit."""
+        if not self.turns and shortage is not None:
+            self.required_pages = shortage.required_pages
+        self.turns.append(turn)
+        is_passed = turn.state is TurnState.QUEUED and not is_claimant and shortage is not None
+        self.may_admit = is_passed and self._may_pass()
+
+    def puts_aside(self, turn: Turn) -> bool:
+        """Whether it waits because of these: it needs something from the host."""
+        if not self.turns or self._cache.is_at_hand(turn):
+            return False
+        self.turns.append(turn)
+        self.may_admit = turn.state is TurnState.QUEUED and self._may_pass()
+        return True
+
+    def passed(self) -> None:
+        """Another turn is admitted."""
+        for turn in self.turns:
+            turn.num_passed += 1
+        self.may_admit = self._may_pass()
+
+    def _may_pass(self) -> bool:
+        return len(self.turns) < BLOCKED_MAX and all(
+            turn.num_passed < PASSES_MAX for turn in self.turns
+        )
+
+
+class Scheduler:
     def __init__(self, cache: KVCache, config: SchedulerConfig) -> None:
-        super().__init__(cache, config.batch_tokens_max)
+        self.cache = cache
         self.config = config
+        self.counters = SchedulerCounters()
+        self.running: dict[int, Turn] = {}
+        self.suspended: deque[Turn] = deque()
+        self.queued = FairQueue(config.batch_tokens_max)
+        self._turns: dict[int, Turn] = {}  # every turn that has not ended
+        self._releasing: dict[int, Turn] = {}
+        self._num_background = 0
+        self._size = cache.config.chunk_tokens
+        self._ended: list[Ended] = []  # ends that no outcome brings
+        self._started: list[TurnStart] = []  # since the last iteration
+        self._forgotten: list[int] = []  # turns that have ended since the last iteration
+        self._disturbed: list[Turn] = []  # streamed turns whose chunks were discarded
+        self._pending_cuts: dict[str, int] = {}  # by conversation: how much is to stay
+        self._pending_evictions: dict[str, bool] = {}  # by conversation: whether to the host
         self._uncommitted: deque[tuple[Iteration, IterationDraft]] = deque()
         self._time_budget = TimeBudget(config)
         has_place = self._time_budget.has_place
@@ -64,17 +166,36 @@ class Scheduler(ScheduledTurns):
         self._ahead = PrefillAhead(
             config.prefill_ahead, has_place, self.running, self.suspended, self.queued
         )
-        self._waiting = Waiting(
-            self.suspended, self.queued, self.running, self.preemption, self._ahead, has_place
-        )
         self._room = BackgroundRoom()
         self.streaming = Streaming(config, cache.config)
         self._groups = StreamGroups(cache.config, config, cache.path_of)
-        self._edits = PendingEdits(cache)
         self._micro_batches = MicroBatches(config, self._keeps_place)
         self._num_arrivals = self._index = 0
 
-    # -- what happens to a scheduler --
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    def turns(self) -> list[Turn]:
+        """Every turn that has not finished."""
+        return [turn for turn in self._turns.values() if turn.finish is None]
+
+    def turn(self, turn_id: int) -> Turn | None:
+        """One that has not given up its pages."""
+        return self._turns.get(turn_id)
+
+    def turn_of(self, conversation_id: str) -> Turn | None:
+        """The conversation's turn that has not finished."""
+        return next(
+            (turn for turn in self.turns() if turn.conversation_id == conversation_id), None
+        )
+
+    def drain_ended(self) -> list[Ended]:
+        """Turns that ended without an outcome: cancelled, or warmed."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # -- what happens to turns and conversations --
 
     def submit(self, turn: Turn, now: float) -> None:
         assert turn.turn_id not in self._turns, f"turn {turn.turn_id} was submitted twice"
@@ -99,9 +220,13 @@ class Scheduler(ScheduledTurns):
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
         """Cut a conversation; one whose last turn has an uncommitted slice is cut after it."""
         conversation = self.cache.conversations.get(conversation_id)
-        if conversation is not None and conversation.turn_id is not None:
-            assert conversation.turn_id in self._releasing, "a running turn is cancelled first"
-        self._edits.rewind(conversation_id, num_tokens, now)
+        if conversation is None or conversation.turn_id is None:
+            self.cache.rewind(conversation_id, num_tokens, now)
+            return
+        assert conversation.turn_id in self._releasing, "a running turn is cancelled first"
+        cut = self._pending_cuts.get(conversation_id, num_tokens)
+        self._pending_cuts[conversation_id] = min(cut, num_tokens)
+        conversation.log = conversation.log[:num_tokens]
 
     def delete(self, conversation_id: str, now: float) -> None:
         if (turn := self.turn_of(conversation_id)) is not None:
@@ -111,26 +236,36 @@ class Scheduler(ScheduledTurns):
     def evict(self, conversation_id: str, to_host: bool, now: float) -> int:
         """Evict a resting conversation's KV, also after an uncommitted slice; how many chunks go, as yet."""
         conversation = self.cache.conversations.get(conversation_id)
-        waits = conversation is not None and conversation.turn_id in self._releasing
-        return self._edits.evict(conversation_id, to_host, now, waits)
+        if conversation is not None and conversation.turn_id in self._releasing:
+            self._pending_evictions[conversation_id] = to_host
+            return sum(chunk.resident for chunk in conversation.chunks())
+        evict = self.cache.move_to_host if to_host else self.cache.evict
+        return evict(conversation_id, now)
+
+    # -- plan --
 
     def plan(self, now: float, extra_pages: int = 0) -> Iteration | None:
         """The next iteration, or None when there is nothing to do; `extra_pages` are asked for beside."""
+        # Turns give up their places.
         self._preempt(now)
         for turn in self._ahead.give_places(self._keeps_place):
             self.preemption.moved(turn)
         required_pages = self._stop_streaming(now)
         before, available = self._changes(), self.cache.available
+        # The iteration is filled, in this order.
         draft = IterationDraft(self.config, self._size)
         draft.holds_back = self._index % TILE_EVERY == 0
         num_pages, prefills = self._plan_running(draft, now)
         self._time_budget.limit(draft, prefills, self.queued.num_prompt_tokens, now)
-        lacking = Lacking(self.cache)
-        for_prefills = self._plan_prefills(draft, prefills, lacking, now)
-        for_background = self._plan_background(draft, lacking, now)
+        blocked = BlockedTurns(self.cache)
+        self._plan_prefills(draft, prefills, blocked, now)
+        self._plan_streamed(draft, blocked, now)
+        for_background = self._plan_background(draft, blocked, now)
         self._end_complete(now)
+        # Pages become available for the turns that found none.
         moves = draft.swap_ins or draft.copies  # no swap-out beside them: it may be of their pages
-        required_pages = max(required_pages, num_pages, for_prefills, for_background) + extra_pages
+        required_pages = max(required_pages, num_pages, blocked.required_pages, for_background)
+        required_pages += extra_pages
         swap_outs: list[SwapOut] = []
         if not moves:
             swap_outs = self.cache.plan_swap_outs(now, required_pages, draft.filled_before)
@@ -146,10 +281,25 @@ class Scheduler(ScheduledTurns):
                 return None
         return self._launched(draft, swap_outs, now)
 
-    def check(self, now: float) -> None:
-        """Recompute every invariant of the cache, its turns and their places."""
-        super().check(now)
-        self.preemption.check(self.running)
+    def _preempt(self, now: float) -> None:
+        """Turns that run give way to the one that is next, if it is entitled to their places."""
+        if self.preemption.is_out_of_question(self.suspended):
+            return
+        running = [turn for turn in self.running.values() if self._keeps_place(turn)]
+        started = [turn for turn in running if turn.is_prefill]
+        first = next_waiting(
+            self.suspended,
+            self.queued,
+            lambda turn: not (turn.warm or turn.is_background) and may_join(turn, started),
+        )
+        for victim in self.preemption.who_gives_way(first, running):
+            claimant = self.preemption.claimant
+            assert claimant is not None
+            self._num_arrivals += 1
+            if not victim.ahead:  # else it had no place
+                self.counters.preemptions += 1
+                victim.give_way(claimant, self._num_arrivals)
+            self._suspend(victim, now)
 
     def _stop_streaming(self, now: float) -> int:
         """Where it does not pay, or the device has room again; how many pages should become available."""
@@ -163,31 +313,6 @@ class Scheduler(ScheduledTurns):
             self.counters.returned += 1
             self._suspend(first, now, counted=False)
         return self.streaming.required_pages
-
-    def _plan_streamed(self, draft: IterationDraft, lacking: Lacking, now: float) -> None:
-        """Turns that find no room on the device, as far as it pays to stream their contexts."""
-        if lacking.background and self._has_interactive:
-            return
-        self.streaming.saw(lacking)
-        if not lacking.turns or self.preemption.claimant is not None:
-            return
-        turns = self.suspended, self.queued, self.running.values()
-        bounds = self._time_budget.has_place, self.cache.streamed.room_beside
-        for turn in self.streaming.who_may(*turns, draft, lacking.background, *bounds):
-            found = self._admit(turn, now, draft.filled_before, streamed=True)
-            if isinstance(found, Admission):
-                self.queued.charge(turn, draft.fill(turn))
-
-    def _plan_background(self, draft: IterationDraft, lacking: Lacking, now: float) -> int:
-        """Background turns in what is left; none is admitted while an interactive turn lacks pages."""
-        if self._has_interactive:
-            self._room.saw_interactive(now)
-        if not self._num_background:
-            return 0
-        self._room.limit(draft, now)
-        required_pages, prefills = self._plan_running(draft, now, background=True)
-        lacking = Lacking(self.cache, background=True, may_admit=not lacking.turns)
-        return max(required_pages, self._plan_prefills(draft, prefills, lacking, now))
 
     def _plan_running(
         self, draft: IterationDraft, now: float, background: bool = False
@@ -219,14 +344,14 @@ class Scheduler(ScheduledTurns):
         return required_pages, prefills
 
     def _plan_prefills(
-        self, draft: IterationDraft, started: list[Turn], lacking: Lacking, now: float
-    ) -> int:
-        """Started ones and turns that wait; how many pages the first of these that does not fit requires."""
+        self, draft: IterationDraft, started: list[Turn], blocked: BlockedTurns, now: float
+    ) -> None:
+        """Prefills that have begun, and turns that wait."""
         used = self.queued.used
         while draft.has_room():
             started = [each for each in started if self._keeps_place(each)]
             first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
-            turn, ahead = self._waiting.next(started, draft, lacking)
+            turn, ahead = self._next_to_admit(started, draft, blocked)
             if first is not None and (turn is None or used(turn) > used(first)):
                 held_for = earlier(first, started)
                 started.remove(first)
@@ -235,38 +360,84 @@ class Scheduler(ScheduledTurns):
                 continue
             if turn is None:
                 break
-            if lacking.puts_aside(turn):
+            if blocked.puts_aside(turn):
                 continue
             turn.ahead = ahead
             admission = self._admit(turn, now, draft.filled_before)
             if isinstance(admission, Admission):
-                lacking.passed()
+                blocked.passed()
                 draft.admit(admission)
                 self.queued.charge(turn, draft.fill(turn, earlier(turn, started)))
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
             elif turn.ahead:
-                turn.ahead, lacking.may_admit = False, False  # best effort, too
+                turn.ahead, blocked.may_admit = False, False  # best effort, too
             else:
-                lacking.add(turn, admission, turn is self.preemption.claimant)
-        self._plan_streamed(draft, lacking, now)
-        return lacking.required_pages
+                blocked.add(turn, admission, turn is self.preemption.claimant)
 
-    def _preempt(self, now: float) -> None:
-        """Turns that run give way to the one that is next, if it is entitled to their places."""
-        if self.preemption.is_out_of_question(self.suspended):
+    def _next_to_admit(
+        self, started: Collection[Turn], draft: IterationDraft, blocked: BlockedTurns
+    ) -> tuple[Turn | None, bool]:
+        """A turn that has a place, and goes before the prefills of its share that have started.
+
+        Or a new one that runs ahead of its place; then True.  Whoever others gave way to is next.  Background
+        turns wait for nothing but their own kind, and run ahead of nothing.
+        """
+        background, has_place = blocked.background, self._time_budget.has_place
+        if not blocked.may_admit:
+            return None, False
+
+        def may_come(turn: Turn) -> bool:
+            return (
+                turn.is_background == background
+                and may_join(turn, started)
+                and draft.has_room(earlier(turn, started))
+            )
+
+        claimant = self.preemption.claimant
+        if claimant is not None and background:
+            return None, False
+        turn = claimant or next_waiting(self.suspended, self.queued, may_come, blocked.turns)
+        if turn is None or has_place(turn, self.running.values()):
+            return turn, False
+        if background or blocked.turns or claimant is not None or not self._ahead.has_room:
+            return None, False
+        return next_waiting((), self.queued, lambda turn: not turn.warm and may_come(turn)), True
+
+    def _plan_streamed(self, draft: IterationDraft, blocked: BlockedTurns, now: float) -> None:
+        """Turns that find no room on the device, as far as it pays to stream their contexts."""
+        if blocked.background and self._has_interactive:
             return
-        running = [turn for turn in self.running.values() if self._keeps_place(turn)]
-        started = [turn for turn in running if turn.is_prefill]
-        first = self._waiting.who_may_preempt(started)
-        for victim in self.preemption.who_gives_way(first, running):
-            claimant = self.preemption.claimant
-            assert claimant is not None
-            self._num_arrivals += 1
-            if not victim.ahead:  # else it had no place
-                self.counters.preemptions += 1
-                victim.give_way(claimant, self._num_arrivals)
-            self._suspend(victim, now)
+        self.streaming.lacked = bool(blocked.turns)
+        if not blocked.turns or self.preemption.claimant is not None:
+            return
+        turns = self.suspended, self.queued, self.running.values()
+        bounds = self._time_budget.has_place, self.cache.streamed.room_beside
+        for turn in self.streaming.who_may(*turns, draft, blocked.background, *bounds):
+            found = self._admit(turn, now, draft.filled_before, streamed=True)
+            if isinstance(found, Admission):
+                self.queued.charge(turn, draft.fill(turn))
+
+    def _plan_background(self, draft: IterationDraft, interactive: BlockedTurns, now: float) -> int:
+        """Background turns in what is left; none is admitted while an interactive turn lacks pages."""
+        if self._has_interactive:
+            self._room.saw_interactive(now)
+        if not self._num_background:
+            return 0
+        self._room.limit(draft, now)
+        required_pages, prefills = self._plan_running(draft, now, background=True)
+        blocked = BlockedTurns(self.cache, background=True, may_admit=not interactive.turns)
+        self._plan_prefills(draft, prefills, blocked, now)
+        self._plan_streamed(draft, blocked, now)
+        return max(required_pages, blocked.required_pages)
+
+    def _end_complete(self, now: float) -> None:
+        """A warm ends when its context is complete, a turn that runs ahead is ready with its prompt."""
+        for turn in [each for each in self.running.values() if not each.num_uncommitted]:
+            if turn.warm and turn.frontier >= len(turn.tokens):
+                self._finish(turn, FinishReason.WARMED, now)
+            elif turn.is_computed_ahead:
+                self._release(turn, now)
 
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
         self._index += 1
@@ -278,8 +449,32 @@ class Scheduler(ScheduledTurns):
         self._started.clear()
         self._forgotten.clear()
         self._uncommitted.append((iteration, draft))
-        self.counters.planned(draft)
+        counters = self.counters
+        counters.iterations += 1
+        counters.tokens += draft.num_tokens
+        counters.recomputed_tokens += draft.num_recomputed
+        counters.repaired_ranges_max = max(counters.repaired_ranges_max, draft.num_ranges_max)
         return iteration
+
+    def _changes(self) -> tuple[int, ...]:
+        """What planning itself can change, after which it is worth another attempt."""
+        counters = self.counters
+        ends = len(self._ended), counters.readied, counters.suspensions
+        return *ends, self.cache.counters.damaged
+
+    @property
+    def _has_interactive(self) -> bool:
+        """Somebody waits for a reply."""
+        return len(self._turns) > self._num_background
+
+    def _somebody_waits(self) -> bool:
+        """Whether a turn waits; an interactive one, where there are such."""
+        if not self._has_interactive:
+            return bool(self.suspended) or len(self.queued) > 0
+        resting = any(not turn.is_background for turn in self.suspended)
+        return resting or self.queued.num_prompt_tokens > 0
+
+    # -- commit --
 
     def commit(
         self, iteration: Iteration, outcome: Outcome, now: float
@@ -333,13 +528,14 @@ class Scheduler(ScheduledTurns):
                 self._release(turn, now)
         return news
 
-    def _end_complete(self, now: float) -> None:
-        """A warm ends when its context is complete, a turn that runs ahead is ready with its prompt."""
-        for turn in [each for each in self.running.values() if not each.num_uncommitted]:
-            if turn.warm and turn.frontier >= len(turn.tokens):
-                self._finish(turn, FinishReason.WARMED, now)
-            elif turn.is_computed_ahead:
-                self._release(turn, now)
+    def _discard(self, turn: Turn, now: float) -> None:
+        """What it has computed is not to be trusted, by whoever uses it."""
+        for chunk in self.cache.discard(turn, now):
+            for other in self.running.values():
+                if chunk.index < len(other.chunks) and other.chunks[chunk.index] is chunk:
+                    other.frontier = min(other.frontier, chunk.index * self._size)
+                    if other.streamed and other is not turn:
+                        self._disturbed.append(other)
 
     # -- taking and giving pages --
 
@@ -370,7 +566,10 @@ class Scheduler(ScheduledTurns):
             self.suspended.remove(turn)
         else:
             self.queued.admit(turn)
-            self._started.append(start_of(turn))
+            options = turn.options
+            self._started.append(
+                TurnStart(turn.turn_id, turn.tokens[:], options.sampling, options.constraint)
+            )
             turn.first_admitted(found.device_tokens, found.host_tokens, now)
         self.preemption.began(turn)
         turn.moved_back, turn.outputs_before = False, turn.num_output_tokens
@@ -378,6 +577,19 @@ class Scheduler(ScheduledTurns):
         self.running[turn.turn_id] = turn
         self._trust_copy(found)
         return found
+
+    def _trust_copy(self, admission: Admission) -> None:
+        """As far as what it copies: whoever wrote that is taken to have written the copy, too."""
+        if admission.copied is None:
+            return
+        source, target = admission.copied
+        for writer in self._turns.values():
+            if source in writer.written:
+                writer.written[target] = None
+
+    def _keeps_place(self, turn: Turn) -> bool:
+        """It runs, and has not given up its pages."""
+        return turn.state is TurnState.RUNNING and turn.turn_id not in self._releasing
 
     def _extend(self, turn: Turn, now: float) -> bool:
         """A page for the turn's next chunk; may suspend the last turn in queue order for it."""
@@ -452,4 +664,22 @@ class Scheduler(ScheduledTurns):
             admitted = turn.usage.admitted_at is not None
             known = turn.keep_tokens if admitted else turn.history_tokens
             self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
-        self._edits.carry_out(turn.conversation_id, now)
+        self._carry_out_pending(turn.conversation_id, now)
+
+    def _carry_out_pending(self, conversation_id: str, now: float) -> None:
+        """If no turn holds the conversation's pages any more, do what has waited for that."""
+        conversation = self.cache.conversations.get(conversation_id)
+        if conversation is not None and conversation.turn_id is not None:
+            return
+        if (cut := self._pending_cuts.pop(conversation_id, None)) is not None:
+            self.cache.rewind(conversation_id, cut, now)
+        if (to_host := self._pending_evictions.pop(conversation_id, None)) is not None:
+            self.evict(conversation_id, to_host, now)
+
+    def check(self, now: float) -> None:
+        """Recompute every invariant of the cache, its turns and their places."""
+        self.cache.check(now)
+        self.queued.check(len(self._turns))
+        sets = self.running, self.suspended, self.queued, self._releasing
+        audit_turns(TurnsByState(self._turns, *sets), self.cache.conversations, self._size)
+        self.preemption.check(self.running)

@@ -34,7 +34,6 @@ from typing import NamedTuple
 from pensieve.core.cache_config import CacheConfig
 from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration_draft import IterationDraft
-from pensieve.core.lacking import Lacking
 from pensieve.core.prefill_order import may_join, next_waiting
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_cost import Load, StreamCost
@@ -67,7 +66,7 @@ class Streaming:
         )  # so many iterations without: now, and the next time
         self._num_streamed = 0  # iterations since it began
         self.required_pages = 0  # for one that could return
-        self.lacked = False  # somebody lacked pages in the last plan
+        self.lacked = False  # a turn lacked pages in the last plan
 
     # -- who begins, who stops --
 
@@ -126,10 +125,6 @@ class Streaming:
     def _rate(self, load: Load) -> float:
         seconds = self.cost.seconds(load)
         return load.num_turns / seconds if seconds else 0.0
-
-    def saw(self, lacking: Lacking) -> None:
-        """Who lacks pages in this plan; of background turns, where there are no others."""
-        self.lacked = bool(lacking.turns)
 
     def who_stops(self, running: Collection[Turn], beside_interactive: bool) -> list[Turn]:
         """Streamed turns, if it does not pay, or the objective is missed; background turns beside others."""

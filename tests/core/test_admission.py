@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pensieve.core.fair_queue import TURNS_A_PRIORITY
-from pensieve.core.lacking import PASSES_MAX
+from pensieve.core.scheduler import PASSES_MAX
 from pensieve.core.turn import TurnState
 from tests.core.world import Stage
 

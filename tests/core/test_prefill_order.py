@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.core.fair_queue import SHORT_TURNS
-from pensieve.core.lacking import PASSES_MAX
+from pensieve.core.scheduler import PASSES_MAX
 from pensieve.core.turn import Turn, TurnState
 from tests.core.world import Stage
 

@@ -16,10 +16,9 @@ from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
 from pensieve.core.iteration_cost import IterationCost
-from pensieve.core.lacking import PASSES_MAX
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_tree import Chunk
-from pensieve.core.scheduler import Scheduler
+from pensieve.core.scheduler import PASSES_MAX, Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Ended, FinishReason, Turn, TurnOptions
 from pensieve.sim.clock import VirtualClock

@@ -76,7 +76,7 @@ PROTECTIONS = (
     ),
     protection(
         "who does not fit into memory is passed by a few only",
-        "core/lacking.py",
+        "core/scheduler.py",
         "turn.num_passed < PASSES_MAX for turn in self.turns\n",
         "turn.num_passed < 1000 for turn in self.turns\n",
         "core/test_admission.py"
