@@ -24,6 +24,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pensieve.core.iteration import SampledToken
@@ -60,25 +62,29 @@ from pensieve.service.latencies import Latencies
 from pensieve.service.limits import Allowance
 from pensieve.service.live_turn import (
     Begun,
+    Committed,
     Known,
     LiveTurn,
     Phase,
+    Reply,
     cache_key,
     names_of,
+    packed_logprobs,
     replayed,
 )
 from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.service.threads import Threads
-from pensieve.service.turn_ends import TurnEnds
-from pensieve.service.turn_log import turn_ended
 from pensieve.service.turns import Ending, Turns, failure_of
 from pensieve.service.unstored import UnstoredTurns
 from pensieve.service.warming import Warming
 from pensieve.store import records
+from pensieve.store.responses import StoredResponse
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")
 LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
+NO_REVISION = 0  # of an unstored turn
+READ_CHARACTERS_MAX = 16 << 10  # of a reply whose calls the store thread may look for by itself
 DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
 GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
@@ -99,7 +105,7 @@ class Conversations:
         on_admitted: Callable[[LiveTurn, int], None],
         charge: Callable[[str, int], None],
         on_first_token: Callable[[LiveTurn], None] = lambda live: None,
-        on_ended: Callable[[LiveTurn, float], None] = turn_ended,
+        on_ended: Callable[[LiveTurn, float], None],
         allowance_of: Callable[[str], Allowance],
         now: Callable[[], float],
     ) -> None:
@@ -115,7 +121,6 @@ class Conversations:
             lambda live: threads.spawn(self._give_up(live)),
         )
         self._history, self._threads, self._put = history, threads, put
-        self._ends = TurnEnds(history, threads, turns.tokenizer)
         loop, weight_of = threads.loop, self._weight_of
         self.unstored = UnstoredTurns(turns, self.readers, loop, put, self._tell, weight_of)
         self._short_characters = config.short_characters
@@ -411,10 +416,10 @@ class Conversations:
         live, reply = ending.live, ending.reply
         try:
             if reply is None:
-                await self._ends.fail(live, ending.failure)
+                await self._store_failure(live, ending.failure)
                 self._fail(live, failure_of(ending.failure))
             else:
-                committed = await self._ends.finish(live, reply)
+                committed = await self._store_reply(live, reply)
                 self.turns.finish(live, reply, committed)
                 self._tell(committed.lent)
                 self._ended(live)
@@ -425,10 +430,69 @@ class Conversations:
             self._fail(live, error)
         except Exception:  # a fault of ours: its readers must not wait for ever
             log.exception("a turn could not be ended", extra=ids_of(live))
-            await self._ends.interrupt(live)
+            await self._store_interruption(live)
             self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))
         if live.figures:  # a turn that failed costs nothing
             self._charge(live)
+
+    async def _store_reply(self, live: LiveTurn, reply: Reply) -> Committed:
+        """Append the reply to the log, in one transaction; of an unstored turn nothing is stored."""
+        if not live.is_stored:
+            return Committed(NO_REVISION, await self._withheld(live, reply))
+        if live.logprobs:  # so many that packing them would hold everybody up
+            packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
+            reply = replace(reply, logprobs=packed)
+        if (chain := reply.chain) is not None and len(reply.text) > READ_CHARACTERS_MAX:
+            read = partial(chain.state, reply.text, reply.stream)
+            if not reply.is_cut:  # else its text is not known yet
+                state = await self._threads.in_text_pool(live.tenant, read)
+                reply = replace(reply, chain=None, state=state)
+        reply = replace(reply, response=await self._response(live, reply))
+        return await self._threads.in_store(live.tenant, self._history.finish, reply)
+
+    async def _response(self, live: LiveTurn, reply: Reply) -> StoredResponse | None:
+        """What the store keeps of the turn beside the history, in the same transaction."""
+        if live.ask is None or live.ask.response is None:
+            return None
+        try:
+            return live.ask.response(live, reply.finish, await self._withheld(live, reply))
+        except Exception:  # a fault of ours; the turn is kept
+            log.exception("a response could not be made", extra=ids_of(live))
+            return None
+
+    async def _withheld(self, live: LiveTurn, reply: Reply) -> str:
+        """What a cancel has cut: text of its tokens that its readers were not given."""
+        if not reply.is_cut:
+            return ""
+        tokenizer, token_ids = self.turns.tokenizer, list(reply.token_ids)
+        text = await self._threads.in_text_pool(live.tenant, lambda: tokenizer.decode(token_ids))
+        return text[len(reply.text) :]
+
+    async def _store_failure(self, live: LiveTurn, reason: str) -> None:
+        """The engine could not finish the turn."""
+        if live.is_stored:
+            await self._threads.in_store(
+                live.tenant, self._history.fail, live.turn_id, reason, live.attempt
+            )
+
+    async def _store_interruption(self, live: LiveTurn) -> None:
+        """Nobody waits for the turn any more, or the engine is gone.
+
+        An error is only logged: the store takes such a turn for interrupted all the same, and a history of
+        another process hears of it as soon as that is back (history/connection.py).
+        """
+        if not live.is_stored:
+            return
+        try:
+            await self._threads.in_store(
+                live.tenant, self._history.interrupt, live.turn_id, live.attempt
+            )
+        except NotFound:
+            pass  # it was deleted meanwhile
+        except PensieveError as error:
+            log.error("a turn could not be marked interrupted: %s", error, extra=ids_of(live))
+        except Exception:  # a fault of ours: its readers must not wait for ever
+            log.exception("a turn could not be marked interrupted", extra=ids_of(live))
 
     async def interrupt(
         self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
@@ -446,7 +510,7 @@ class Conversations:
         self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
     ) -> None:
         """Of a turn that is being interrupted."""
-        await self._ends.interrupt(live)
+        await self._store_interruption(live)
         self._fail(live, failure, finish)
 
     async def interrupt_all(self, failure: PensieveError) -> None:

@@ -51,13 +51,15 @@ from pensieve.service.suspects import Suspects
 from pensieve.service.sweeping import sweep
 from pensieve.service.texts import Texts
 from pensieve.service.threads import Threads, aside
-from pensieve.service.turn_log import turn_ended
 from pensieve.service.turn_spans import TurnSpan, span_of
 from pensieve.service.turns import Turns, failure_of
 from pensieve.service.unstored import checked
 from pensieve.store.remote.remote_store import Store
 
 log = logging.getLogger("pensieve")
+turn_log = logging.getLogger("pensieve.turns")  # silenced alone by `--log-turns off`
+LOG_TOKENS = ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "output_tokens")
+LOG_SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
 LOADING = "the model is loading; try again in a moment"
 
@@ -308,7 +310,7 @@ class Daemon:
         self.admission.prompts.admitted(live, missing_tokens, now, is_only)
 
     def _on_turn_ended(self, live: LiveTurn, now: float) -> None:
-        turn_ended(live, now)
+        _log_turn(live, now)
         self.meter.turn_ended(live, now)
         self.on_turn_ended(live)
         if self.on_span is not None:
@@ -450,3 +452,22 @@ class Daemon:
         await self.threads.close()
         self.reads.close()
         self.store.close()
+
+
+def _log_turn(live: LiveTurn, now: float) -> None:
+    """Write a line for a turn that has ended: ids, counts and times, and nothing that anybody said.
+
+    Of a turn that the engine has not ended, the line has the tokens of its reply, and its time.
+    """
+    if not turn_log.isEnabledFor(logging.INFO):
+        return
+    known = live.figures or {
+        "output_tokens": live.num_tokens,
+        "total_seconds": now - live.arrived_at,
+    }
+    figures: dict[str, str | float] = {"finish": live.finish.value if live.finish else ""}
+    if live.failure is not None:
+        figures["reason"] = live.failure.reason
+    figures |= {name: known[name] for name in LOG_TOKENS if name in known}
+    figures |= {name: round(known[name], 4) for name in LOG_SECONDS if name in known}
+    turn_log.info("turn ended", extra={**ids_of(live), "figures": figures})

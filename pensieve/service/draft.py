@@ -6,9 +6,10 @@ past never change, and a turn of a long conversation costs what a turn of a shor
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pensieve.core.turn import FinishReason, TurnOptions
@@ -27,6 +28,7 @@ from pensieve.service.heads import (
 )
 from pensieve.service.shared_prompt import SharedPrompt
 from pensieve.store import records
+from pensieve.store.bodies import canonical_json
 from pensieve.store.responses import StoredResponse
 from pensieve.text import ChatTemplate, Message, Setting
 
@@ -266,3 +268,52 @@ def _new_message(
     return records.NewMessage(
         message.role, message.content, token_ids, message.tool_call_id or "", extra
     )
+
+
+def new_conversation(
+    settings: ConversationSettings, fingerprint: str, created_at: float | None = None
+) -> records.NewConversation:
+    """The system prompt's tokens come with the first turn: templates differ in where it goes."""
+    system_prompt = settings.system_prompt
+    return records.NewConversation(
+        settings.conversation_id,
+        fingerprint,
+        [records.NewMessage("system", system_prompt)] if system_prompt else [],
+        list(settings.tools),
+        dict(settings.template_options),
+        dict(settings.metadata),
+        settings.prefix_id,
+        settings.tenant,
+        created_at=created_at,
+        pending=settings.pending,
+    )
+
+
+def planned_conversation(
+    settings: ConversationSettings, fingerprint: str, now: float
+) -> tuple[records.NewConversation, records.Conversation, Sequence[records.Message]]:
+    """A conversation that begins with its first turn, before it is stored; as it will be read, with its head.
+
+    Whatever may refuse that turn comes first: its template, its tokens, its length.  So the turn is drafted
+    on the record that the conversation will have, and the job that begins the turn stores the conversation.
+    A refused request leaves nothing behind.  Should another request take the name meanwhile, the turn is
+    drafted again: that conversation was created at another time.
+    """
+    new = new_conversation(settings, fingerprint, now)
+    head = [
+        records.Message(index, each.role, each.content, "", {}, 0, 0, 0, None, None)
+        for index, each in enumerate(new.messages)
+    ]
+    conversation = replace(
+        new.at_first(now),
+        num_messages=len(head),
+        tools=tuple(_as_read(new.tools)),
+        template_options=_as_read(new.template_options),
+        metadata=_as_read(new.metadata),
+    )
+    return new, conversation, head
+
+
+def _as_read(value: Any) -> Any:
+    """The store sorts the names of objects, and templates write them in their order."""
+    return json.loads(canonical_json(value))

@@ -50,11 +50,12 @@ from pensieve.service.draft import (
     Draft,
     Outdated,
     SettingsCheck,
+    new_conversation,
     new_messages,
+    planned_conversation,
 )
 from pensieve.service.heads import Heads, check_length
 from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key, names_of
-from pensieve.service.openings import new_conversation, opening
 from pensieve.service.prefix_history import PrefixHistory
 from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Beginning, Prefixes
@@ -293,7 +294,9 @@ class History:
         settings = ask.settings or ConversationSettings(ask.conversation_id, tenant=ask.tenant)
         if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
             return begun if isinstance(begun, Outdated) else self.draft(ask)
-        new, conversation, head = opening(settings, self._fingerprint, self._store.now())
+        new, conversation, head = planned_conversation(
+            settings, self._fingerprint, self._store.now()
+        )
         return Draft(ask, conversation, array("I"), head, *self._texts, new)
 
     def renew(self, outdated: Outdated, tokens: Sequence[Sequence[int]]) -> None:

@@ -11,7 +11,7 @@ the engine.  It says what the engine must hear (the messages it returns) and wha
 
 * A turn is here from the moment that the loop hears of its `running` row until its end is in the store
   and its readers can see it: `finish` is set last.  An unstored one goes the same way; of it the store has
-  nothing, at its beginning and at its end (turn_ends.py).
+  nothing, at its beginning and at its end (conversations.py).
 * What moves a turn on from RUNNING ends it, and nothing else does: in COMMITTING and INTERRUPTING its end
   is on the way to the store, and a cancel, a deletion, the end of the engine or of a reader's grace
   changes nothing.

@@ -10,7 +10,7 @@ one, a cancel, a client that leaves, a drain and the end of the engine are what 
 differs:
 
 * Nothing of it is written: the store is not asked at its beginning and hears nothing of its end
-  (turn_ends.py).  The log of the daemon has its figures, as of every turn, and no text.
+  (conversations.py).  The log of the daemon has its figures, as of every turn, and no text.
 * It brings all of its tokens, and keeps them while it is suspended.  So the engine never asks for its log.
 * It is not begun twice under one request: who sends it again gets another turn.
 * Its id is negative and made from what is asked, so that a prompt that kills the engine is known when it is

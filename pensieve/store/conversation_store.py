@@ -37,18 +37,18 @@ from typing import Any
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows
 from pensieve.store.backend import ScrubSteps
-from pensieve.store.chain_rows import insert_request
+from pensieve.store.chain_rows import insert_request, insert_state
 from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS
 from pensieve.store.conversation_changes import ConversationChanges, pending_json, take_pending
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.declared_prefixes import DeclaredPrefixes
-from pensieve.store.finishing import append_reply
 from pensieve.store.folder import DataFolder
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.grouping import GroupedTransactions
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
+from pensieve.store.logprob_rows import insert_logprobs
 from pensieve.store.opening import open_backend
 from pensieve.store.owners import Owners
 from pensieve.store.records import (
@@ -69,7 +69,7 @@ from pensieve.store.records import (
     check_id,
     check_text,
 )
-from pensieve.store.responses import Responses, StoredResponse
+from pensieve.store.responses import Responses, StoredResponse, put_response
 from pensieve.store.running_rows import RunningRows
 from pensieve.store.shared_head import shared_head
 from pensieve.store.time_limit import STATEMENT_SECONDS
@@ -353,10 +353,30 @@ class ConversationStore:
         was committed is not committed twice.  With an `attempt` it is NotFound if the turn was begun again
         since: a late end of one attempt is no end of the next.
         """
+        is_cancelled = finish_reason == TurnState.CANCELLED.value
+        state = TurnState.CANCELLED if is_cancelled else TurnState.COMPLETED
         with self._running.ending(turn_id, attempt) as conn:
             check_text([reply])
-            more = chain_state, response, self.now()
-            return append_reply(conn, turn_id, reply, finish_reason, usage, *more)
+            now = self.now()
+            progress = turn_rows.require_progress(conn, turn_id)
+            number, found, made, revision, tenant, end, messages = progress
+            if found is state and made is not None:
+                return made
+            if found is not TurnState.RUNNING:
+                raise NotFound(f"turn {turn_id} no longer runs, it is {found}")
+            revision += 1
+            links = [message_rows.Link(each, revision, length) for each, length in messages]
+            message = message_rows.insert_message(conn, tenant, reply, turn_id, finish_reason)
+            links.append(message_rows.Link(message, revision, len(reply.token_ids)))
+            message_rows.append_history(conn, number, links, end)
+            insert_logprobs(conn, tenant, turn_id, reply.logprobs)
+            if chain_state is not None:
+                insert_state(conn, tenant, chain_state, message, now)
+            if response is not None:
+                put_response(conn, number, replace(response, revision=revision))
+            conversation_rows.set_revision(conn, number, revision, now)
+            turn_rows.finish_turn(conn, turn_id, state, finish_reason, usage, revision, now)
+            return revision
 
     def fail_turn(self, turn_id: int, failure: str, attempt: int = 0) -> StoredTurn:
         """End a turn that the engine could not finish; its messages stay out of the history."""

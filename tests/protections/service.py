@@ -136,14 +136,14 @@ PROTECTIONS = (
     ),
     protection(
         "logprobs of a reply are stored with it",
-        "service/turn_ends.py",
+        "service/conversations.py",
         "            reply = replace(reply, logprobs=packed)\n",
         "",
         "service/test_replay.py::test_logprobs_come_again_over_the_wire",
     ),
     protection(
         "logprobs are packed beside the loop",
-        "service/turn_ends.py",
+        "service/conversations.py",
         "            packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))\n",
         "            packed = packed_logprobs(live)\n",
         "service/test_replay.py::test_logprobs_come_again_over_the_wire",
@@ -439,7 +439,7 @@ PROTECTIONS = (
     protection(
         "a turn whose end fails for an unforeseen reason has one",
         "service/conversations.py",
-        "            await self._ends.interrupt(live)\n"
+        "            await self._store_interruption(live)\n"
         '            self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))\n',
         "            return\n",
         "service/test_hung_engine.py::test_a_turn_whose_end_fails_unforeseen_has_one",

@@ -109,9 +109,9 @@ PROTECTIONS = (
     protection(
         "a turn is acknowledged when it is stored",
         "service/conversations.py",
-        "                committed = await self._ends.finish(live, reply)\n"
+        "                committed = await self._store_reply(live, reply)\n"
         "                self.turns.finish(live, reply, committed)\n",
-        "                storing = asyncio.ensure_future(self._ends.finish(live, reply))\n"
+        "                storing = asyncio.ensure_future(self._store_reply(live, reply))\n"
         "                self.turns.finish(live, reply, (live.first_revision + 1, ''))\n"
         "                self.readers.wake(live.number)\n"
         "                await asyncio.sleep(0.05)\n"
@@ -309,9 +309,9 @@ PROTECTIONS = (
     ),
     protection(
         "the digest of a history is stored with the reply",
-        "store/finishing.py",
-        "        insert_state(conn, tenant, chain_state, message, now)\n",
-        "        pass\n",
+        "store/conversation_store.py",
+        "                insert_state(conn, tenant, chain_state, message, now)\n",
+        "                pass\n",
         "service/binding/test_binder.py::test_a_restart_loses_no_history",
         "service/binding/test_binder.py::test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice",
     ),

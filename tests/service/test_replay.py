@@ -15,7 +15,7 @@ from pensieve.builtin import MODEL_PATH
 from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.core.sampling import Sampling
 from pensieve.errors import StoreCorrupt
-from pensieve.service import turn_ends, turns
+from pensieve.service import conversations, turns
 from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import translate
@@ -103,7 +103,7 @@ def test_logprobs_come_again_over_the_wire(tmp_path: Path, monkeypatch: pytest.M
         packed_in.append(threading.current_thread().name)
         return packed_logprobs(live)
 
-    monkeypatch.setattr(turn_ends, "packed_logprobs", packed)
+    monkeypatch.setattr(conversations, "packed_logprobs", packed)
     written = {"device_cache": "600t", "host_cache": "200t"}
     fields: dict[str, Any] = {
         "request_id": "r1",
@@ -160,7 +160,7 @@ def test_a_conversation_is_deleted_while_logprobs_of_its_turn_are_packed(
         assert may_go_on.wait(60)
         return packed_logprobs(live)
 
-    monkeypatch.setattr(turn_ends, "packed_logprobs", packed)
+    monkeypatch.setattr(conversations, "packed_logprobs", packed)
     written = {"device_cache": "600t", "host_cache": "200t"}
     with DaemonRig(tmp_path / "data", program=ENGINE, written=written) as rig:
         call = rig.send("c", "Hello.", sampling=pb.Sampling(max_tokens=3, logprobs=2))
