@@ -47,10 +47,10 @@ from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.service.grpc.server_info import in_words, server_info
+from pensieve.service.history import Texts
 from pensieve.service.http.listener import serve_http
 from pensieve.service.jobs.batch_jobs import BatchJobs
 from pensieve.service.jobs.worker import JobsConfig
-from pensieve.service.texts import Texts
 from pensieve.store.job_store import JobStore
 from pensieve.store.time_limit import STATEMENT_SECONDS
 from pensieve.text import style_named

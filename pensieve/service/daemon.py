@@ -26,7 +26,6 @@ from pensieve.engine import messages as box
 from pensieve.engine.messages import Event
 from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.service.admission import Admission, Load
-from pensieve.service.background import Background
 from pensieve.service.backing_up import BackingUp
 from pensieve.service.cancelling import Cancel, Cancelled, cancel_turn
 from pensieve.service.conversations import Conversations
@@ -38,7 +37,7 @@ from pensieve.service.erasing import Erasing
 from pensieve.service.forgetting import Forgetting
 from pensieve.service.full_disk import FullDisk
 from pensieve.service.heartbeat import Patience
-from pensieve.service.history import History
+from pensieve.service.history import History, Texts
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.metrics.meter import Meter
@@ -49,7 +48,6 @@ from pensieve.service.reads import Reads
 from pensieve.service.scrubbing import Scrubbing
 from pensieve.service.suspects import Suspects
 from pensieve.service.sweeping import sweep
-from pensieve.service.texts import Texts
 from pensieve.service.threads import Threads, aside
 from pensieve.service.turn_spans import TurnSpan, span_of
 from pensieve.service.turns import Turns, failure_of
@@ -62,6 +60,29 @@ LOG_TOKENS = ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens",
 LOG_SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
 LOADING = "the model is loading; try again in a moment"
+
+
+class Background:
+    """What a daemon tells whoever has background turns in its engine (service/jobs); this one has none."""
+
+    def engine_started(self) -> None:
+        """Turns may be put; nothing is in its cache."""
+
+    def engine_lost(self) -> None:
+        """And with it all turns."""
+
+    def take(self, event: Event) -> bool:
+        """Whether it was an event of a background turn."""
+        return False
+
+    def go(self) -> None:
+        """A frame of events was taken."""
+
+    def drain(self) -> None:
+        """The daemon takes no new turns."""
+
+    async def close(self) -> None:
+        """The engine is about to be stopped."""
 
 
 class Daemon:

@@ -26,8 +26,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     AlreadyExists,
@@ -59,13 +60,26 @@ from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key
 from pensieve.service.prefix_history import PrefixHistory
 from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Beginning, Prefixes
-from pensieve.service.texts import Texts
 from pensieve.store import records
 from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.remote.remote_store import Store
+from pensieve.text import ChatTemplate
 
 UNNUMBERED = 0  # the loop numbers what it puts
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
+
+
+class Texts(Protocol):
+    """The text side of a model."""
+
+    @property
+    def template(self) -> ChatTemplate: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def defaults(self) -> Sampling: ...
+    @property
+    def recommended(self) -> Mapping[str, float]: ...
 
 
 class Deleted(NamedTuple):

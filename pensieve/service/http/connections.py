@@ -7,6 +7,9 @@
                a few windows of a stream, or an answer, and counts for its tenant (`unread_bytes`)
     idle       closed after IDLE_SECONDS, the first time as after an answer
 
+uvicorn by itself never closes a connection that sends half a head or takes nothing of its answer, and h11
+holds the loop up for a millisecond with each KiB of short lines.
+
 The parser gets a few KiB at a time, and what belongs to the next request only when this one is answered.  So
 what it is given never holds more than a request that was looked at here.
 """

@@ -37,16 +37,15 @@ from pensieve.errors import (
     WrongJobState,
     one_line,
 )
-from pensieve.service.background import Background
-from pensieve.service.daemon import Daemon
+from pensieve.service.daemon import Background, Daemon
 from pensieve.service.daemon_config import Sources
+from pensieve.service.history import Texts
 from pensieve.service.jobs.activity import Activity, view_of
 from pensieve.service.jobs.job_run import JobRun
 from pensieve.service.jobs.receiving import Receiving
 from pensieve.service.jobs.store_thread import StoreThread
 from pensieve.service.jobs.values import JobHeader, JobView
 from pensieve.service.jobs.worker import FIRST_NUMBER, JobsConfig, Worker
-from pensieve.service.texts import Texts
 from pensieve.store.job_records import (
     Job,
     JobKey,

@@ -28,12 +28,12 @@ from pensieve.core.group_feed import FeedConfig
 from pensieve.errors import Unavailable, one_line
 from pensieve.service.constraints import Constraints
 from pensieve.service.daemon import Daemon
+from pensieve.service.history import Texts
 from pensieve.service.jobs.activity import Activity
 from pensieve.service.jobs.job_run import JobRun, Ready
 from pensieve.service.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
 from pensieve.service.jobs.store_thread import StoreThread
 from pensieve.service.openai import LineError, Served
-from pensieve.service.texts import Texts
 from pensieve.store.job_records import (
     Job,
     JobKey,
