@@ -75,13 +75,13 @@ EXPENSIVE = (
     "tests/store/test_compaction.py",  # each statement of each step fails once
     "tests/store/backup/test_backup.py",  # each moment of a backup is restored
     "tests/cli/test_chat_terminal.py",
-    "tests/doc_commands/",  # every command of the documents
 )
-# Files whose tests share what takes long to start: these take turns as a whole.
+# Files whose tests share what takes long to start, or build on each other: these take turns as a whole.
 EXPENSIVE_TOGETHER = (
     "tests/cluster/test_ray_cluster.py",
-    "tests/cluster/test_scenes.py",
+    "tests/doc_commands/test_doc_commands.py",  # every command of the documents
     "tests/test_newcomer.py",
+    "tests/cluster/test_scenes.py",
 )
 
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # tests, by the reason
