@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tests.protections import ROOT
 
 PAGE = ROOT / "docs" / "reliability.md"
-HEAD = "| what comes | what happens | shown by |"
+HEAD = "| fault | what happens | tests |"
 NAMED = re.compile(r"([\w/]+\.py)(?: \(([^)]*)\))?")
 
 
