@@ -37,11 +37,9 @@ def stats_table(stats: pb.Stats) -> RenderableType:
             f"{share:4.0%} of {tier.pages * size:,} tokens used, "
             f"{tier.pages_clean * size:,} clean, {tier.pages_free * size:,} free",
         )
-    ready = stats.more.get("turns_ready")
     table.add_row(
         "turns",
-        f"{stats.turns_running} running, {stats.turns_queued} queued, {stats.turns_suspended} suspended"
-        + (f", {ready:,.0f} ready" if ready else ""),
+        f"{stats.turns_running} running, {stats.turns_queued} queued, {stats.turns_suspended} suspended",
     )
     for name, times in (("first token", stats.first_token), ("token gap", stats.token_gap)):
         if times.count:

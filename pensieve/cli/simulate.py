@@ -128,7 +128,6 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
             arguments.tbt,
             cost.computing,
             arguments.share,
-            arguments.prefill_ahead,
         ),
         keep_gaps=not timeless,
         keep_series=arguments.plot is not None,

@@ -147,13 +147,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a reply, after which a turn gives its place to one that waits (default: 0, never)",
     )
     parser.add_argument(
-        "--prefill-ahead",
-        type=int,
-        default=0,
-        metavar="N",
-        help="turns whose prompts are computed before there is a place for them (default: 0)",
-    )
-    parser.add_argument(
         "--turns-max",
         type=int,
         metavar="N",
@@ -229,7 +222,7 @@ def check(arguments: argparse.Namespace) -> None:
             f"{arguments.token_budget} tokens an iteration are fewer than the {arguments.turns_max} "
             "turns (--turns-max) that may generate in it, one token each",
         )
-    for name in ("prompt_seconds", "tbt", "share", "prefill_ahead"):
+    for name in ("prompt_seconds", "tbt", "share"):
         if not getattr(arguments, name) >= 0:
             raise InvalidArgument(name, "is at least 0")
         if getattr(arguments, name) and arguments.plan:

@@ -29,7 +29,6 @@ ELSEWHERE = (
     "record",
     "count_from",
     "share",
-    "prefill_ahead",
 )
 FIGURES = (
     ("normalized_mean", "normalized latency, ms/token"),

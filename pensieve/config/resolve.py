@@ -42,7 +42,6 @@ class Settings:
     tbt: float
     ttft: float
     share: int
-    prefill_ahead: int
     turns_max: int
     threads: int
     tensor_parallel: int

@@ -175,14 +175,6 @@ SETTINGS: Table = (
         "N",
     ),
     Setting(
-        "prefill_ahead",
-        whole(0, 1 << 16),
-        "0",
-        "turns whose prompts are computed before there is a place for them, where --turns-max or --tbt "
-        "leaves none: their first tokens come as soon as there is one (0: none)",
-        "N",
-    ),
-    Setting(
         "turns_max",
         whole(0, 1 << 16),
         "0",

@@ -129,20 +129,18 @@ class TurnsByState(NamedTuple):
 def audit_turns(
     turns: TurnsByState, conversations: Mapping[str, Conversation], chunk_tokens: int
 ) -> None:
-    for states, of_states in (
-        ({TurnState.RUNNING}, turns.running.values()),
-        ({TurnState.SUSPENDED, TurnState.READY}, turns.suspended),
-        ({TurnState.QUEUED}, turns.queued),
+    for state, in_state in (
+        (TurnState.RUNNING, turns.running.values()),
+        (TurnState.SUSPENDED, turns.suspended),
+        (TurnState.QUEUED, turns.queued),
     ):
-        for turn in of_states:
-            assert turn.state in states, f"turn {turn.turn_id} is {turn.state}, not in {states}"
-            assert turn.turn_id in turns.running or not turn.ahead, f"{turn} rests ahead"
+        for turn in in_state:
+            assert turn.state is state, f"turn {turn.turn_id} is {turn.state}, not {state}"
             assert turns.every.get(turn.turn_id) is turn, f"turn {turn.turn_id} is unknown"
     num_turns = len(turns.running) + len(turns.suspended) + len(turns.queued)
     assert len(turns.every) == num_turns, "a turn is in no state, or in two"
     assert set(turns.releasing) <= set(turns.running), "a turn that does not run releases pages"
     for turn in turns.running.values():
-        assert not (turn.ahead and turn.pending_tokens), f"{turn} samples without a place"
         conversation = conversations[turn.conversation_id]
         assert conversation.is_streamed == turn.streamed, f"{conversation} knows other pages"
         _audit_pages_of(turn, conversation, chunk_tokens)

@@ -182,7 +182,7 @@ class IterationDraft:
 
     def fill(self, turn: Turn, held_for: Turn | None = None) -> int:
         """Slices for the turn's missing positions, lowest first, as far as the budget goes; how many."""
-        size, end = self._size, len(turn.tokens) + turn.pending_tokens - turn.ahead
+        size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, num_ranges = turn.frontier, 0
         within = self._within(position, held_for)
         allowed = left = min(self.num_tokens_left, max(within, TOKENS_MIN))
@@ -216,7 +216,7 @@ class IterationDraft:
             position += taken
             left -= taken
         if start is not None:
-            needs_token = position == end and not (turn.warm or turn.ahead)
+            needs_token = position == end and not turn.warm
             self.slices.append(self._slice(turn, start, position, needs_token))
             turn.pending_tokens += needs_token
         num_tokens = allowed - left

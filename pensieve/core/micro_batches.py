@@ -71,4 +71,4 @@ class MicroBatches:
 
 def generates(turn: Turn) -> bool:
     """Its next token is all that is to be computed of it."""
-    return not (turn.is_prefill or turn.ahead)
+    return not turn.is_prefill

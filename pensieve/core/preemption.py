@@ -4,10 +4,9 @@ At an iteration's edge, before it is planned, the turn that is next may find tha
 as many run as may, or what running turns hold leaves too few pages.  Others then give up theirs, if it is
 *entitled* to them:
 
-* **Of its own share**, it is of a higher level than they, or they run ahead of their places
-  (prefill_ahead.py; these lose pages and no place, and do not rise for it).  A turn's level is its
-  priority, and one more each time that it was taken the place of in this way.  So nobody is preempted
-  without end, and who was is back before new turns of the level it was preempted by.
+* **Of its own share**, it is of a higher level than they.  A turn's level is its priority, and one more each
+  time that it was taken the place of in this way.  So nobody is preempted without end, and who was is back
+  before new turns of the level it was preempted by.
 * **Of its own share and level**, where time is shared (`time_share` tokens), they have had so much of their
   replies since they were admitted.  They go to the end of the queue, as if they had come now: with more
   turns than fit, each has its first token after a round and not after the replies of those before it.
@@ -18,8 +17,8 @@ as many run as may, or what running turns hold leaves too few pages.  Others the
   memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It cannot
   take it back the same way, so places do not go to and fro.
 
-First goes a background turn; then who is of another share, which holds most; then a warm, a turn that runs
-ahead of its place (prefill_ahead.py), the lowest level, and of it the latest.
+First goes a background turn; then who is of another share, which holds most; then a warm, the lowest level,
+and of it the latest.
 Nobody gives way to a warm, nor if that would not be enough: for its pages, or for all that are left to meet
 the objective together.  What is kept in reserve for turns that generate is kept where it can be.
 
@@ -39,7 +38,6 @@ from collections.abc import Callable, Collection, Mapping
 
 from pensieve.core.cache import KVCache
 from pensieve.core.fair_queue import FairQueue
-from pensieve.core.prefill_ahead import with_places
 from pensieve.core.prefix_tree import Branch
 from pensieve.core.turn import PRIORITY_MIN, Turn
 
@@ -63,16 +61,11 @@ class Preemption:
 
     def began(self, turn: Turn) -> None:
         """It runs."""
-        level = PRIORITY_MIN - 1 if turn.warm or turn.ahead else turn.level
+        level = PRIORITY_MIN - 1 if turn.warm else turn.level
         place = self._places[turn.turn_id] = (turn.share, level)
         self._num_running[place] += 1
         if turn is self.claimant:
             self.claimant = None
-
-    def moved(self, turn: Turn) -> None:
-        """It runs, and counts otherwise than it did when it began."""
-        self.ended(turn)
-        self.began(turn)
 
     def ended(self, turn: Turn) -> None:
         """It has given up its place, or never had one."""
@@ -137,7 +130,7 @@ class Preemption:
 
     def _is_below(self, turn: Turn, waiting: Turn) -> bool:
         """Of its share, and has to give way to it."""
-        if turn.warm or turn.ahead or waiting.level > turn.level:
+        if turn.warm or waiting.level > turn.level:
             return True
         return waiting.level == turn.level and 0 < self._time_share <= turn.outputs_since
 
@@ -149,16 +142,14 @@ class Preemption:
         left = {turn.turn_id: turn for turn in running}
         if by_pages:  # of which a streamed turn holds none
             running = [turn for turn in running if not turn.streamed]
-        else:
-            running = with_places(running)
         held = _held(running, by_pages)
         would_hold = (num_pages if by_pages else 1) / waiting.weight + held.get(waiting.share, 0.0)
         used = self._used(waiting)
 
-        def goes_after(turn: Turn) -> tuple[bool, bool, int, int, int]:
-            """The greatest goes first: a warm, one ahead, the lowest level, who has had most, the latest."""
+        def goes_after(turn: Turn) -> tuple[bool, int, int, int]:
+            """The greatest goes first: a warm, the lowest level, who has had most, the latest."""
             had = turn.outputs_since if self._time_share and turn.level == waiting.level else 0
-            return turn.warm, turn.ahead, -turn.level, had, turn.arrival
+            return turn.warm, -turn.level, had, turn.arrival
 
         by_share: dict[str, list[Turn]] = {}  # who goes first is last
         for turn in sorted(running, key=goes_after):
@@ -195,13 +186,13 @@ class Preemption:
 
 
 def who_is_suspended(running: Collection[Turn]) -> Turn:
-    """When a page is missing: of a job, a warm, one ahead, or the lowest and latest of who holds most."""
+    """When a page is missing: of a job, a warm, or the lowest and latest of who holds most."""
     held = _held(running)
     return max(
         running,
         key=lambda turn: (
             turn.is_background,
-            *(turn.warm, turn.ahead, held[turn.share], -turn.level, turn.arrival),
+            *(turn.warm, held[turn.share], -turn.level, turn.arrival),
         ),
     )
 

@@ -18,13 +18,12 @@ States.  The scheduler moves turns from one state to the other:
 
     queued      they wait for their first iteration (fair_queue.py)
     running     they hold pages, of the device or of the host; in order of admission
-    suspended   they have held pages; with the turns that are ready, in `resume_order`
+    suspended   they have held pages; in `resume_order`
 
 Before anything is filled, running turns may have to give their places to the turn that is next
 (preemption.py).  A generating turn that needs a page when none is available waits one iteration if idle
 pages are being copied out anyway.  Otherwise a running turn is suspended (`who_is_suspended`).  It keeps
-every token, and each chunk whose page nobody takes meanwhile.  So does a turn whose prompt was computed
-ahead of its place (prefill_ahead.py).
+every token, and each chunk whose page nobody takes meanwhile.
 
 Uncommitted iterations.  `plan` may be called while an iteration is uncommitted, and with pipeline stages
 while one for each stage is (micro_batches.py).  It plans for a token that such an iteration will sample as
@@ -58,7 +57,6 @@ from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, T
 from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
 from pensieve.core.micro_batches import MicroBatches
 from pensieve.core.preemption import Preemption, who_is_suspended
-from pensieve.core.prefill_ahead import PrefillAhead
 from pensieve.core.prefill_order import (
     earlier,
     may_join,
@@ -87,7 +85,6 @@ class SchedulerCounters:
     repaired_ranges_max: int = 0  # most disconnected slices of one turn in one iteration
     suspensions: int = 0
     resumptions: int = 0
-    readied: int = 0  # whose prompts were computed before they had a place
     streamed: int = 0  # admissions of turns whose KV stays on the host
     returned: int = 0  # of them turns, to the device
     preemptions: int = 0  # of them suspensions, for a turn that was next
@@ -163,9 +160,6 @@ class Scheduler:
         self._time_budget = TimeBudget(config)
         has_place = self._time_budget.has_place
         self.preemption = Preemption(cache, self.queued, has_place, config.time_share)
-        self._ahead = PrefillAhead(
-            config.prefill_ahead, has_place, self.running, self.suspended, self.queued
-        )
         self._room = BackgroundRoom()
         self.streaming = Streaming(config, cache.config)
         self._groups = StreamGroups(cache.config, config, cache.path_of)
@@ -248,8 +242,6 @@ class Scheduler:
         """The next iteration, or None when there is nothing to do; `extra_pages` are asked for beside."""
         # Turns give up their places.
         self._preempt(now)
-        for turn in self._ahead.give_places(self._keeps_place):
-            self.preemption.moved(turn)
         required_pages = self._stop_streaming(now)
         before, available = self._changes(), self.cache.available
         # The iteration is filled, in this order.
@@ -296,9 +288,8 @@ class Scheduler:
             claimant = self.preemption.claimant
             assert claimant is not None
             self._num_arrivals += 1
-            if not victim.ahead:  # else it had no place
-                self.counters.preemptions += 1
-                victim.give_way(claimant, self._num_arrivals)
+            self.counters.preemptions += 1
+            victim.give_way(claimant, self._num_arrivals)
             self._suspend(victim, now)
 
     def _stop_streaming(self, now: float) -> int:
@@ -332,8 +323,6 @@ class Scheduler:
                     required_pages = 1
                     continue
                 prefills.append(turn)
-            elif turn.ahead:
-                continue  # it is computed as far as it may be
             elif draft.num_tokens_left and not (turn.pending_tokens and turn.ends_at(num_tokens)):
                 if num_tokens > len(turn.chunks) * size:
                     if not self._extend(turn, now):
@@ -351,7 +340,7 @@ class Scheduler:
         while draft.has_room():
             started = [each for each in started if self._keeps_place(each)]
             first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
-            turn, ahead = self._next_to_admit(started, draft, blocked)
+            turn = self._next_to_admit(started, draft, blocked)
             if first is not None and (turn is None or used(turn) > used(first)):
                 held_for = earlier(first, started)
                 started.remove(first)
@@ -362,7 +351,6 @@ class Scheduler:
                 break
             if blocked.puts_aside(turn):
                 continue
-            turn.ahead = ahead
             admission = self._admit(turn, now, draft.filled_before)
             if isinstance(admission, Admission):
                 blocked.passed()
@@ -370,22 +358,19 @@ class Scheduler:
                 self.queued.charge(turn, draft.fill(turn, earlier(turn, started)))
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
-            elif turn.ahead:
-                turn.ahead, blocked.may_admit = False, False  # best effort, too
             else:
                 blocked.add(turn, admission, turn is self.preemption.claimant)
 
     def _next_to_admit(
         self, started: Collection[Turn], draft: IterationDraft, blocked: BlockedTurns
-    ) -> tuple[Turn | None, bool]:
+    ) -> Turn | None:
         """A turn that has a place, and goes before the prefills of its share that have started.
 
-        Or a new one that runs ahead of its place; then True.  Whoever others gave way to is next.  Background
-        turns wait for nothing but their own kind, and run ahead of nothing.
+        Whoever others gave way to is next.  Background turns wait for nothing but their own kind.
         """
         background, has_place = blocked.background, self._time_budget.has_place
         if not blocked.may_admit:
-            return None, False
+            return None
 
         def may_come(turn: Turn) -> bool:
             return (
@@ -396,13 +381,9 @@ class Scheduler:
 
         claimant = self.preemption.claimant
         if claimant is not None and background:
-            return None, False
+            return None
         turn = claimant or next_waiting(self.suspended, self.queued, may_come, blocked.turns)
-        if turn is None or has_place(turn, self.running.values()):
-            return turn, False
-        if background or blocked.turns or claimant is not None or not self._ahead.has_room:
-            return None, False
-        return next_waiting((), self.queued, lambda turn: not turn.warm and may_come(turn)), True
+        return turn if turn is None or has_place(turn, self.running.values()) else None
 
     def _plan_streamed(self, draft: IterationDraft, blocked: BlockedTurns, now: float) -> None:
         """Turns that find no room on the device, as far as it pays to stream their contexts."""
@@ -432,12 +413,10 @@ class Scheduler:
         return max(required_pages, blocked.required_pages)
 
     def _end_complete(self, now: float) -> None:
-        """A warm ends when its context is complete, a turn that runs ahead is ready with its prompt."""
-        for turn in [each for each in self.running.values() if not each.num_uncommitted]:
-            if turn.warm and turn.frontier >= len(turn.tokens):
+        """A warm ends when its context is complete."""
+        for turn in list(self.running.values()):
+            if turn.warm and not turn.num_uncommitted and turn.frontier >= len(turn.tokens):
                 self._finish(turn, FinishReason.WARMED, now)
-            elif turn.is_computed_ahead:
-                self._release(turn, now)
 
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
         self._index += 1
@@ -459,8 +438,7 @@ class Scheduler:
     def _changes(self) -> tuple[int, ...]:
         """What planning itself can change, after which it is worth another attempt."""
         counters = self.counters
-        ends = len(self._ended), counters.readied, counters.suspensions
-        return *ends, self.cache.counters.damaged
+        return len(self._ended), counters.suspensions, self.cache.counters.damaged
 
     @property
     def _has_interactive(self) -> bool:
@@ -549,7 +527,7 @@ class Scheduler:
         reserve = self.cache.config.reserve_pages if self.running else 0
         if turn is self.preemption.claimant:
             reserve = 0  # the pages of those that gave way are on their way to it
-        if turn.warm or turn.ahead:
+        if turn.warm:
             reserve = self.cache.config.swap_out_mark_pages
         if turn.is_background:
             reserve += self.streaming.required_pages
@@ -562,7 +540,7 @@ class Scheduler:
             return found
         self.counters.streamed += streamed
         if turn.state is not TurnState.QUEUED:
-            self.counters.resumptions += turn.state is TurnState.SUSPENDED
+            self.counters.resumptions += 1
             self.suspended.remove(turn)
         else:
             self.queued.admit(turn)
@@ -606,7 +584,6 @@ class Scheduler:
         return True
 
     def _suspend(self, turn: Turn, now: float, counted: bool = True) -> None:
-        counted = counted and not turn.ahead
         self.counters.suspensions += counted
         turn.usage.suspensions += counted
         if turn.warm:
@@ -633,23 +610,20 @@ class Scheduler:
 
     def _release(self, turn: Turn, now: float) -> None:
         """Give up the turn's pages: it is suspended, or it has ended."""
-        was, rests = turn.state, TurnState.SUSPENDED
+        was = turn.state
         if was is TurnState.RUNNING:
-            if turn.is_computed_ahead and turn.finish is None:
-                rests = TurnState.READY
-                self.counters.readied += 1
             del self.running[turn.turn_id]
             keep = len(turn.tokens) + 1 if turn.keep_tokens is None else turn.keep_tokens
             turn.computed_to = max(turn.computed_to, turn.frontier)
             away_seconds = turn.options.away_seconds if turn.finish is not None else 0.0
             self.cache.end(turn, now, keep, away_seconds)
-        turn.frontier, turn.ahead = 0, False
+        turn.frontier = 0
         self.preemption.ended(turn)
         if turn.finish is None:
-            turn.move_to(rests)
+            turn.move_to(TurnState.SUSPENDED)
             insort(self.suspended, turn, key=resume_order)
             return
-        if was in (TurnState.SUSPENDED, TurnState.READY):
+        if was is TurnState.SUSPENDED:
             self.suspended.remove(turn)
         elif was is TurnState.QUEUED:
             self.queued.remove(turn)

@@ -25,7 +25,6 @@ class SchedulerConfig:
         0  # tokens of a reply, after which one that waits may have its place; 0: never
     )
 
-    prefill_ahead: int = 0  # turns whose prompts are computed before they have a place
     stream: str = "auto"  # of STREAM: whether turns run whose KV lies on the host; see streaming.py
     copy_seconds: float = COPY_SECONDS  # of a chunk from the host to the device
     group_seconds: float = GROUP_SECONDS  # that a group of streamed turns adds to an iteration
@@ -43,7 +42,7 @@ class SchedulerConfig:
         if self.stages > 1 and self.stream == "on":
             raise ValueError("no turn is streamed through pipeline stages")
         for name in (
-            *("prompt_seconds_max", "tbt_seconds", "time_share", "prefill_ahead"),
+            *("prompt_seconds_max", "tbt_seconds", "time_share"),
             *("copy_seconds", "group_seconds"),
         ):
             if not getattr(self, name) >= 0.0:

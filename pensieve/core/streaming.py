@@ -83,7 +83,7 @@ class Streaming:
         """Of the turns that wait, those for which it pays, one after the other; each may begin to run."""
         if self.mode == "off" or self._paused:
             return
-        started = [turn for turn in running if turn.is_prefill and not turn.ahead]
+        started = [turn for turn in running if turn.is_prefill]
         tried: list[Turn] = []
 
         def may_come(turn: Turn) -> bool:
@@ -184,6 +184,6 @@ class Streaming:
 def load_of(running: Iterable[Turn]) -> Load:
     load = Load(0, 0, 0)
     for turn in running:
-        if not (turn.warm or turn.ahead):
+        if not turn.warm:
             load = load.with_turn(len(turn.tokens), len(turn.chunks) if turn.streamed else 0)
     return load

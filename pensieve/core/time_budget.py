@@ -51,7 +51,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
-from pensieve.core.prefill_ahead import with_places
 from pensieve.core.prefill_order import num_missing
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stage_times import StageTimes
@@ -88,7 +87,6 @@ class TimeBudget:
         self._stage_times = StageTimes(config.stages) if config.stages > 1 else None
         self._added_max = config.prompt_seconds_max / config.stages
         self._turns_max = min(config.turns_max, config.batch_tokens_max)
-        self._prefill_ahead = config.prefill_ahead > 0
         self._limits = self._tbt > 0.0 or self._added_max > 0.0
         self._predict = config.cost.pass_seconds
         self._seconds_per_token = config.cost.piece_seconds(0, TYPICAL) / TYPICAL  # of prompts
@@ -126,8 +124,6 @@ class TimeBudget:
 
         As many run as may, and as could generate together within the objective, if this one alone could.
         """
-        if self._prefill_ahead:
-            running = with_places(running)
         if len(running) >= self._turns_max:
             return False
         if not self._tbt or not running:

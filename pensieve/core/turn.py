@@ -3,7 +3,7 @@
     QUEUED ──admit──> RUNNING ──finish──> FINISHED
                        │   ^
                        v   │
-       SUSPENDED, or READY for its first token   (holds no page; its progress is kept)
+                   SUSPENDED   (holds no page; its progress is kept)
 
 A turn's progress is one number, `frontier`: every position below it has its KV on the device (that of a
 streamed turn: on the host) or in a launched iteration.  `tokens` is the conversation's whole log followed
@@ -23,7 +23,7 @@ from pensieve.core.prefix_tree import Chunk
 from pensieve.core.sampling import Sampling
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8
-BACKGROUND_LEVEL = PRIORITY_MIN - 2  # below all interactive turns, also those without a place
+BACKGROUND_LEVEL = PRIORITY_MIN - 2  # below all interactive turns, also warms
 QUEUE_ORDER = attrgetter("queue_order")  # of turns of one share, the least first
 
 
@@ -39,15 +39,13 @@ class TurnState(Enum):
     QUEUED = "queued"
     RUNNING = "running"
     SUSPENDED = "suspended"
-    READY = "ready"  # all but the last token of its prompt was computed ahead; see prefill_ahead.py
     FINISHED = "finished"
 
 
 LEGAL_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
     TurnState.QUEUED: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
-    TurnState.RUNNING: frozenset({TurnState.SUSPENDED, TurnState.READY, TurnState.FINISHED}),
+    TurnState.RUNNING: frozenset({TurnState.SUSPENDED, TurnState.FINISHED}),
     TurnState.SUSPENDED: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
-    TurnState.READY: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
     TurnState.FINISHED: frozenset(),
 }
 
@@ -112,7 +110,6 @@ class Turn:
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # it was the so-manieth that came
-    ahead: bool = False  # it runs without a place: its prompt is computed, but for the last token
     streamed: bool = False  # its KV lies on the host while it runs; see streamed_pages.py
     moved_back: bool = False  # suspended because it had its share of time
     num_passed: int = 0  # turns that were admitted before it while it lacked pages
@@ -160,16 +157,6 @@ class Turn:
     def is_prefill(self) -> bool:
         """More than its next token is to be computed."""
         return self.warm or self.frontier < len(self.tokens) + self.pending_tokens - 1
-
-    @property
-    def is_computed_ahead(self) -> bool:
-        """All that is to be computed before it has a place."""
-        return self.ahead and self.frontier >= len(self.tokens) - 1
-
-    def take_place(self) -> None:
-        """It no longer runs ahead; what is left of its prompt is a prefill, even if that is one token."""
-        self.ahead = False
-        self.frontier = max(min(self.frontier, len(self.tokens) - 2), 0)
 
     @property
     def outputs_since(self) -> int:

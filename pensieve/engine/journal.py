@@ -48,7 +48,7 @@ from pensieve.errors import ConfigError, one_line
 log = logging.getLogger("pensieve")
 # 3: no predictions, no objective for the first token; 2: no cost of iterations; 1: outcomes held how a turn
 # ended, and messages a turn's whole log
-VERSION = 4
+VERSION = 5
 
 HEADER_BYTES_MAX = 1 << 20
 

@@ -9,12 +9,12 @@ from heapq import nlargest, nsmallest
 from pensieve.core.cache import KVCache
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.scheduler import Scheduler
-from pensieve.core.turn import FinishReason, TurnState
+from pensieve.core.turn import FinishReason
 from pensieve.engine.histogram import Histogram
 from pensieve.engine.messages import Event, Message, TurnEnded
 
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
-TURNS_WAITING = ("queued", "suspended", "ready")  # in the figures, behind `turns_`
+TURNS_WAITING = ("queued", "suspended")  # in the figures, behind `turns_`
 
 
 class Metrics:
@@ -71,7 +71,6 @@ class Metrics:
         scheduler, cache = self._scheduler, self._scheduler.cache
         counters, moves = scheduler.counters, cache.counters
         seconds = max(now - self._started_at, 1e-9)
-        num_ready = sum(turn.state is TurnState.READY for turn in scheduler.suspended)
         figures: dict[str, float] = {
             "seconds": seconds,
             "device_pages": cache.device.num_pages,
@@ -81,8 +80,7 @@ class Metrics:
             "host_pages_free": cache.host.num_empty,
             "conversations_cached": len(cache.conversations),
             "turns_running": len(scheduler.running),
-            "turns_suspended": len(scheduler.suspended) - num_ready,
-            "turns_ready": num_ready,
+            "turns_suspended": len(scheduler.suspended),
             "turns_queued": len(scheduler.queued),
             "new_tokens": self._new_tokens,
             "device_tokens": self._device_tokens,
@@ -106,7 +104,6 @@ class Metrics:
             "turns_streamed": sum(turn.streamed for turn in scheduler.running.values()),
             "streamed": counters.streamed,
             "returned_to_device": counters.returned,
-            "readied": counters.readied,
             "rows_padded": 0,
             "tenant_tokens.": 0,  # of no tenant
             "chunks_swapped_out": moves.swapped_out,

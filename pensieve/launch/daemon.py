@@ -86,11 +86,6 @@ class Hooks:
 
 def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
     """From the settings of `pensieve serve`; ConfigError if it would be open to others by accident."""
-    if resolved.settings.ttft and resolved.settings.prefill_ahead:
-        raise InvalidArgument(
-            "prefill_ahead",
-            "is not for --ttft: how long ready turns wait for a place would be taken for the time of prompts",
-        )
     if serving.backup is not None and resolved.settings.store:
         raise InvalidArgument(
             "backup",

@@ -122,7 +122,6 @@ def build(
             settings.prompt_seconds,
             settings.tbt,
             time_share=settings.share,
-            prefill_ahead=settings.prefill_ahead,
         ),
         min(settings.context_max or CONTEXT_MAX, CONTEXT_MAX),
         ttft_seconds=settings.ttft,

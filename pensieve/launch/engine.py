@@ -108,7 +108,6 @@ def build_engine(
                 settings.tbt,
                 costs.iterations,
                 settings.share,
-                settings.prefill_ahead,
                 settings.stream,
                 costs.copy_seconds,
                 costs.group_seconds,

@@ -5,8 +5,8 @@
     static, ahead   the same, with prompts computed ahead in groups of like length ("PD")
     whole prompts   who has ended leaves the batch and the next comes in; its prompt is computed whole, while
                     the others wait (the paper's "Baton", "equivalent to Orca")
-    ours            the scheduler as it is, prompts in pieces beside the replies, with as many turns
-    ours, ahead     and with as many prompts that are computed before there is a place ("Baton-PD")
+    ours            the scheduler as it is, prompts in pieces beside the replies, with as many turns; compared
+                    with the paper's "Baton-PD", which computes prompts before there is a place
     ours, elastic   as many turns as memory has room for
 
 Llama-2-7B on an RTX A6000 (table 1) and on an RTX 4090 (table 2), by data sheets like all else here.  The
@@ -148,12 +148,11 @@ def table(
         systems = {
             "whole prompts": (SchedulerConfig(WHOLE, batch), "separate"),
             "ours": (SchedulerConfig(BUDGET, batch), "unified"),
-            "ours, ahead": (SchedulerConfig(BUDGET, batch, prefill_ahead=batch), "unified"),
             "ours, elastic": (SchedulerConfig(BUDGET, TURNS_MANY), "unified"),
         }
         papers = {"whole prompts": seconds[2] if len(seconds) == 4 else seconds[1]}
         if len(seconds) == 4:
-            papers["ours, ahead"] = seconds[3]
+            papers["ours"] = seconds[3]
             ahead = [static(cost, queries, batch, ahead=True).seconds for queries in by_seed]
             yield Line(
                 name,

@@ -146,14 +146,6 @@ def test_an_engine_that_keeps_no_journal_is_not_asked_for_one(
     assert not journal.exists()
 
 
-def test_prompts_ahead_are_not_for_an_objective_of_first_tokens(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    data = ["--data", str(tmp_path / "data"), "--address", "127.0.0.1:0", "--engine", "echo"]
-    assert main(["serve", *data, "--ttft", "5", "--prefill-ahead", "4"]) == 2
-    assert "prefill_ahead: is not for --ttft" in capfd.readouterr().err
-
-
 # -- messages --
 
 

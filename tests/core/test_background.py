@@ -195,7 +195,7 @@ def test_what_a_job_has_used_is_no_interactive_share_s_advantage() -> None:
     [
         Shape(background=0.5),
         Shape(background=0.6, restless=True, overlap=True, conversations=10, device_pages=14),
-        Shape(background=0.4, policy="return", turns_max=3, prefill_ahead=2, device_pages=20),
+        Shape(background=0.4, policy="return", turns_max=3, device_pages=20),
         Shape(
             background=0.5, tbt_seconds=0.03, token_seconds=0.001, prompt_max=60, device_pages=60
         ),

@@ -49,12 +49,6 @@ WORLDS = {
         first_tokens=1,
         prompt_tokens=2,
     ),
-    "one place, and prompts ahead of it": SmallWorld(
-        Shape(9, 3, **{**TINY, "turns_max": 1, "prefill_ahead": 2}),
-        ("ask a", "ask b", "urge c", "cancel b"),
-        num_choices=6 + MORE,
-        prompt_tokens=2,
-    ),
     "streamed over 4 pages of the host": SmallWorld(
         Shape(3, 4, staging_pages=3, **TINY),
         ("ask a", "fork a", "ask b", "cancel a", "delete b"),

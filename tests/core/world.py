@@ -78,7 +78,6 @@ class Shape:
     prompt_seconds_max: float = 0.0
     tbt_seconds: float = 0.0
     time_share: int = 0
-    prefill_ahead: int = 0
     key_seconds: float = 0.0  # that each position adds that a slice reads
     foreseen: float = 1.0  # what is predicted of an iteration's time
     background: float = 0.0  # how likely a turn is one of a batch job
@@ -160,7 +159,6 @@ class World:
                     shape.foreseen * shape.iteration_seconds,
                 ),
                 shape.time_share,
-                shape.prefill_ahead,
                 shape.stream,
             ),
         )
@@ -517,7 +515,7 @@ class Places:
                 passed = each.turn_id in still_suspended and each.share == turn.share
                 if turn.is_background and each.arrival > turn.arrival:
                     passed = False  # where there is little room, one that came earlier keeps it
-                if passed and turn is not self.claimant and not (each.moved_back or turn.ahead):
+                if passed and turn is not self.claimant and not each.moved_back:
                     assert each.level < turn.level, f"{turn} passed {each}"
         for turn in scheduler.turns():
             level = self.levels.get(turn.turn_id, turn.level)

@@ -92,7 +92,6 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
         batch_tokens_max=choose.choice((5, 16, 24)),
         turns_max=choose.choice((2, 8)),
         time_share=places.choice((0, 0, 3)),
-        prefill_ahead=places.choice((0, 0, 2)),
         turns_queued_max=choose.choice((2, 64, 64)),
         depth=choose.choice((1, 2)),
         swap_outs_max=choose.choice((1, 64, 64)),

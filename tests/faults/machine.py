@@ -61,7 +61,6 @@ class EngineShape:
     batch_tokens_max: int = 16
     turns_max: int = 8
     time_share: int = 0
-    prefill_ahead: int = 0
     turns_queued_max: int = 64
     depth: int = 1
     swap_outs_max: int = 64
@@ -154,7 +153,6 @@ class Machine:
                 shape.batch_tokens_max,
                 shape.turns_max,
                 time_share=shape.time_share,
-                prefill_ahead=shape.prefill_ahead,
                 stream=shape.stream,
             ),
         )

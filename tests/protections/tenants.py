@@ -47,8 +47,8 @@ PROTECTIONS = (
     protection(
         "a higher level takes the place of a lower one",
         "core/preemption.py",
-        "        if turn.warm or turn.ahead or waiting.level > turn.level:\n",
-        "        if turn.warm or turn.ahead:\n",
+        "        if turn.warm or waiting.level > turn.level:\n",
+        "        if turn.warm:\n",
         "core/test_preemption.py::test_a_higher_priority_waits_for_at_most_two_iterations",
         "core/test_preemption.py::test_the_lowest_and_latest_gives_way_and_is_back_first",
     ),

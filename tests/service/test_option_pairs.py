@@ -33,7 +33,6 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "context_max": ("256", "128"),
     "token_budget": ("7", "48", "512"),
     "turns_max": ("1", "12"),
-    "prefill_ahead": ("0", "3"),
     "share": ("0", "5"),
     "dtype": ("float32", "bfloat16"),
     "weights": ("native", "int8"),
