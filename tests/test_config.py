@@ -10,6 +10,7 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.config import (
     REACHING,
+    REMOVED,
     SERVING,
     SETTINGS,
     TABLES,
@@ -48,7 +49,7 @@ def test_a_flag_beats_the_environment_the_environment_the_file_and_the_file_the_
 ) -> None:
     environ = {"PENSIEVE_GRACE": "2", "PENSIEVE_TURNS_MAX": "8"}
     resolved = resolve({"turns_max": "7"}, environ, file, SERVE)
-    names = ("turns_max", "grace", "address", "keepalive")
+    names = ("turns_max", "grace", "address", "drain_timeout")
     assert [resolved.values[name] for name in names] == [7, 2.0, "[::1]:7000", 30.0]
     sources = [resolved.sources[name] for name in names]
     assert sources == ["flag", "PENSIEVE_GRACE", str(file), "default"]
@@ -90,8 +91,23 @@ def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, line: str, pro
 
 
 def test_a_wrong_variable_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"keepalive \(PENSIEVE_KEEPALIVE\) is a number in 0.5"):
-        resolve({}, {"PENSIEVE_KEEPALIVE": "0"}, None, SERVE)
+    with pytest.raises(ConfigError, match=r"grace \(PENSIEVE_GRACE\) is a number in 0..86400"):
+        resolve({}, {"PENSIEVE_GRACE": "-1"}, None, SERVE)
+
+
+def test_a_removed_setting_is_an_error_that_says_what_replaces_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text("echo_seconds = 0.1\n")
+    instead = "echo_seconds was removed: write --engine echo:SECONDS"
+    with pytest.raises(ConfigError, match=instead):
+        resolve({}, {}, file, SERVE)
+    with pytest.raises(ConfigError, match="PENSIEVE_HEARTBEAT was removed: an engine"):
+        resolve({}, {"PENSIEVE_HEARTBEAT": "2"}, None, SERVE)
+    assert main(["serve", "--echo-seconds", "0.1"]) == ConfigError.exit_code
+    assert "--echo-seconds was removed: write --engine" in capsys.readouterr().err
+    assert not REMOVED.keys() & {each.name for table in TABLES for each in table}
 
 
 def test_print_config_says_where_values_come_from_and_keeps_secrets(

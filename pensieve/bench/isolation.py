@@ -59,7 +59,7 @@ def run(num_rounds: int, seconds: float, iteration_seconds: float, report: Repor
         token_file.write_text(quiet_entry + "".join(entry for _, entry in noisy))
         token_file.chmod(0o600)
         flags = ["--token-file", str(token_file), "--turns-max", "16"]
-        with pinned([*flags, "--echo-seconds", str(iteration_seconds)]) as daemon:
+        with pinned([*flags, "--engine", f"echo:{iteration_seconds}"]) as daemon:
             asyncio.run(measure(daemon.address, quiet, QUIET_SECONDS, Times()))
             for number, (token, _) in enumerate(noisy, 1):
                 asyncio.run(measure(daemon.address, quiet, seconds, alone))

@@ -59,7 +59,7 @@ def _pinned(turns_max: int, iteration_seconds: float) -> AbstractContextManager[
     return pinned(
         [
             *("--turns-max", str(turns_max), "--turns-waiting-max", str(4 * turns_max)),
-            *("--echo-seconds", str(iteration_seconds)),
+            *("--engine", f"echo:{iteration_seconds}"),
         ]
     )
 

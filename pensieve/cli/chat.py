@@ -109,7 +109,7 @@ def _with_daemon_here(
     client = stack.enter_context(Client(daemon.address, sleep=waiting))
     info = client.server_info()
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
-    if resolved.values["engine"] == "echo":
+    if resolved.values["engine"].startswith("echo"):
         name = info.model
     parts = (client, lambda _: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
     return _chat(resolved, quiet, info, *parts), name

@@ -8,7 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pensieve.config import GROUPS, Resolved, Table, print_settings, resolve
+from pensieve.config import (
+    GROUPS,
+    HISTORY,
+    REMOVED,
+    SETTINGS,
+    Resolved,
+    Table,
+    print_settings,
+    removed,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from pensieve.client.channel import Tls
@@ -33,6 +43,15 @@ def add_settings(command: argparse.ArgumentParser, *tables: Table) -> None:
             group.add_argument(
                 setting.flag, dest=setting.name, action="store_const", const="true", help=text
             )
+    if SETTINGS in tables or HISTORY in tables:
+        for name in REMOVED:
+            command.add_argument(
+                "--" + name.replace("_", "-"),
+                dest=name,
+                nargs="?",
+                const="",
+                help=argparse.SUPPRESS,
+            )
     group = groups.get("settings") or command.add_argument_group("settings", GROUPS["settings"])
     group.add_argument("--config", type=Path, metavar="FILE", help="read settings from this file")
     group.add_argument(
@@ -56,6 +75,9 @@ def with_settings(
 
     def run(arguments: argparse.Namespace) -> int:
         tables: tuple[Table, ...] = arguments.tables
+        for name in REMOVED:
+            if getattr(arguments, name, None) is not None:
+                raise removed("--" + name.replace("_", "-"), name)
         names = [setting.name for table in tables for setting in table]
         flags = {name: getattr(arguments, name) for name in names}
         resolved = resolve(flags, os.environ, arguments.config, tables)

@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.launch.log_lines import log_to_stderr
     from pensieve.launch.model_folder import resolve_model
 
-    with log_to_stderr(resolved.serving.log_format, turns=resolved.serving.log_turns):
+    with log_to_stderr(resolved.serving.log_format, turns=True):
         resolve_model(resolved.settings.model, log.info)  # a signal still ends it at once
         return asyncio.run(_serve(resolved))
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.config import HISTORY as HISTORY_SETTINGS
-from pensieve.config import SERVING, SETTINGS, STORE, default_data_folder
+from pensieve.config import REMOVED, SERVING, SETTINGS, STORE, default_data_folder, removed
 from pensieve.config.setting import Table
 from pensieve.errors import ConfigError
 
@@ -191,6 +191,8 @@ def _check(where: str, given: Mapping[str, Any], table: Table, ours: frozenset[s
     for name, value in given.items():
         if name in ours:
             raise ConfigError(f"args: {where}.{name} is the cluster's to decide")
+        if name in REMOVED:
+            raise removed(f"args: {where}.{name}", name)
         if name not in names:
             raise ConfigError(f"args: `pensieve {command}` has no setting {name!r}")
         if not isinstance(value, str | int | float | bool):

@@ -15,10 +15,7 @@ HISTORY: Table = (
         for each in SERVING
         if each in BACKING_UP
         or each.name
-        in {
-            *("ready_file", "tls_cert", "tls_key", "insecure", "history_secret", "log_format"),
-            *("request_keep", "chain_keep", "scrub", "statement_timeout"),
-        }
+        in {"ready_file", "tls_cert", "tls_key", "insecure", "history_secret", "log_format"}
     ),
     DATA,
     STORE,

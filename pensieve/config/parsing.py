@@ -98,6 +98,12 @@ def device(text: str) -> str:
     return text
 
 
+def engine(text: str) -> str:
+    if not re.fullmatch(r"model|separate|echo(:[0-9]+(\.[0-9]+)?)?", text):
+        raise ValueError("is one of model, echo, echo:SECONDS, separate")
+    return text
+
+
 def switch(text: str) -> bool:
     if (word := text.lower()) not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
         raise ValueError("is true or false")

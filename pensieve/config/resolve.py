@@ -14,7 +14,7 @@ from typing import Any
 
 from pensieve.config.parsing import TierSize
 from pensieve.config.setting import Table
-from pensieve.config.tables import SERVING, SETTINGS, TABLES
+from pensieve.config.tables import REMOVED, SERVING, SETTINGS, TABLES
 from pensieve.errors import ConfigError
 
 
@@ -71,15 +71,11 @@ class Serving:
     tls_client_ca: Path | None
     insecure: bool | None
     reflection: bool | None
-    connections_max: int
     replica: str | None
     metrics: str | None
     traces: bool | None
     turns_waiting_max: int
     grace: float
-    keepalive: float
-    heartbeat: float
-    iteration_timeout: float
     drain_timeout: float
     announce: str | None
     history_secret: Path | None
@@ -87,15 +83,9 @@ class Serving:
     backup: Path | None
     backup_seconds: float
     backup_keep: float
-    request_keep: float
-    chain_keep: float
-    scrub: float
-    statement_timeout: float
     engine: str
-    echo_seconds: float
     tool_calls: str
     log_format: str
-    log_turns: bool
 
 
 @dataclass(frozen=True)
@@ -122,6 +112,9 @@ def resolve(
     tables: tuple[Table, ...] = (SETTINGS,),
 ) -> Resolved:
     in_file = _read(file) if file is not None else {}
+    for name in REMOVED:
+        if (variable := f"PENSIEVE_{name.upper()}") in environ:
+            raise removed(variable, name)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     written: dict[str, str] = {}
@@ -150,6 +143,11 @@ def resolve(
         if name in values:
             values[name] = values[name] or default
     return Resolved(tables, values, sources, written, texts)
+
+
+def removed(given: str, name: str) -> ConfigError:
+    """The error for a setting of an earlier version."""
+    return ConfigError(f"{given} was removed: {REMOVED[name]}")
 
 
 def print_settings(resolved: Resolved) -> None:
@@ -186,6 +184,8 @@ def _read(file: Path) -> dict[str, str]:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
     known = {setting.name for each in TABLES for setting in each}
     for name, value in table.items():
+        if name in REMOVED:
+            raise removed(f"{file}: {name}", name)
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             perhaps = f"; {near[0]!r} is one" if near else ""

@@ -6,6 +6,7 @@ from pensieve.config.backing_up import BACKING_UP
 from pensieve.config.parsing import (
     choice,
     device,
+    engine,
     file,
     names,
     number,
@@ -21,10 +22,7 @@ from pensieve.config.talking import LOOKING, REACHING, TALKING
 from pensieve.config.watching import WATCHING
 
 GRACE_SECONDS = 5.0
-HEARTBEAT_SECONDS = 30.0
-ITERATION_SECONDS_MAX = 300.0
 TURNS_WAITING_MAX = 1024
-CONNECTIONS_MAX = 512
 STORE = Setting(
     "store",
     store_url,
@@ -210,18 +208,11 @@ SETTINGS: Table = (
 ENGINE: Table = (
     Setting(
         "engine",
-        choice("model", "echo", "separate"),
+        engine,
         "model",
-        "echo: arithmetic instead of a model, to measure or test the service alone; separate: prompts in "
-        "passes of their own, to compare with (`pensieve bench capacity`)",
-        "model|echo|separate",
-    ),
-    Setting(
-        "echo_seconds",
-        number(0, 3600),
-        "0",
-        "what an iteration of the echo engine takes",
-        "SECONDS",
+        "echo: arithmetic instead of a model, to measure or test the service alone, with SECONDS for each "
+        "iteration; separate: prompts in passes of their own, to compare with (`pensieve bench capacity`)",
+        "model|echo[:SECONDS]|separate",
     ),
 )
 
@@ -301,14 +292,6 @@ SERVING: Table = (
         "offer gRPC reflection even if tokens are needed",
         group="listening",
     ),
-    Setting(
-        "connections_max",
-        whole(1, 1 << 20),
-        str(CONNECTIONS_MAX),
-        "most connections to the address; more are closed at once",
-        "N",
-        "listening",
-    ),
     *WATCHING,
     Setting(
         "turns_waiting_max",
@@ -327,30 +310,6 @@ SERVING: Table = (
         "turns",
     ),
     Setting(
-        "keepalive",
-        number(0.5, 86_400),
-        "30",
-        "time between pings; a client that does not answer within a third of it is cut off",
-        "SECONDS",
-        "turns",
-    ),
-    Setting(
-        "heartbeat",
-        number(1, 86_400),
-        f"{HEARTBEAT_SECONDS:g}",
-        "an engine that says nothing for so long is killed and started again",
-        "SECONDS",
-        "turns",
-    ),
-    Setting(
-        "iteration_timeout",
-        number(0, 86_400),
-        f"{ITERATION_SECONDS_MAX:g}",
-        "so is one that is in one iteration for longer than this (0: never)",
-        "SECONDS",
-        "turns",
-    ),
-    Setting(
         "drain_timeout",
         number(0, 86_400),
         "30",
@@ -360,38 +319,6 @@ SERVING: Table = (
     ),
     *SHARING,
     *BACKING_UP,
-    Setting(
-        "request_keep",
-        number(0, 36_500),
-        "7",
-        "how long a turn that has ended can be replayed by its request_id (0: for ever)",
-        "DAYS",
-        "history",
-    ),
-    Setting(
-        "chain_keep",
-        number(0, 36_500),
-        "30",
-        "how long after a reply its conversation is found by a history that a client sends (0: for ever)",
-        "DAYS",
-        "history",
-    ),
-    Setting(
-        "scrub",
-        number(0, 36_500),
-        "7",
-        "read the whole history once in so many days, to find damage (0: never)",
-        "DAYS",
-        "history",
-    ),
-    Setting(
-        "statement_timeout",
-        number(0.1, 86_400),
-        "10",
-        "most time that a job of the history may compute; it fails with UNAVAILABLE",
-        "SECONDS",
-        "history",
-    ),
     *ENGINE,
     Setting(
         "tool_calls",
@@ -408,14 +335,23 @@ SERVING: Table = (
         "auto: text on a terminal",
         "auto|text|json",
     ),
-    Setting(
-        "log_turns",
-        switch,
-        "on",
-        "a line of the log for each turn that has ended: ids, tokens by source, times, never text",
-        "on|off",
-    ),
 )
+# Settings of earlier versions, and what to do instead.
+REMOVED = {
+    "chain_keep": "a conversation is found by its history for 30 days after its last reply",
+    "connections_max": "there may be 512 connections; limit those of each peer in a firewall or proxy",
+    "echo_seconds": "write --engine echo:SECONDS",
+    "heartbeat": "an engine that is silent for 30 seconds is started again",
+    "iteration_timeout": "an iteration may take 300 seconds; lower --token-budget if it takes longer",
+    "keepalive": "connections are pinged every 30 seconds",
+    "log_turns": "each turn is logged; filter the logger pensieve.turns out with --log-format json",
+    "metrics_alias": "metrics have one name each",
+    "prefill_ahead": "it gained nothing; raise --turns-max for earlier first tokens",
+    "request_keep": "a request_id is known for 7 days after its turn",
+    "scrub": "the whole history is read once in 7 days",
+    "statement_timeout": "a job of the history may compute for 10 seconds",
+    "vllm_engine": "routers speak to the APIs of --http",
+}
 TABLES = (SETTINGS, SERVING, REACHING, LOOKING, TALKING, HISTORY_SERVICE, RANKING)
 GROUPS = {
     "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",

@@ -42,7 +42,14 @@ from pensieve.launch.shared_history import (
 from pensieve.launch.traces import Traces, open_traces
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
-from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig, DaemonConfig
+from pensieve.service.daemon_config import (
+    CHAIN_KEEP_SECONDS,
+    DAY_SECONDS,
+    REQUEST_KEEP_SECONDS,
+    SCRUB_SECONDS,
+    BackupConfig,
+    DaemonConfig,
+)
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
@@ -52,7 +59,6 @@ from pensieve.service.http.listener import serve_http
 from pensieve.service.jobs.batch_jobs import BatchJobs
 from pensieve.service.jobs.worker import JobsConfig
 from pensieve.store.job_store import JobStore
-from pensieve.store.time_limit import STATEMENT_SECONDS
 from pensieve.text import style_named
 
 SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
@@ -69,7 +75,6 @@ class DaemonSetup:
     engine_program: tuple[str, ...] = programs.ENGINE
     drain_seconds: float = 0.0  # for running turns at the end
     check_history_first: bool = False  # after an unclean stop; else while turns are served
-    statement_seconds: float = STATEMENT_SECONDS  # of a job of the history
     traces: Traces | None = None
     tool_calls: str = "auto"  # how the model writes them: one of `text.tool_calls.NAMES`
     sharing: Sharing = field(default_factory=Sharing)
@@ -107,9 +112,6 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         audit_log=serving.audit_log,
         insecure=bool(serving.insecure),
         reflection=serving.reflection,
-        keepalive_seconds=serving.keepalive,
-        ping_timeout_seconds=serving.keepalive / 3,
-        connections_max=serving.connections_max,
         metrics=serving.metrics or "",
         peers=sharing.credentials() if serving.tls_cert is not None else None,
         peer_tokens=sharing.tokens() if serving.token_file else (),
@@ -124,19 +126,16 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             turns_max=serving.turns_waiting_max,
             grace_seconds=serving.grace,
             ttft_seconds=resolved.settings.ttft,
-            heartbeat_seconds=serving.heartbeat,
-            iteration_seconds_max=serving.iteration_timeout,
             limits=auth.limits_of(listening.tokens),
             backup=_backup(serving),
-            scrub_seconds=serving.scrub * DAY_SECONDS,
-            request_keep_seconds=serving.request_keep * DAY_SECONDS,
-            chain_keep_seconds=serving.chain_keep * DAY_SECONDS,
+            scrub_seconds=SCRUB_SECONDS,
+            request_keep_seconds=REQUEST_KEEP_SECONDS,
+            chain_keep_seconds=CHAIN_KEEP_SECONDS,
             replica=serving.replica or "",
             history=shown_store(resolved.settings.store or ""),
         ),
         engine_program(resolved),
         serving.drain_timeout,
-        statement_seconds=serving.statement_timeout,
         traces=open_traces(serving.replica or "") if serving.traces else None,
         tool_calls=serving.tool_calls,
         sharing=sharing,
@@ -145,14 +144,14 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
 
 def engine_program(resolved: Resolved) -> tuple[str, ...]:
     """The command line of the engine."""
-    engine, echo_seconds = resolved.values["engine"], resolved.values["echo_seconds"]
+    engine, _, seconds = resolved.values["engine"].partition(":")
     if engine == "echo" and resolved.settings.journal is not None:
         raise InvalidArgument(
             "journal", "the echo engine keeps none: it records what a model's took"
         )
     command = {
         "model": programs.ENGINE,
-        "echo": (*programs.ECHO_ENGINE, f"--seconds={echo_seconds}"),
+        "echo": (*programs.ECHO_ENGINE, f"--seconds={seconds or 0}"),
         "separate": programs.SEPARATE_ENGINE,
     }
     return command[engine]
@@ -175,9 +174,7 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
     """Open everything but the engine process; to be called in the event loop that will run it."""
     settings = setup.resolved.settings
     folder = resolve_model(settings.model, report)
-    store = open_store(
-        settings.data, setup.holder, settings.store or "", setup.statement_seconds, setup.sharing
-    )
+    store = open_store(settings.data, setup.holder, settings.store or "", setup.sharing)
     try:
         if setup.check_history_first and store.integrity_check_due:
             report("checking the history after an unclean stop")

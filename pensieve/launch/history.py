@@ -30,7 +30,13 @@ from pensieve.history.connection import MESSAGE_BYTES_MAX
 from pensieve.history.guard import Guard
 from pensieve.history.service import HistoryConfig, HistoryService
 from pensieve.service.backing_up import BackingUp
-from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig
+from pensieve.service.daemon_config import (
+    CHAIN_KEEP_SECONDS,
+    DAY_SECONDS,
+    REQUEST_KEEP_SECONDS,
+    SCRUB_SECONDS,
+    BackupConfig,
+)
 from pensieve.service.damage import Damage
 from pensieve.service.erasing import Erasing
 from pensieve.service.forgetting import Forgetting
@@ -69,10 +75,6 @@ class HistorySetup:
     tls: tuple[bytes, bytes] | None = None  # key and certificate chain, PEM
     event_log: Path | None = None
     backup: BackupConfig | None = None
-    scrub_seconds: float = 0.0
-    request_keep_seconds: float = 0.0
-    chain_keep_seconds: float = 0.0
-    statement_seconds: float = 10.0
 
 
 def setup_of(resolved: Resolved) -> HistorySetup:
@@ -101,10 +103,6 @@ def setup_of(resolved: Resolved) -> HistorySetup:
         *(given["data"], store, address, HistoryConfig(given["lease"]), secret, tls),
         given["event_log"],
         backup,
-        given["scrub"] * DAY_SECONDS,
-        given["request_keep"] * DAY_SECONDS,
-        given["chain_keep"] * DAY_SECONDS,
-        given["statement_timeout"],
     )
 
 
@@ -150,7 +148,6 @@ async def run(
         setup.data,
         "pensieve history",
         url=setup.store,
-        statement_seconds=setup.statement_seconds,
         keep_running=True,
     )
     store.owners.begin_epochs()
@@ -221,8 +218,8 @@ def _start_upkeep(
     threads.spawn(sweep())
     BackingUp(store.backup_source, threads, setup.backup).start()
     Scrubbing(
-        store.scrub(), threads, setup.scrub_seconds, lambda: store.erasure.pending, damage.found
+        store.scrub(), threads, SCRUB_SECONDS, lambda: store.erasure.pending, damage.found
     ).start()
     forgetting = Forgetting(store, threads, store.now)
-    forgetting.start("requests", store.forgetting.step, setup.request_keep_seconds)
-    forgetting.start("chains", store.chains.forget, setup.chain_keep_seconds)
+    forgetting.start("requests", store.forgetting.step, REQUEST_KEEP_SECONDS)
+    forgetting.start("chains", store.chains.forget, CHAIN_KEEP_SECONDS)

@@ -66,12 +66,10 @@ def is_shared(url: str | None) -> bool:
     return (url or "").startswith(SCHEMES)
 
 
-def open_store(
-    data: Path, holder: str, url: str, statement_seconds: float, sharing: Sharing
-) -> Store:
+def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> Store:
     """What `--store` says."""
     if not is_shared(url):
-        return ConversationStore.open(data, holder, statement_seconds=statement_seconds, url=url)
+        return ConversationStore.open(data, holder, url=url)
     folder = DataFolder.open(data, holder, has_database=False)
     try:
         replica = sharing.replica or replica_name(data)

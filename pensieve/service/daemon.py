@@ -55,7 +55,9 @@ from pensieve.service.unstored import checked
 from pensieve.store.remote.remote_store import Store
 
 log = logging.getLogger("pensieve")
-turn_log = logging.getLogger("pensieve.turns")  # silenced alone by `--log-turns off`
+turn_log = logging.getLogger(
+    "pensieve.turns"
+)  # a name of its own, so that it can be silenced alone
 LOG_TOKENS = ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "output_tokens")
 LOG_SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited

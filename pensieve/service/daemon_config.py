@@ -12,14 +12,15 @@ from pensieve.config import (
     BACKUP_KEEP_DAYS,
     BACKUP_SECONDS,
     GRACE_SECONDS,
-    HEARTBEAT_SECONDS,
-    ITERATION_SECONDS_MAX,
     TURNS_WAITING_MAX,
 )
 from pensieve.service.limits import Limits
 
 DAY_SECONDS = 86_400.0
 KEEP_WARM_SECONDS = 30.0
+SCRUB_SECONDS = 7 * DAY_SECONDS
+REQUEST_KEEP_SECONDS = 7 * DAY_SECONDS
+CHAIN_KEEP_SECONDS = 30 * DAY_SECONDS
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class DaemonConfig:
     undelivered_tokens_max: int = 16_384
     answer_seconds: float = 30.0
     ttft_seconds: float = 0.0  # objective for the time to the first token of a reply; 0: none
-    heartbeat_seconds: float = HEARTBEAT_SECONDS  # an engine that is silent for so long is killed
-    iteration_seconds_max: float = ITERATION_SECONDS_MAX  # 0: without end
+    heartbeat_seconds: float = 30.0  # an engine that is silent for so long is killed
+    iteration_seconds_max: float = 300.0  # 0: without end
     text_threads: int = 2
     short_characters: int = 4_096  # tokenized where the turn begins: a hop takes longer
     limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant

@@ -51,10 +51,7 @@ class Heartbeat:
         self.silent_seconds += patience.tick_seconds
         self.round_seconds += patience.tick_seconds
         if self.silent_seconds > patience.silent_seconds_max:
-            return f"the engine has been silent for {self.silent_seconds:.0f} s (--heartbeat)"
+            return f"the engine has been silent for {self.silent_seconds:.0f} s"
         if 0 < patience.round_seconds_max < self.round_seconds:
-            return (
-                f"the engine has been in one iteration for {self.round_seconds:.0f} s"
-                " (--iteration-timeout)"
-            )
+            return f"the engine has been in one iteration for {self.round_seconds:.0f} s"
         return None

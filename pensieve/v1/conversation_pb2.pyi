@@ -784,7 +784,7 @@ class SendMessageRequest(google.protobuf.message.Message):
     """To whom."""
     request_id: builtins.str
     """Chosen by the client, unique within the conversation: what makes a retry safe.  Empty: drawn by the server.
-    It is known for some days after its turn has ended (`--request-keep`, 7); later it may count as a new one.
+    It is known for 7 days after its turn has ended; later it may count as a new one.
     """
     create_if_missing: builtins.bool
     """Begin the conversation, with defaults, if there is none with this id."""

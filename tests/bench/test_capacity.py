@@ -66,7 +66,7 @@ def test_what_clients_see_is_counted_from_the_warm_up_on() -> None:
 
 def test_a_load_that_is_cut_off_leaves_nothing_behind() -> None:
     """An iteration takes 0.2 s, and a reply sixty of them."""
-    with serving(["--engine", "echo", "--echo-seconds", "0.2"]) as daemon:
+    with serving(["--engine", "echo:0.2"]) as daemon:
         scripts = Load(1, 8, 60, 0.0, 40, 0.0).scripts(20.0, 1.0, 0)
         cut = asyncio.run(play(daemon.address, scripts, 60, 2.0))
         assert len(cut.turns) == len(scripts)

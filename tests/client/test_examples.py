@@ -35,7 +35,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     template = folder / "tools.jinja"
     template.write_text(TEMPLATE)
     process = ServeProcess(
-        folder / "data", "--chat-template", str(template), "--echo-seconds", "0.002"
+        folder / "data", "--chat-template", str(template), "--engine", "echo:0.002"
     )
     process.start()
     yield process

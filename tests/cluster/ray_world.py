@@ -249,18 +249,14 @@ class RayWorld:
                             "event_log": str(self.event_log),
                         },
                         "serve": {
-                            "engine": self.kind.engine,
-                            **({"echo_seconds": self.kind.echo_seconds} if self._echoes else {}),
-                            "heartbeat": 60,
+                            "engine": f"echo:{self.kind.echo_seconds}"
+                            if self.kind.engine == "echo"
+                            else self.kind.engine,
                         },
                     },
                 }
             ],
         }
-
-    @property
-    def _echoes(self) -> bool:
-        return self.kind.engine == "echo"
 
 
 async def _signalled(node: Node, deed: Deed, seconds: float) -> None:

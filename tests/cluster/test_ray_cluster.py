@@ -96,7 +96,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
                     "local": True,
                     "history": str(folder / "history"),
                     "history_port": free_port(),
-                    "serve": {"engine": "echo", "echo_seconds": 0.01, "drain_timeout": 10},
+                    "serve": {"engine": "echo:0.01", "drain_timeout": 10},
                 },
             }
         ],

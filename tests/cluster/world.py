@@ -103,11 +103,11 @@ class Replica(Part):
         self.history_link = Link(history)
         self.peer_link = Link(address, free_port())
         self.client_link = Link(address)
-        echo = ("--echo-seconds", str(kind.echo_seconds)) if kind.engine == "echo" else ()
+        engine = f"echo:{kind.echo_seconds}" if kind.engine == "echo" else kind.engine
         self._arguments = [
             *("serve", "--data", str(self.data), "--replica", f"replica-{number}"),
             *("--address", address, "--announce", self.peer_link.address),
-            *("--engine", kind.engine, *echo, "--heartbeat", "60"),
+            *("--engine", engine),
         ]
         super().__init__(f"replica-{number}", folder, self._arguments)
 

@@ -117,7 +117,7 @@ def test_a_model_that_was_measured_replies_as_before(tmp_path: Path) -> None:
 
 
 def test_a_daemon_does_not_start_with_it_and_starts_with_what_is_named(tmp_path: Path) -> None:
-    arguments = ("--engine", "echo", "--echo-seconds", "0.05", "--data", str(tmp_path / "data"))
+    arguments = ("--engine", "echo:0.05", "--data", str(tmp_path / "data"))
     ran = subprocess.run(
         [*(sys.executable, "-m", "pensieve", "serve", "--tbt", "0.01"), *arguments],
         capture_output=True,
@@ -134,7 +134,7 @@ def test_a_daemon_does_not_start_with_it_and_starts_with_what_is_named(tmp_path:
     assert named >= 0.051
     assert "ready grpc" not in ran.stderr
     process = ServeProcess(
-        tmp_path / "data", "--echo-seconds", "0.05", "--tbt", str(max(2 * named, 1.0))
+        tmp_path / "data", "--engine", "echo:0.05", "--tbt", str(max(2 * named, 1.0))
     )
     process.start()
     assert process.stop() == 0

@@ -24,7 +24,7 @@ from tests.text.families import QWEN_2_5
 
 REPOSITORY = Path(__file__).parents[2]
 SIZES = ("--device-cache", "480t", "--host-cache", "480t", "--chunk-tokens", "8", "--threads", "1")
-LIMITS = (*SIZES, "--iteration-timeout", "20")
+LIMITS = {"config": {"iteration_seconds_max": 20.0}}
 TALKS = 6
 NAMESPACE, HERE, THERE = f"pensieve-{os.getpid()}", "10.91.7.1", "10.91.7.2"
 
@@ -74,7 +74,10 @@ class Pair:
         stages = ("--pipeline-stages", "2", "--rank-address", self.leader)
         secret = ("--rank-secret", str(self.secret))
         self.daemon = ServeProcess(
-            tmp_path / "data", str(self.here), *stages, *secret, *LIMITS, engine="model"
+            tmp_path / "data",
+            *(str(self.here), *stages, *secret, *SIZES),
+            engine="model",
+            parameters=LIMITS,
         )
 
     def close(self) -> None:

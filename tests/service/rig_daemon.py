@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import os
 import signal
 import subprocess
@@ -101,7 +102,7 @@ class DaemonRig:
         store: Store
         if self._history:
             sharing = Sharing(data.name)
-            store = open_store(data, "pensieve test", f"history://{self._history}", 5.0, sharing)
+            store = open_store(data, "pensieve test", f"history://{self._history}", sharing)
         else:
             store = ConversationStore.open(data, "pensieve test")
         self.daemon = Daemon(
@@ -253,8 +254,12 @@ class ServeProcess:
         *arguments: str,
         engine: str = "echo",
         environment: Mapping[str, str] | None = None,
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,  # see serve_with.py
     ) -> None:
         self.data = data
+        self.program = ["pensieve", "serve"]
+        if parameters:
+            self.program = ["tests.service.serve_with", json.dumps(parameters)]
         self.environment = environment or {}
         self.arguments = arguments
         self.engine = engine
@@ -273,7 +278,7 @@ class ServeProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "pensieve", "serve", "--data", str(self.data)),
+                    *(sys.executable, "-m", *self.program, "--data", str(self.data)),
                     *("--address", f"127.0.0.1:{free_port()}", "--ready-file", str(ready)),
                     *("--engine", self.engine, *self.arguments),
                 ],

@@ -104,7 +104,12 @@ def fill_disk(process: ServeProcess, choose: random.Random) -> None:
 @pytest.mark.timeout(600 * SCALE)
 def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
     choose = random.Random(5 + SEED)
-    process = ServeProcess(tmp_path / "data", "--echo-seconds", "0.002", "--heartbeat", "2")
+    process = ServeProcess(
+        tmp_path / "data",
+        "--engine",
+        "echo:0.002",
+        parameters={"config": {"heartbeat_seconds": 2.0}},
+    )
     address = process.start()
     process.arguments = (*process.arguments, "--address", address)
     stop = threading.Event()

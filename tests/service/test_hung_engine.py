@@ -79,7 +79,8 @@ def test_an_idle_engine_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_service_that_was_stopped_leaves_its_engine_alone(tmp_path: Path) -> None:
-    process = ServeProcess(tmp_path / "data", "--heartbeat", "2", "--iteration-timeout", "2")
+    parameters = {"config": {"heartbeat_seconds": 2.0, "iteration_seconds_max": 2.0}}
+    process = ServeProcess(tmp_path / "data", parameters=parameters)
     address = process.start()
     with Client(address) as client, Admin(f"unix:{process.data / 'admin.sock'}") as admin:
         conversation = client.conversation("c")

@@ -8,7 +8,7 @@ import gzip
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,12 @@ BODY = b"\0" + struct.pack(">I", 3 * MIB) + b"x" * (3 * MIB - 1)  # one byte is 
 class Guarded(ServeProcess):
     """A daemon that wants tokens, and one that it knows."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, **parameters: Mapping[str, Any]) -> None:
         self.token, entry = auth.new_token("a", admin=False)
         tokens = folder / "tokens.toml"
         tokens.write_text(entry)
         tokens.chmod(0o600)
-        super().__init__(folder / "data", "--token-file", str(tokens), *arguments)
+        super().__init__(folder / "data", "--token-file", str(tokens), parameters=parameters)
 
     def resident_bytes(self) -> int:
         assert self.process is not None
@@ -180,7 +180,7 @@ def test_somebody_with_a_token_has_few_bodies_on_their_way(guarded: Guarded) -> 
 
 
 def test_connections_beyond_the_limit_are_closed_and_the_operator_gets_in(tmp_path: Path) -> None:
-    daemon = Guarded(tmp_path, "--connections-max", "20")
+    daemon = Guarded(tmp_path, listening={"connections_max": 20})
     daemon.start()
     with contextlib.ExitStack() as peers:
         opened = [peers.enter_context(RawPeer(daemon.address)) for _ in range(50)]

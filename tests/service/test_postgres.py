@@ -49,7 +49,7 @@ def test_a_conversation_goes_on_after_either_process_was_killed(
     url = server.new_database().replace(f"{USER}@", f"{USER}:{SECRET}@")
     for name, secret in (("PENSIEVE_STORE", url), ("PGPASSWORD", SECRET)):
         monkeypatch.setenv(name, secret)
-    daemon = ServeProcess(tmp_path / "data", "--echo-seconds", "0.002")
+    daemon = ServeProcess(tmp_path / "data", "--engine", "echo:0.002")
 
     def ask(text: str) -> str:
         with Client(daemon.address, retry=ENOUGH) as client:

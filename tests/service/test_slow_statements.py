@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from pensieve.config import SERVING, SETTINGS, resolve
-from pensieve.launch import daemon
 from pensieve.store import conversation_rows, turn_rows
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig
@@ -47,16 +44,3 @@ def test_it_ends_with_unavailable_and_the_next_call_is_answered(
                 assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
         assert len(rig.stub.ListConversations(pb.ListConversationsRequest()).conversations) == 1
         assert rig.ask("tea", "more").completed.revision == 2
-
-
-def test_the_setting_reaches_the_history(tmp_path: Path) -> None:
-    flags = {"data": str(tmp_path / "data"), "statement_timeout": "2.5", "address": "127.0.0.1:0"}
-    resolved = resolve(flags, {}, tables=(SETTINGS, SERVING))
-    setup = daemon.setup_to_serve(resolved, resolved.serving)
-
-    async def opened() -> float:
-        server = daemon.open_server(setup, lambda line: None)
-        server.daemon.store.close()
-        return writer_of(server.daemon.store).limit.seconds
-
-    assert asyncio.run(opened()) == 2.5

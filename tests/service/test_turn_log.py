@@ -59,15 +59,6 @@ def test_lines_of_text_have_one_value_behind_each_name(tmp_path: Path) -> None:
     )
 
 
-def test_turns_are_not_logged_where_they_are_not_wanted(tmp_path: Path) -> None:
-    process = ServeProcess(tmp_path / "data", "--log-format", "json", "--log-turns", "off")
-    with Client(process.start()) as client:
-        client.conversation("trip").ask(SECRET, max_tokens=3)
-    assert process.stop() == 0
-    assert not turns(process.log.read_text())
-    assert "ready grpc" in process.log.read_text()
-
-
 def test_a_turn_that_fails_or_is_abandoned_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

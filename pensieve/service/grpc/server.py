@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 import grpc
 
-from pensieve.config import CONNECTIONS_MAX
 from pensieve.errors import AddressInUse, ConfigError, DeadlineExceeded, NotFound
 from pensieve.service.admin_socket import socket_address
 from pensieve.service.audit_log import AuditLog
@@ -95,7 +94,7 @@ class Listening:
     hand_over: bool = False  # offer KV to other daemons of a cluster
     keepalive_seconds: float = 30.0  # between pings of a silent connection
     ping_timeout_seconds: float = 10.0  # one that does not answer is closed
-    connections_max: int = CONNECTIONS_MAX  # to the address; the socket has as many of its own
+    connections_max: int = 512  # to the address; the socket has as many of its own
     http: str = ""  # HOST:PORT of the APIs over HTTP; "" for none
     http_hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
     http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
