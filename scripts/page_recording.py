@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
-CACHE = ("--chunk-tokens", "16", "--device-cache", "480t", "--host-cache", "480t")
+CACHE = ("--device-cache", "480t", "--host-cache", "480t")
 WIDE, PHONE = {"width": 1240, "height": 700}, {"width": 390, "height": 780}
 GIF_WIDTH, GIF_COLOURS, FRAME_SECONDS = 1000, 96, 0.15
 PALETTE = (

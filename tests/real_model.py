@@ -48,11 +48,20 @@ Figures = dict[str, int]
 
 
 def exactness(
-    model: str, data: Path, turns: int = len(SAYINGS), settings: tuple[str, ...] = ()
+    model: str,
+    data: Path,
+    turns: int = len(SAYINGS),
+    settings: tuple[str, ...] = (),
+    chunk_tokens: str = "32",
 ) -> Figures:
     """Counts of tokens: of the replies (also how many are wrong), and of histories by where they were."""
     folder = resolve_model(model, report)
-    process = ServeProcess(data, str(folder), *SETTINGS, *settings, engine="model")
+    process = ServeProcess(
+        data,
+        *(str(folder), *SETTINGS, *settings),
+        engine="model",
+        parameters={"settings": {"chunk_tokens": chunk_tokens}},
+    )
     address = process.start(600.0)
     figures: Figures = dict.fromkeys(
         ("device", "host", "recomputed", "replies", "wrong", "ties"), 0

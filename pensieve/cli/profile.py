@@ -23,7 +23,7 @@ PROFILED = tuple(
     if setting.name
     in (
         *("model", "device", "dtype", "context_max", "weights", "kv_dtype", "device_cache"),
-        *("host_cache", "chunk_tokens", "token_budget", "turns_max", "threads", "tensor_parallel"),
+        *("host_cache", "token_budget", "turns_max", "threads", "tensor_parallel"),
     )
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pensieve.config.parsing import TierSize
 from pensieve.config.setting import Table
-from pensieve.config.tables import REMOVED, SERVING, SETTINGS, TABLES
+from pensieve.config.tables import INTERNAL, REMOVED, SERVING, SETTINGS, TABLES
 from pensieve.errors import ConfigError
 
 
@@ -32,11 +32,9 @@ class Settings:
     device_cache: TierSize
     host_cache: TierSize
     stream: str
-    staging: TierSize
     check_kv: bool | None
     policy: str
     cost: Path | None
-    chunk_tokens: int
     token_budget: int
     prompt_seconds: float
     tbt: float
@@ -53,6 +51,8 @@ class Settings:
     data: Path
     store: str | None  # with its password, if it has one
     journal: Path | None
+    chunk_tokens: int
+    staging_tokens: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Resolved:
 
     @property
     def settings(self) -> Settings:
-        return Settings(**{each.name: self.values[each.name] for each in SETTINGS})
+        return Settings(**{each.name: self.values[each.name] for each in (*SETTINGS, *INTERNAL)})
 
     @property
     def serving(self) -> Serving:
@@ -119,10 +119,10 @@ def resolve(
     sources: dict[str, str] = {}
     written: dict[str, str] = {}
     texts: dict[str, str] = {}
-    for setting in (each for table in tables for each in table):
+    for setting in (each for table in (*tables, INTERNAL) for each in table):
         if (text := flags.get(setting.name)) is not None:
             source = "flag"
-        elif setting.variable in environ:
+        elif setting not in INTERNAL and setting.variable in environ:
             text, source = environ[setting.variable], setting.variable
         elif setting.name in in_file:
             text, source = in_file[setting.name], str(file)
@@ -137,7 +137,7 @@ def resolve(
             but = "" if setting.secret else f", not {text!r}"
             raise ConfigError(f"{named} {error}{but}") from None
         sources[setting.name], texts[setting.name] = source, text
-        if text and setting in SETTINGS and not setting.secret:
+        if text and setting in (*SETTINGS, *INTERNAL) and not setting.secret:
             written[setting.name] = text
     for name, default in (("model", ""), ("data", default_data_folder(environ))):
         if name in values:

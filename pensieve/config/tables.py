@@ -109,14 +109,6 @@ SETTINGS: Table = (
         "auto|on|off",
     ),
     Setting(
-        "staging",
-        parse_tier_size,
-        "auto",
-        "memory for what --stream copies to the device, of a layer at a time; half of it holds the longest "
-        "context (auto: a tenth of the device tier; on a CPU none, where nothing needs copying)",
-        "SIZE",
-    ),
-    Setting(
         "check_kv",
         switch,
         "",
@@ -138,7 +130,6 @@ SETTINGS: Table = (
         "model's shape)",
         "FILE",
     ),
-    Setting("chunk_tokens", whole(1, 1024), "32", "tokens per chunk", "N"),
     Setting("token_budget", whole(1, 1 << 20), "512", "most tokens of an iteration", "N"),
     Setting(
         "prompt_seconds",
@@ -204,6 +195,16 @@ SETTINGS: Table = (
     DATA,
     STORE,
     Setting("journal", file, "", "append a journal of all iterations to this file", "FILE"),
+)
+# Of the engine's settings, those that only our own code changes: no flag, no variable, no key of a file.
+INTERNAL: Table = (
+    Setting("chunk_tokens", whole(1, 1024), "32", "tokens per chunk"),
+    Setting(
+        "staging_tokens",
+        whole(0, 1 << 31),
+        "0",
+        "of one layer, in both staging arenas (0: a tenth of the device tier; on a CPU no arenas)",
+    ),
 )
 ENGINE: Table = (
     Setting(
@@ -339,6 +340,7 @@ SERVING: Table = (
 # Settings of earlier versions, and what to do instead.
 REMOVED = {
     "chain_keep": "a conversation is found by its history for 30 days after its last reply",
+    "chunk_tokens": "a chunk has 32 tokens",
     "connections_max": "there may be 512 connections; limit those of each peer in a firewall or proxy",
     "echo_seconds": "write --engine echo:SECONDS",
     "heartbeat": "an engine that is silent for 30 seconds is started again",
@@ -349,6 +351,7 @@ REMOVED = {
     "prefill_ahead": "it gained nothing; raise --turns-max for earlier first tokens",
     "request_keep": "a request_id is known for 7 days after its turn",
     "scrub": "the whole history is read once in 7 days",
+    "staging": "the arenas take a tenth of the device tier; --stream off has none",
     "statement_timeout": "a job of the history may compute for 10 seconds",
     "vllm_engine": "routers speak to the APIs of --http",
 }

@@ -63,7 +63,7 @@ def _check_kernels(settings: Settings, device: torch.device, report: Report) -> 
         raise ConfigError("--kv-dtype int8 is for CPUs: --device cpu")
     if settings.chunk_tokens != PAGE:
         raise ConfigError(
-            f"--chunk-tokens must be {PAGE} on a GPU, where that is the page size of the kernels"
+            f"chunk_tokens must be {PAGE} on a GPU, where that is the page size of the kernels"
         )
     report(f"kernels for {cuda_launch.architecture(device.index)}")
     cuda_launch.prepare(device.index)

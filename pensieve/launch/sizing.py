@@ -70,20 +70,15 @@ def tier_pages(
 
 def _staging_bytes(settings: Settings, device_bytes: int, host_bytes: int, num_layers: int) -> int:
     """Of a GPU's memory that is left for the device tier and the arenas."""
-    size, share = settings.staging, STAGING_SHARE
     if settings.stream == "off":
         return 0
     most = STAGING_ARENAS * -(-host_bytes // num_layers)  # the whole host tier of a layer in each
-    if size.unit == "bytes":
-        return min(int(size.amount), most, device_bytes)
-    if size.unit == "share":
-        share = size.amount
-    return min(int(device_bytes * share / (1 + share)), most)
+    return min(int(device_bytes * STAGING_SHARE / (1 + STAGING_SHARE)), most)
 
 
 def streams_in_place(settings: Settings, on_cpu: bool) -> bool:
     """Whether streamed turns attend to the host tier itself; where arenas are asked for they are used."""
-    return on_cpu and settings.stream != "off" and settings.staging.unit == "auto"
+    return on_cpu and settings.stream != "off" and not settings.staging_tokens
 
 
 def staging_pages(
@@ -106,31 +101,16 @@ def staging_pages(
                 f"{settings.chunk_tokens} tokens; the smallest is {settings.chunk_tokens}t"
             )
         return 0
-    size = settings.staging
     layer_bytes = -(-page_bytes // num_layers)
     smallest = STAGING_ARENAS * layer_bytes
-    if size.unit == "tokens":
-        arena_pages = int(size.amount) // settings.chunk_tokens // STAGING_ARENAS
+    if settings.staging_tokens:
+        arena_pages = settings.staging_tokens // settings.chunk_tokens // STAGING_ARENAS
     else:
-        share = STAGING_SHARE if size.unit == "auto" else size.amount
-        total = size.amount if size.unit == "bytes" else share * pages.device * page_bytes
-        arena_pages = int(total) // smallest
-    if not arena_pages and not (size.unit == "auto" and settings.stream == "auto"):
-        if size.unit != "auto":
-            raise ConfigError(
-                f"--staging {size} holds less than a page of one layer ({layer_bytes:,} bytes) in each "
-                f"of its {STAGING_ARENAS} arenas; the smallest is {-(-smallest // 2**10)}KiB"
-            )
-        arena_pages = 1
+        arena_pages = int(STAGING_SHARE * pages.device * page_bytes) // smallest
+    if settings.stream == "on":
+        arena_pages = max(arena_pages, 1)
     arena_pages = min(arena_pages, pages.host)
-    if left_bytes is not None and arena_pages * smallest > left_bytes:
-        if size.unit != "auto":
-            raise ConfigError(
-                f"--staging {size} needs {size_text(arena_pages * smallest)}, and {size_text(left_bytes)} of "
-                f"the GPU's memory are left beside the device tier"
-            )
-        arena_pages = left_bytes // smallest
-    return arena_pages
+    return arena_pages if left_bytes is None else min(arena_pages, left_bytes // smallest)
 
 
 def turns_max(settings: Settings, pages: int | None = None) -> int:

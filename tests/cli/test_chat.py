@@ -258,7 +258,7 @@ def test_bad_messages_are_refused_and_harm_nothing(
         (["--device-cache", "lots"], 3, "--device-cache is a size such as 6GiB"),
         (["--device-cache", "3t"], 3, "--device-cache 3t holds 1 chunks"),
         (["--host-cache", "90TiB"], 3, "lower --device-cache or --host-cache"),
-        (["--chunk-tokens", "0"], 3, "--chunk-tokens is a whole number"),
+        (["--token-budget", "0"], 3, "--token-budget is a whole number"),
         (["--top-p", "7"], 3, "--top-p is a number in 0..1"),
         (["--config", "/nowhere/at/all"], 3, "cannot read /nowhere/at/all"),
         (["--conversation", "../etc"], 2, "conversation_id: must be 1 to 128"),
@@ -370,13 +370,13 @@ def test_every_setting_says_where_it_comes_from(
     file = tmp_path / "pensieve.toml"
     file.write_text('policy = "lru"\ntoken_budget = 64\n')
     monkeypatch.setenv("PENSIEVE_TOKEN_BUDGET", "128")
-    monkeypatch.setenv("PENSIEVE_CHUNK_TOKENS", "16")
-    arguments = ["chat", str(model), "--chunk-tokens", "8", "--config", str(file), "--print-config"]
+    monkeypatch.setenv("PENSIEVE_TURNS_MAX", "16")
+    arguments = ["chat", str(model), "--turns-max", "8", "--config", str(file), "--print-config"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert 'policy = "lru"  # ' + str(file) in said
     assert "token_budget = 128  # PENSIEVE_TOKEN_BUDGET" in said
-    assert "chunk_tokens = 8  # flag" in said
+    assert "turns_max = 8  # flag" in said
     assert 'host_cache = "auto"  # default' in said
     file.write_text("colour = 1\n")
     assert main(arguments) == 3

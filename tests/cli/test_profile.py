@@ -24,6 +24,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_profile, "QUICK_SECONDS", 3.0)
 
 
+CHUNKS_OF_16 = {"settings": {"chunk_tokens": "16"}}
+
+
 def kept(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "pensieve" / "profiles").glob("*"))
 
@@ -60,7 +63,7 @@ def test_a_profile_is_kept_and_the_next_start_says_that_it_uses_it(
     profiled = line_of_costs(ServeProcess(tmp_path / "same", *SMALL, engine="model"))
     assert profiled.startswith("costs: profiled on this machine, 20")
     assert profiled.endswith(f"({path})")
-    process = ServeProcess(tmp_path / "other", *SMALL, "--chunk-tokens", "16", engine="model")
+    process = ServeProcess(tmp_path / "other", *SMALL, engine="model", parameters=CHUNKS_OF_16)
     assert line_of_costs(process) == (
         "costs: estimated from the model's shape: no profile of this model on this machine; "
         "`pensieve profile` makes one"

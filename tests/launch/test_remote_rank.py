@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,11 @@ from tests.service.rig_daemon import ServeProcess, wait_for
 from tests.text.families import QWEN_2_5
 
 REPOSITORY = Path(__file__).parents[2]
-SIZES = ("--device-cache", "480t", "--host-cache", "480t", "--chunk-tokens", "8", "--threads", "1")
-LIMITS = {"config": {"iteration_seconds_max": 20.0}}
+SIZES = ("--device-cache", "480t", "--host-cache", "480t", "--threads", "1")
+LIMITS: dict[str, dict[str, Any]] = {
+    "config": {"iteration_seconds_max": 20.0},
+    "settings": {"chunk_tokens": "8"},
+}
 TALKS = 6
 NAMESPACE, HERE, THERE = f"pensieve-{os.getpid()}", "10.91.7.1", "10.91.7.2"
 

@@ -53,9 +53,7 @@ def test_as_many_turns_run_as_memory_and_the_budget_have_room_for() -> None:
 def test_staging_is_a_tenth_of_the_device_tier_in_two_arenas_for_one_layer() -> None:
     pages = TierPages(1000, 5000)
     assert staging_pages(settings_of(), pages, PAGE_BYTES, 32) == 1600
-    assert staging_pages(settings_of(staging="5%"), pages, PAGE_BYTES, 32) == 800
-    assert staging_pages(settings_of(staging="1MiB"), pages, PAGE_BYTES, 32) == 4
-    assert staging_pages(settings_of(staging="6400t"), pages, PAGE_BYTES, 32) == 100
+    assert staging_pages(settings_of(staging_tokens="6400"), pages, PAGE_BYTES, 32) == 100
     assert staging_pages(settings_of(), TierPages(1000, 70), PAGE_BYTES, 32) == 70
     assert staging_pages(settings_of(stream="off"), pages, PAGE_BYTES, 32) == 0
     assert staging_pages(settings_of(), TierPages(1000, 0), PAGE_BYTES, 32) == 0
@@ -65,34 +63,17 @@ def test_on_a_gpu_staging_is_taken_from_what_is_left() -> None:
     alone = settings_of(stream="off")
     assert tier_pages(alone, PAGE_BYTES, 110 * GIB).device == 28_160
     assert tier_pages(settings_of(), PAGE_BYTES, 110 * GIB).device == 25_600
-    given = settings_of(staging="10GiB")
-    assert tier_pages(given, PAGE_BYTES, 110 * GIB).device == 25_600
     without = settings_of(host_cache="0t")
     assert tier_pages(without, PAGE_BYTES, 110 * GIB, 32).device == 28_160
     small = settings_of(host_cache="16GiB")  # a layer of it is half a GiB
     assert tier_pages(small, PAGE_BYTES, 110 * GIB, 32).device == 28_160 - 256
     assert staging_pages(small, TierPages(27_904, 4096), PAGE_BYTES, 32, GIB) == 4096
     assert staging_pages(small, TierPages(27_904, 4096), PAGE_BYTES, 32, GIB // 2) == 2048
-    with pytest.raises(ConfigError, match=r"--staging 10240MiB needs 1.0 GiB, and 512.0 MiB"):
-        staging_pages(
-            settings_of(staging="10GiB"), TierPages(27_904, 4096), PAGE_BYTES, 32, GIB // 2
-        )
 
 
-@pytest.mark.parametrize(
-    ("written", "pages", "problem"),
-    [
-        ({"stream": "on"}, TierPages(1000, 0), r"needs a host tier: .* the smallest is 32t"),
-        ({"staging": "200KiB"}, TierPages(1000, 50), r"131,072 bytes.*the smallest is 256KiB"),
-        ({"staging": "63t"}, TierPages(1000, 50), r"the smallest is 256KiB"),
-    ],
-)
-def test_what_cannot_stage_a_page_in_each_arena_is_refused_with_the_smallest_that_can(
-    written: dict[str, str], pages: TierPages, problem: str
-) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        staging_pages(settings_of(**written), pages, PAGE_BYTES, 32)
-    assert staging_pages(settings_of(staging="256KiB"), TierPages(1000, 50), PAGE_BYTES, 32) == 1
+def test_streaming_without_a_host_tier_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs a host tier: .* the smallest is 32t"):
+        staging_pages(settings_of(stream="on"), TierPages(1000, 0), PAGE_BYTES, 32)
 
 
 def test_a_device_tier_too_small_to_stage_streams_nothing_unless_it_is_asked_to() -> None:

@@ -12,8 +12,8 @@ from tests.text.families import QWEN_2_5
 def test_eight_talks_under_tiny_caches_are_plain_transformers(tmp_path: Path) -> None:
     """Of 1,600 tokens of histories 800 fit on the device and 600 on the host."""
     model = write_model(tmp_path / "model", QWEN_2_5)
-    small = ("--device-cache", "800t", "--host-cache", "600t", "--chunk-tokens", "8")
-    figures = exactness(str(model), tmp_path / "data", 2, (*small, "--policy", "value"))
+    small = ("--device-cache", "800t", "--host-cache", "600t")
+    figures = exactness(str(model), tmp_path / "data", 2, (*small, "--policy", "value"), "8")
     assert problems(figures) == [], figures
     assert figures["replies"] > 200
     assert figures["wrong"] == 0

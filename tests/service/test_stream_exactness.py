@@ -27,8 +27,8 @@ FIRED = (
 @pytest.mark.parametrize(
     ("family", "kind", "depth", "settings"),
     [
-        (QWEN_2_5, "llama-gqa", 1, {"staging": "640t"}),
-        (LLAMA_3, "qwen3", 1, {"staging": "400t", "policy": "lru", "check_kv": "1"}),
+        (QWEN_2_5, "llama-gqa", 1, {"staging_tokens": "640"}),
+        (LLAMA_3, "qwen3", 1, {"staging_tokens": "400", "policy": "lru", "check_kv": "1"}),
         (
             QWEN_2_5,
             "llama-gqa",
@@ -37,10 +37,10 @@ FIRED = (
                 "chunk_tokens": "32",
                 "device_cache": "640t",
                 "host_cache": "1600t",
-                "staging": "1600t",
+                "staging_tokens": "1600",
             },
         ),
-        (LLAMA_3, "llama-gqa", 2, {"staging": "800t", "host_cache": "640t"}),
+        (LLAMA_3, "llama-gqa", 2, {"staging_tokens": "800", "host_cache": "640t"}),
         (QWEN_2_5, "qwen3", 1, {}),  # in place: nothing is staged
         (
             LLAMA_3,

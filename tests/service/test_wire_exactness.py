@@ -22,9 +22,10 @@ from tests.service.rig_daemon import ServeProcess, wait_for
 from tests.text.families import QWEN_2_5
 
 SETTINGS = (
-    *("--device-cache", "480t", "--host-cache", "480t", "--chunk-tokens", "8"),
+    *("--device-cache", "480t", "--host-cache", "480t"),
     *("--token-budget", "48", "--turns-max", "12", "--threads", "1"),
 )
+PARAMETERS = {"settings": {"chunk_tokens": "8"}}
 FIRED = (
     *("chunks_swapped_out", "chunks_reclaimed", "chunks_swapped_in", "chunks_dropped"),
     *("suspensions", "resumptions", "tokens_computed_again", "turns_cancelled"),
@@ -103,7 +104,9 @@ def test_every_reply_over_the_wire_is_what_plain_transformers_would_have_said(
     tmp_path: Path,
 ) -> None:
     folder = write_model(tmp_path / "model", QWEN_2_5, "llama-gqa")
-    process = ServeProcess(tmp_path / "data", str(folder), *SETTINGS, engine="model")
+    process = ServeProcess(
+        tmp_path / "data", str(folder), *SETTINGS, engine="model", parameters=PARAMETERS
+    )
     address = process.start()
     process.arguments = (*process.arguments, "--address", address)
     admin = Admin(f"unix:{tmp_path / 'data' / 'admin.sock'}", retry=Retry(retries=0))

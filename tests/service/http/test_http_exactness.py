@@ -26,7 +26,7 @@ from pensieve.client.admin import Admin
 from tests.newcomer import free_port
 from tests.service.rig import Reference, write_model
 from tests.service.rig_daemon import ServeProcess
-from tests.service.test_wire_exactness import SETTINGS
+from tests.service.test_wire_exactness import PARAMETERS, SETTINGS
 from tests.text.families import QWEN_2_5
 
 WORDS = ("Oslo", "rain", "Grüße", "日本")
@@ -202,7 +202,15 @@ def test_every_reply_through_http_is_what_plain_transformers_would_have_said(
 ) -> None:
     folder = write_model(tmp_path / "model", QWEN_2_5, "llama-gqa")
     url = f"127.0.0.1:{free_port()}"
-    process = ServeProcess(tmp_path / "data", str(folder), *SETTINGS, "--http", url, engine="model")
+    process = ServeProcess(
+        tmp_path / "data",
+        str(folder),
+        *SETTINGS,
+        "--http",
+        url,
+        engine="model",
+        parameters=PARAMETERS,
+    )
     admin = Admin(f"unix:{tmp_path / 'data' / 'admin.sock'}", retry=Retry(retries=0))
     done: Counter[str] = Counter()
     fired: Counter[str] = Counter()
