@@ -64,7 +64,8 @@ EXPENSIVE = (
     "tests/cli/test_simulate_journal.py",
     "tests/cli/test_simulate_streaming.py",
     "tests/scripts/test_paper_figures.py",
-    "tests/bench/",  # measurements, those on a GPU on emulated threads
+    "tests/scripts/test_gpu_bench.py",
+    "tests/bench/",  # measurements
     "tests/cli/test_profile.py",
     "tests/faults/test_fault_search.py::test_nothing_is_lost",
     "tests/faults/test_every_store_call.py",

@@ -63,7 +63,7 @@ ROOMS = {
     "bench": room(
         "core engine text store kernels model service history client config gc_pause builtin sim launch"
         " v1 extras",
-        "torch transformers tokenizers safetensors grpc matplotlib rich cupy",
+        "torch transformers tokenizers safetensors grpc matplotlib rich",
         never="sqlite3",
     ),
     "errors": room(),

@@ -7,20 +7,24 @@ import json
 import os
 import subprocess
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pensieve.bench import gpu as bench_gpu
-from pensieve.bench import gpu_kernels, gpu_versions
-from pensieve.bench.gpu_baselines import baselines, usable
-from pensieve.bench.gpu_harness import figures_of
-from pensieve.bench.gpu_pages import Paged
-from pensieve.bench.gpu_section import NAMES, succeeded
-from pensieve.bench.gpu_stages import (
+from pensieve.errors import PensieveError
+from pensieve.kernels import choices, cuda_launch, multi_token_attention, write_kv
+from pensieve.kernels.attention import cuda, reference
+from pensieve.kernels.kv_format import FP8
+from pensieve.model.kv.memory import KVMemory
+from pensieve.model.sampling.sampler import Sampler
+from scripts.gpu_bench import __main__ as bench_gpu
+from scripts.gpu_bench import engines, kernels, pages
+from scripts.gpu_bench.harness import SECTIONS, Bench, figures_of, succeeded
+from scripts.gpu_bench.model import talks
+from scripts.gpu_bench.pages import Paged, baselines, usable
+from scripts.gpu_bench.stages import (
     KERNELS,
     STAGES,
     After,
@@ -28,13 +32,10 @@ from pensieve.bench.gpu_stages import (
     Step,
     after,
     decisions,
-    found_wrong,
     small,
     wrong_kernels,
 )
-from pensieve.errors import PensieveError
-from pensieve.kernels import choices, cuda_launch
-from pensieve.model.sampling.sampler import Sampler
+from tests.kernels.emulated import needs_x86, run
 
 
 def figure(section: str, **fields: Any) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def figure(section: str, **fields: Any) -> dict[str, Any]:
 WRONG_COPY = figure("kernels", failed=True, kind="copy")
 
 
-@pytest.mark.parametrize("section", NAMES)
+@pytest.mark.parametrize("section", SECTIONS)
 def test_every_section_runs_small(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,7 +61,7 @@ def test_every_section_runs_small(
 
 
 @pytest.mark.needs("gpu")
-@pytest.mark.parametrize("section", [name for name in NAMES if name != "load"])
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "load"])
 def test_a_gpu_says_what_the_references_say(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,33 +136,20 @@ def test_a_section_that_dies_before_it_begins_has_failed_and_is_named(
     assert "snake=NUMBER" in figures[0]["line"]
 
 
-def sleeps_in_a_group(*given: Any) -> None:
-    os.setsid()
-    sleeps_without_a_group(*given)
-
-
-def sleeps_without_a_group(*given: Any) -> None:
-    os.write(given[-1].fileno(), f"{os.getpid()}\n".encode())
-    time.sleep(20)
-    os.write(given[-1].fileno(), b"nobody has ended it\n")
-
-
-@pytest.mark.parametrize("process", [sleeps_in_a_group, sleeps_without_a_group])
-def test_a_process_that_is_late_is_ended_even_before_it_has_a_group(
-    process: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_gpu, "run_section", process)
-    log = io.StringIO()
-    run = bench_gpu.Run(tmp_path, "cpu", 600, log)
-    run.step(Step("device", 3))
-    assert run.failed == ["device"]
-    assert "nobody has ended it" not in log.getvalue()
-
-
-def starts_another_group(*given: Any) -> None:
+def starts_another(*given: Any) -> None:
+    """In a group of its own, as compute-sanitizer is."""
     os.setsid()
     with subprocess.Popen(["sleep", "60"], process_group=0) as another:
         os.write(given[-1].fileno(), f"{another.pid}\n".encode())
+
+
+def test_what_a_late_section_started_is_ended_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_gpu, "run_section", starts_another)
+    log = io.StringIO()
+    bench_gpu.Run(tmp_path, "cpu", 600, log).step(Step("device", 3))
+    assert ended(int(log.getvalue().split()[0]))
 
 
 def ended(pid: int) -> bool:
@@ -174,57 +162,6 @@ def ended(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-def test_what_a_late_section_started_is_ended_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in a group of its own, as compute-sanitizer is."""
-    monkeypatch.setattr(bench_gpu, "run_section", starts_another_group)
-    log = io.StringIO()
-    bench_gpu.Run(tmp_path, "cpu", 600, log).step(Step("device", 3))
-    assert ended(int(log.getvalue().split()[0]))
-
-
-def test_a_sanitizer_that_takes_too_long_is_ended_with_what_it_examines(tmp_path: Path) -> None:
-    program = ["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $! >pid; wait"]
-    with pytest.raises(subprocess.TimeoutExpired):
-        gpu_versions.outcome(program, str(tmp_path), 1)
-    assert ended(int((tmp_path / "pid").read_text()))
-    assert gpu_versions.outcome(["sh", "-c", "echo a; echo b >&2; exit 9"], str(tmp_path), 9) == (
-        9,
-        "a\nb\n",
-    )
-
-
-def test_an_interrupted_run_leaves_no_process_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_gpu, "run_section", sleeps_in_a_group)
-    run = bench_gpu.Run(tmp_path, "cpu", 600, io.StringIO())
-    began = []
-
-    def interrupted(line: str) -> None:
-        began.append(int(line))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "say", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run.step(Step("device", 60))
-    with pytest.raises(ProcessLookupError):
-        os.kill(began[0], 0)
-
-
-def test_a_section_is_not_begun_with_too_little_time_to_end_it(tmp_path: Path) -> None:
-    log = io.StringIO()
-    bench_gpu.Run(tmp_path, "cpu", 4, log).step(Step("device", 60, small=True))
-    assert "left out: the time is over" in log.getvalue()
-    assert not figures_of(tmp_path)
-
-
-def test_a_run_that_examined_nothing_has_failed(tmp_path: Path) -> None:
-    given = ["--small", "--device", "cpu", "--out", str(tmp_path), "--minutes", "0.1"]
-    assert bench_gpu.main(given) == 1
 
 
 def test_what_is_wrong_is_switched_off_until_the_kernels_are_right_or_the_run_ends(
@@ -272,40 +209,25 @@ def test_a_run_keeps_figures_log_and_decisions_in_one_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUT", raising=False)
     monkeypatch.setenv("PENSIEVE_GPU_CHOICES", "snake=0")
-    given = ["--small", "--device", "cpu", "--stages", "1,3", "--sections", "versions,device"]
-    assert bench_gpu.main(given) == 0
+    short = Stage(1, 1, "", (Step("versions", 60), Step("device", 60)))
+    monkeypatch.setattr(bench_gpu, "STAGES", (short, short._replace(number=2)))
+    monkeypatch.setattr(bench_gpu, "default_device", lambda: "cpu")
+    assert bench_gpu.main(["--small", "--stages", "2"]) == 0
     (folder,) = tmp_path.glob("bench_gpu_*")
     assert {each.name for each in folder.iterdir()} == {"figures.jsonl", "log.txt", "decisions.txt"}
     figures = figures_of(folder)
     assert any("snake=0" in each["line"] for each in figures)
-    assert sum("copy_bandwidth" in each for each in figures) == 2
+    assert sum("copy_bandwidth" in each for each in figures) == 1
 
 
 def test_a_stage_that_has_no_time_left_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench_gpu.Run(tmp_path, "cpu", 60, io.StringIO()).stages(small(STAGES))
+    run = bench_gpu.Run(tmp_path, "cpu", 60, io.StringIO())
+    run.stages(small(STAGES))
+    assert run.failed == ["all"]
     assert capsys.readouterr().out.count("is left out") == len(STAGES)
     assert not figures_of(tmp_path)
-
-
-def test_every_stage_begins_in_45_minutes_however_long_those_before_it_take() -> None:
-    """With what it needs to begin, also where a kernel was switched off and all were examined again."""
-    (examined,) = (step for step in STAGES[0].steps if step.section == "kernels")
-    begins = examined.seconds
-    for stage in STAGES:
-        assert 45 * 60 - begins >= stage.minutes * 60 / 2, stage.number
-        begins += sum(step.seconds for step in stage.steps)
-    (watched,) = (step for step in STAGES[0].steps if step.section == "sanitizer")
-    assert watched.seconds >= len(gpu_versions.TOOLS) * gpu_versions.TOOL_SECONDS + 15, (
-        "and to begin"
-    )
-
-
-def test_a_line_that_was_cut_off_is_no_figure(tmp_path: Path) -> None:
-    whole = json.dumps({"section": "device", "small": True, "line": "here"})
-    (tmp_path / "figures.jsonl").write_text(f'{whole}\n{{"section": "dec\n{whole}\n')
-    assert len(figures_of(tmp_path)) == 2
 
 
 # -- what figures decide --
@@ -318,12 +240,12 @@ def test_a_line_that_was_cut_off_is_no_figure(tmp_path: Path) -> None:
         ([figure("kernels", failed=True, kind="narrow")], After(stop=True)),
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="wide")],
-            After(choices="hopper=0", again=("kernels",)),
+            After(choices="hopper=0"),
         ),
         # Its process was ended, so it could not say which: the narrow one had been found right, or not.
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True)],
-            After(choices="hopper=0", again=("kernels",)),
+            After(choices="hopper=0"),
         ),
         ([figure("kernels", failed=True)], After(stop=True)),
         ([figure("versions", failed=True)], After(stop=True)),
@@ -333,7 +255,7 @@ def test_a_line_that_was_cut_off_is_no_figure(tmp_path: Path) -> None:
         ([figure("kernels", kind="narrow"), WRONG_COPY], After(stop=True)),
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="draw")],
-            After(choices="radix=0", again=("kernels",)),
+            After(choices="radix=0"),
         ),
         # Nobody has examined them.
         ([figure("sanitizer", failed=True)], After(stop=True)),
@@ -393,67 +315,11 @@ def test_each_stage_says_what_its_figures_decide(
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_a_stage_that_left_no_figures_was_not_examined_and_is_not_praised(number: int) -> None:
-    told = decisions(number, [])
+    told = decisions(number, [], [step.section for step in STAGES[number - 1].steps])
     for name in {step.section for step in STAGES[number - 1].steps}:
         assert f"{name}: it was not examined" in told
     for praise in ("go on", "mean something", "above its limit"):
         assert not any(praise in sentence for sentence in told)
-
-
-@pytest.mark.parametrize("section", ["attention", "decode", "prefill", "swap"])
-def test_a_share_of_a_rate_that_nobody_measured_is_unknown_and_not_nothing(
-    section: str, tmp_path: Path
-) -> None:
-    assert succeeded(section, tmp_path, "cpu", 60, True)
-    figures = figures_of(tmp_path)
-    assert {each["share"] for each in figures if "share" in each} == {None}
-    assert "is unknown" in figures[0]["line"]
-    told = decisions(3, figures, [section])
-    assert not any("0%" in each or "above its limit" in each for each in told)
-
-
-def test_kernels_that_nobody_asked_for_end_no_run_and_are_not_praised() -> None:
-    assert after(1, [figure("device")], ["device"]) == After()
-    assert decisions(1, [figure("device")], ["device"]) == []
-
-
-@pytest.mark.parametrize("kind", ["write", "copy"])
-def test_each_kernel_that_is_wrong_is_called_by_its_own_name(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And only after attention, which more depends on, was found right."""
-    monkeypatch.setattr(gpu_kernels, "write_kv" if kind == "write" else "copy_pages", dies_not)
-    assert not succeeded("kernels", tmp_path, "cpu", 60, True)
-    figures = figures_of(tmp_path)
-    assert [each["kind"] for each in figures][:2] == ["narrow", "wide"]
-    assert found_wrong(figures) == [kind]
-    assert KERNELS[kind] in decisions(1, figures)
-
-
-@pytest.mark.parametrize("forgets", [False, True])
-def test_a_fused_norm_that_forgets_its_weights_is_found(
-    forgets: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def norm(*given: Any) -> None:
-        residual, added, weight, eps, whole, normed = given
-        whole.copy_(residual + added)
-        given_weight = None if forgets else weight.float()
-        normed.copy_(torch.nn.functional.rms_norm(whole.float(), (4096,), given_weight, eps))
-
-    def gate(rows: torch.Tensor, out: torch.Tensor) -> None:
-        left, right = rows.float().chunk(2, dim=-1)
-        out.copy_(torch.nn.functional.silu(left) * right)
-
-    monkeypatch.setattr(gpu_kernels, "add_and_norm_launch", norm)
-    monkeypatch.setattr(gpu_kernels, "gate_and_multiply_launch", gate)
-    monkeypatch.setattr(cuda_launch, "launch", dies_not)
-    told = pytest.raises(PensieveError, match="add_and_norm is off") if forgets else nullcontext()
-    with told:
-        gpu_kernels._check_fused(torch.device("cpu"), torch.bfloat16)
-
-
-def dies_not(*given: object) -> None:
-    """Does nothing at all."""
 
 
 def test_what_was_switched_off_stays_so_in_every_choice_that_is_tried(
@@ -502,43 +368,178 @@ def test_a_choice_that_fails_costs_itself_alone(
     assert {"the defaults", "wide_blocks=2", "hopper=0", "few_rows=1", "shared=0"} < measured
     assert not {"snake=0", "wide_blocks=2, snake=0"} & measured
     lacking = [figure("choices", what="w", choice="snake=0", default=False, seconds=1.0)]
-    assert "w: the present choice has no figure, so nothing is decided" in decisions(3, lacking)
+    assert "w: the present choice has no figure, so nothing is decided" in decisions(3, lacking, [])
 
 
-@pytest.mark.parametrize(
-    ("shares", "means"),
-    [
-        ({"swap_in": 0.95, "swap_out": 0.91}, "they replace the copy kernel"),
-        ({"swap_in": 0.95, "swap_out": 0.8}, "the copy kernel stays"),
-        ({"swap_in": 0.95}, "the copy kernel stays"),
-    ],
-)
-def test_batched_copies_replace_the_kernel_where_both_directions_gain(
-    shares: dict[str, float], means: str
+def raises(*given: object) -> None:
+    raise PensieveError("planted")
+
+
+@pytest.mark.parametrize("section", ["decode", "prefill"])
+def test_kv_in_fp8_that_is_wrong_hides_no_figure_of_elements(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [
-        figure(
-            "choices",
-            what=what,
-            choice="copy_engine=1",
-            default=False,
-            seconds=1.0,
-            bus_share=share,
-        )
-        for what, share in shares.items()
-    ]
-    (told,) = (each for each in decisions(3, rows) if "batched" in each)
-    assert means in told
-    assert "95% (swap_in)" in told
+    run = Paged.run
+
+    def attend(self: Paged) -> torch.Tensor:
+        return run(self) if self.kv_scales is None else self.out.fill_(0.5)
+
+    monkeypatch.setattr(Paged, "run", attend)
+    assert not succeeded(section, tmp_path, "cpu", 60, True)
+    figures = figures_of(tmp_path)
+    failed = [bool(each.get("failed")) for each in figures]
+    assert failed == sorted(failed), "fp8 comes when all else has its figures"
+    assert sum("share" in each for each in figures) == sum(failed) > 0
+    (told,) = (each for each in decisions(3, figures, [section]) if section in each)
+    assert "a part of it failed, and the rest was examined" in told
+    assert told.count("KV in fp8") == sum(failed)
 
 
-def test_a_choice_becomes_the_default_only_where_it_is_faster() -> None:
-    rows = [
-        figure("choices", what="decode", choice="the defaults", default=True, seconds=1.0),
-        figure("choices", what="decode", choice="narrow_blocks=3", default=False, seconds=0.8),
-        figure("choices", what="prefill", choice="the defaults", default=True, seconds=1.0),
-        figure("choices", what="prefill", choice="snake=0", default=False, seconds=0.99),
-    ]
-    told = decisions(3, rows)
-    assert "decode: narrow_blocks=3 is 25% faster than the defaults: make it the default" in told
-    assert "prefill: the defaults stay" in told
+def test_iterations_decode_over_numbers_whatever_the_memory_held_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that are no numbers take other ways through kernels and the sampler: they get no figure."""
+    allocated = KVMemory._allocate
+
+    def with_nan(*given: Any) -> torch.Tensor:
+        arena = allocated(*given)
+        arena.view(torch.uint8).fill_(0xFF)
+        return arena
+
+    monkeypatch.setattr(KVMemory, "_allocate", with_nan)
+    assert succeeded("iteration", tmp_path, "cpu", 60, True)
+    executor_of = vars(engines)["executor_of"]
+    monkeypatch.setattr(
+        engines, "executor_of", lambda *given, **more: executor_of(*given, graphs=False)
+    )
+    (tmp_path / "figures.jsonl").unlink()
+    assert not succeeded("iteration", tmp_path, "cpu", 60, True)
+    figures = figures_of(tmp_path)
+    assert all("0 tokens" in each["line"] and each["failed"] for each in figures)
+    assert len(figures) == 2, "each kind"
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_replies_over_kv_in_fp8_are_far_off_where_scales_are_of_another_side_or_head(
+    dimension: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = reference.multi_token_attention
+
+    def by_others(*given: Any) -> None:
+        *rest, scales = given
+        attend(*(*rest, None if scales is None else scales.flip(dimension)))
+
+    monkeypatch.setattr(reference, "multi_token_attention", by_others)
+    assert not succeeded("exactness", tmp_path, "cpu", 60, True)
+    elements, in_bytes = figures_of(tmp_path)
+    assert "0 wrong" in elements["line"]
+    assert "tokens lie far below" in in_bytes["line"]
+
+
+def test_a_swap_that_moves_nothing_is_found_where_another_has_moved_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the copy engine has the pages that the kernel had before."""
+    kept: dict[int, Any] = {}
+    prepared, swap_in = KVMemory.prepared, KVMemory.swap_in
+    ways: list[Any] = []
+
+    def same(self: KVMemory, moves: Any) -> Any:
+        return kept.setdefault(id(self), prepared(self, moves))
+
+    def once(self: Bench, runs: Any, **more: Any) -> float:
+        ways.append(runs)
+        runs[0]()
+        return 1.0
+
+    monkeypatch.setattr(KVMemory, "prepared", same)
+    monkeypatch.setattr(
+        KVMemory, "swap_in", lambda *given: swap_in(*given) if len(ways) == 1 else None
+    )
+    monkeypatch.setattr(Bench, "seconds", once)
+    assert not succeeded("swap", tmp_path, "cpu", 60, True)
+    failed = [each["what"] for each in figures_of(tmp_path) if each.get("failed")]
+    assert failed == ["swap_in, neighbours"]
+
+
+def test_an_error_of_the_device_that_sticks_ends_its_section(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an error that nobody has foreseen it is told where it came from: there is one run."""
+    bench = Bench(torch.device("cpu"), True, io.StringIO(), 60, 0.0)
+    with bench.noting("swap", "the first"):
+        raise PensieveError("planted")
+    assert bench.failed
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setattr(bench, "synchronize", raises)
+    with pytest.raises(ValueError, match="another"), bench.noting("swap", "the second"):
+        raise ValueError("another")
+    assert "Traceback" in capsys.readouterr().err
+
+
+@needs_x86
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_rotation_that_is_wrong_is_found(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On emulated threads; then with keys, values or queries that go elsewhere or are another's."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(cuda_launch, "launch", lambda launch, device: run(launch))
+    kernels.check_rotation(cpu, torch.bfloat16, fp8=fp8)
+    launch_of = cuda.rotate_and_write_kv_launch
+    for index, planted in enumerate(
+        [
+            lambda each: each * 1.2,  # query
+            lambda each: each * 1.2,  # key
+            lambda each: each * 1.2,  # value
+            lambda each: each * 0.7,  # cosine
+            lambda each: -each,  # sine
+            lambda each: each.flip(0),  # slots
+        ]
+    ):
+        kept: list[torch.Tensor] = []
+
+        def wrong(*given: Any, index: int = index, planted: Any = planted, kept: Any = kept) -> Any:
+            kept += [planted(each) if i == index else each for i, each in enumerate(given)]
+            return launch_of(*kept)
+
+        monkeypatch.setattr(cuda, "rotate_and_write_kv_launch", wrong)
+        with pytest.raises(PensieveError, match="rotate_and_write_kv"):
+            kernels.check_rotation(cpu, torch.bfloat16, fp8=fp8)
+
+
+def test_the_smallest_program_reads_and_writes_elements_and_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is what compute-sanitizer looks at."""
+    seen: set[tuple[str, torch.dtype]] = set()
+
+    def noting(name: str, function: Any, pages: int) -> Any:
+        def noted(*given: Any) -> Any:
+            seen.add((name, given[pages].dtype))
+            return function(*given)
+
+        return noted
+
+    read = multi_token_attention
+    monkeypatch.setattr(pages, "multi_token_attention", noting("read", read, 1))
+    monkeypatch.setattr(kernels, "write_kv", noting("write", write_kv, 3))
+    kernels.run_smallest(torch.device("cpu"))
+    assert seen == {
+        (name, dtype) for name in ("read", "write") for dtype in (torch.bfloat16, FP8.element)
+    }
+
+
+def test_conversations_are_as_long_as_theirs() -> None:
+    found = talks(5.0, 200.0, 3.0, 1000, 1)
+    assert len(found) == pytest.approx(1000, rel=0.15)
+    turns = sum(len(talk.messages) for _, talk in found)
+    inputs = sum(len(each) for _, talk in found for each in talk.messages)
+    assert turns / len(found) == pytest.approx(5.56, rel=0.1)
+    assert inputs / turns == pytest.approx(37.8, rel=0.1)
+    assert sum(sum(talk.outputs) for _, talk in found) / turns == pytest.approx(204.6, rel=0.1)
+
+
+def test_throughput_is_compared_at_one_latency() -> None:
+    points = [(0.01, 100.0), (0.03, 300.0), (0.02, 220.0)]
+    assert engines.throughput_at(points, 0.025) == pytest.approx(260.0)
+    assert engines.throughput_at(points, 0.5) == 300.0
+    assert engines.throughput_at(points, 0.001) == 100.0

@@ -1,4 +1,4 @@
-"""`scripts/bench_gpu` examines a GPU in one run: first what must be right, then what is fast, long runs last.
+"""Examine a GPU in one run: first what must be right, then what is fast, long runs last.
 
     stage  min.  what                                              decides
     1      4     versions; device, kernels, swap on small shapes;  wide kernel wrong: it is switched off and
@@ -9,16 +9,15 @@
                  choices of kernels/choices.py side by side        ping-pong, batched copies
     4      6     iterations at 1 to 128 rows, as graphs and not;   sampler, arguments kept per layer,
                  sampler; hidden (a history in either tier)        graphs of pieces, earlier swap-ins
-    5      9     attention against torch (M5); exactness under     the path for at most 32 rows
+    5      9     attention against torch; exactness under          the path for at most 32 rows
                  pressure
-    6      9     load: conversations at 8, 16, 32 a second (M11)   throughput at equal latency
+    6      9     load: conversations at 8, 16, 32 a second         throughput at equal latency
 
 Each section is a process of its own with a limit of its own, so one that hangs or breaks the device costs
-itself alone.  What is wrong is not timed.  Everything goes to one folder: `figures.jsonl` as it comes,
-`log.txt` with all that was printed, `decisions.txt`.  `--stages 3,4` runs some; a stage for which less than
-half of its minutes are left of `--minutes` is left out.  `--small` runs all of it on small shapes, on any
-device.
-`--prepare` needs no GPU: it compiles what the run needs, so that a machine with one compiles nothing.
+itself alone. What is wrong is not timed. Everything goes to one folder: `figures.jsonl` as it comes,
+`log.txt` with all that was printed, `decisions.txt`. A stage for which less than half of its minutes are left
+of `--minutes` is left out. `--prepare` needs no GPU: it compiles what the run needs, so that a machine with a
+GPU compiles nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +34,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from pensieve.bench.gpu_harness import FIGURES, figures_of
-from pensieve.bench.gpu_section import MODULES, run_section
-from pensieve.bench.gpu_section import NAMES as SECTIONS
-from pensieve.bench.gpu_stages import STAGES, After, Stage, Step, after, decisions, small
 from pensieve.kernels import choices
+from scripts.gpu_bench.harness import FIGURES, PRELOADED, figures_of, run_section
+from scripts.gpu_bench.stages import STAGES, After, Stage, Step, after, decisions, small
 
 LEAST_SECONDS = 5  # with less, a section is not begun; what was ended is gone by then
-NUMBERS = [stage.number for stage in STAGES]
 
 
 def main(given: list[str] | None = None) -> int:
@@ -53,15 +49,10 @@ def main(given: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--stages",
-        default=",".join(map(str, NUMBERS)),
+        type=lambda text: {int(each) for each in text.split(",")},
+        default={stage.number for stage in STAGES},
         metavar="N,…",
         help="stages to run (default: all)",
-    )
-    parser.add_argument(
-        "--sections",
-        default=",".join(SECTIONS),
-        metavar="NAME,…",
-        help="of those, sections to run (default: all)",
     )
     parser.add_argument(
         "--out",
@@ -72,40 +63,26 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=45.0, help="stop after so many (default: 45)"
     )
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--small", action="store_true", help="run small shapes only, on any device")
     parser.add_argument("--prepare", action="store_true", help="compile what a run needs, and end")
     arguments = parser.parse_args(given)
     if arguments.prepare:
-        return prepare()
-    wanted = _numbers(parser, arguments.stages)
-    sections = set(arguments.sections.split(","))
-    if unknown := sorted(sections - set(SECTIONS)):
-        parser.error(f"no such section: {', '.join(unknown)}")
-    device = arguments.device or default_device()
+        from pensieve.kernels import nvrtc
+
+        return nvrtc.main(("sm_90a",), chosen=True)
+    device = default_device()
     if device == "cpu" and not arguments.small:
         parser.error("there is no GPU here; --small tries it out on the CPU")
     folder = arguments.out or Path(
         os.environ.get("OUT") or time.strftime("bench_gpu_%Y%m%d_%H%M%S")
     )
     folder.mkdir(parents=True, exist_ok=True)
-    stages = [
-        stage._replace(steps=tuple(step for step in stage.steps if step.section in sections))
-        for stage in (small(STAGES) if arguments.small else STAGES)
-        if stage.number in wanted
-    ]
+    stages = small(STAGES) if arguments.small else STAGES
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         run = Run(folder, device, arguments.minutes * 60, log)
-        run.stages(stages)
+        run.stages([stage for stage in stages if stage.number in arguments.stages])
         run.say(f"everything is in {folder}")
     return 1 if run.failed else 0
-
-
-def _numbers(parser: argparse.ArgumentParser, text: str) -> set[int]:
-    numbers = {int(each) if each.isdecimal() else 0 for each in text.split(",")}
-    if not numbers <= set(NUMBERS):
-        parser.error(f"stages are {', '.join(map(str, NUMBERS))}")
-    return numbers
 
 
 def default_device() -> str:
@@ -127,7 +104,7 @@ class Run:
         # A server without a thread and without the device, which has imported everything, forks a process for
         # each section: it begins at once.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*MODULES])
+        self._context.set_forkserver_preload([*PRELOADED])
 
     def say(self, line: str) -> None:
         print(line, flush=True)
@@ -137,8 +114,6 @@ class Run:
     def stages(self, stages: Sequence[Stage]) -> None:
         examined = False
         for stage in stages:
-            if not stage.steps:
-                continue
             left = self._ends - time.monotonic()
             if left < stage.minutes * 60 / 2:
                 minutes = f"{left / 60:.1f} of its {stage.minutes} minutes are left"
@@ -149,7 +124,7 @@ class Run:
             means = self._decide(stage.number, stage.steps)
             while means.choices and means.choices not in self._choices:
                 self._choices.append(means.choices)
-                again = [step for step in stage.steps if step.section in means.again]
+                again = [step for step in stage.steps if step.section == "kernels"]
                 means = self._decide(stage.number, again)
             if means.stop or means.choices:  # what was switched off is still said to be wrong
                 return
@@ -163,12 +138,11 @@ class Run:
         for step in steps:
             self.step(step)
         found = figures_of(self._folder)[first:]
-        wanted = [step.section for step in steps]
         with (self._folder / "decisions.txt").open("a", encoding="utf-8") as file:
-            for sentence in decisions(number, found, wanted):
+            for sentence in decisions(number, found, [step.section for step in steps]):
                 self.say(f"  -> {sentence}")
                 file.write(f"{number}: {sentence}\n")
-        return after(number, found, wanted)
+        return after(number, found)
 
     def step(self, step: Step) -> None:
         """Run one section in a process, and end it when its time is over."""
@@ -208,13 +182,11 @@ class Run:
             reads.close()
         if late.is_set():
             self._note(step, f"FAILED: it was ended after {limit:.0f} s")
-        elif process.exitcode not in (0, 1):
-            self._note(step, f"FAILED: its process ended with status {process.exitcode}")
         elif process.exitcode and not any(
             each["section"] == step.section and each.get("failed")
             for each in figures_of(self._folder)[before:]
         ):
-            self._note(step, "FAILED: it ended before it could write down why")
+            self._note(step, f"FAILED: its process ended with status {process.exitcode}")
         elif process.exitcode:
             self.failed.append(step.section)
         self.say(f"{'':10} ({time.monotonic() - began:.0f} s)")
@@ -237,13 +209,6 @@ def end_process(pid: int | None) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if each == pid or os.getsid(each) == pid:
                 os.kill(each, signal.SIGKILL)
-
-
-def prepare() -> int:
-    """Compile every kernel for Hopper, with what the run chooses of it, into the package."""
-    from pensieve.kernels import nvrtc
-
-    return nvrtc.main(("sm_90a",), chosen=True)
 
 
 if __name__ == "__main__":

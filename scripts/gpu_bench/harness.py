@@ -1,12 +1,16 @@
-"""What the sections of the GPU bench share (the device, timing, and writing of figures).
+"""Run one section of the GPU bench: its process, the device, timing and figures.
 
-On a GPU each call is captured in a graph and replayed over inputs that take turns, so neither Python nor
-the cache is measured.
+`__main__.py` starts a process for each section and ends it. Figures go to `figures.jsonl` as they come, so a
+process that is ended leaves what it had measured. On a GPU each call is captured in a graph and replayed over
+inputs that take turns, so neither Python nor the cache is measured. Shares are shares of the device's own
+rates, which section `device` wrote before.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -14,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +26,8 @@ import torch
 
 from pensieve.bench.checks import check_close
 from pensieve.errors import PensieveError
+from pensieve.kernels import choices
+from scripts.gpu_bench.stages import wrong_kernels
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 FIGURES = "figures.jsonl"  # in a run's folder
@@ -51,9 +58,7 @@ class Bench:
     copy_bandwidth: float = 0.0  # bytes read and written a second
     matrix_rate: float = 0.0  # operations a second
     bus: dict[str, float] | None = None  # bytes a second, "swap_in" and "swap_out"
-    wrong: frozenset[str] = (
-        frozenset()
-    )  # of `gpu_stages.KERNELS`, what section kernels has not found right
+    wrong: frozenset[str] = frozenset()  # of `stages.KERNELS`: not found right
     failed: bool = False  # something failed that was noted
 
     @property
@@ -146,3 +151,76 @@ def captured(run: Run) -> Run:
 
 def check(name: str, answer: torch.Tensor, right: torch.Tensor) -> float:
     return check_close(name, answer, right, TOLERANCE)
+
+
+# Sections, by the module that has them.
+SECTIONS = {
+    **dict.fromkeys(("versions", "device", "sanitizer", "swap"), "device"),
+    **dict.fromkeys(("kernels", "attention", "decode", "prefill", "choices"), "kernels"),
+    **dict.fromkeys(("iteration", "sampler", "hidden", "exactness", "load"), "engines"),
+}
+# What a process imports, so that all of it can be imported once for all processes.
+PRELOADED = (
+    *(f"scripts.gpu_bench.{module}" for module in dict.fromkeys(SECTIONS.values())),
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def run_section(
+    name: str,
+    folder: Path,
+    device: str,
+    seconds: float,
+    small: bool,
+    chosen: str,
+    output: Connection,
+) -> None:
+    """What the process does: run one section, print to `output`, and end with status 0 or 1."""
+    os.setsid()  # so that whatever it starts can be ended with it (`end_process`)
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    raise SystemExit(0 if succeeded(name, folder, device, seconds, small, chosen) else 1)
+
+
+def succeeded(
+    name: str, folder: Path, device: str, seconds: float, small: bool, chosen: str | None = None
+) -> bool:
+    """Run one section with these choices (None: those of the process); why one fails is a figure, too."""
+    with (folder / FIGURES).open("a", encoding="utf-8") as out, torch.inference_mode():
+        bench = Bench(torch.device("cpu"), small, out, seconds, time.perf_counter())
+        try:
+            if chosen is not None:
+                choices.current = choices.of_text(chosen)
+                os.environ[choices.VARIABLE] = chosen
+            bench.device = torch.device(device)
+            if bench.device.type == "cuda":
+                bench.device = torch.device("cuda", bench.device.index or 0)
+                torch.cuda.set_device(bench.device)
+            recall(bench, folder)
+            section_named(name)(bench)
+            return not bench.failed
+        except Exception as error:
+            kind = getattr(error, "kind", None)
+            bench.report(name, f"FAILED: {type(error).__name__}: {error}", failed=True, kind=kind)
+            traceback.print_exc(file=sys.stderr)
+    return False
+
+
+def recall(bench: Bench, folder: Path) -> None:
+    """The device's rates, as section `device` last wrote them for shapes of this size; what is wrong."""
+    for reported in figures_of(folder):
+        if reported["section"] != "device" or reported["small"] != bench.small:
+            continue
+        bench.copy_bandwidth = reported.get("copy_bandwidth", bench.copy_bandwidth)
+        bench.matrix_rate = reported.get("matrix_rate", bench.matrix_rate)
+        if "swap_in" in reported:
+            bench.bus = {name: reported[name] for name in ("swap_in", "swap_out")}
+    bench.wrong = wrong_kernels(figures_of(folder))
+
+
+def section_named(name: str) -> Callable[[Bench], None]:
+    """Return the function of the section; nothing else is imported."""
+    module = importlib.import_module(f"scripts.gpu_bench.{SECTIONS[name]}")
+    section: Callable[[Bench], None] = getattr(module, f"section_{name}")
+    return section

@@ -99,8 +99,7 @@ class After(NamedTuple):
     """What a stage means for those behind it."""
 
     stop: bool = False
-    choices: str = ""  # for all later steps
-    again: tuple[str, ...] = ()  # sections to be run again with them
+    choices: str = ""  # for all later steps; section `kernels` is run again with them
 
 
 # What section `kernels` checks, in this order.
@@ -118,24 +117,15 @@ OPTIONAL = ("fused", "fp8")  # nobody uses them who does not ask for them
 SWITCHED_OFF = {"wide": "hopper=0", "draw": "radix=0"}
 
 
-def sections_of(number: int) -> list[str]:
-    return [step.section for stage in STAGES if stage.number == number for step in stage.steps]
-
-
-def after(number: int, found: Sequence[Figures], wanted: Sequence[str] | None = None) -> After:
-    """Stage 1 alone has consequences: wrong kernels are switched off, or end the run.
-
-    `wanted` are the sections that were to be run (None: all of the stage).
-    """
+def after(number: int, found: Sequence[Figures]) -> After:
+    """Stage 1 alone has consequences: wrong kernels are switched off, or end the run."""
     if number != 1:
         return After()
     if any(each["section"] == "versions" and each.get("failed") for each in found):
         return After(stop=True)
-    if "kernels" not in (sections_of(number) if wanted is None else wanted):
-        return After()
     needed = [kind for kind in found_wrong(found) if kind not in OPTIONAL]
     if needed and needed[-1] in SWITCHED_OFF:
-        return After(choices=SWITCHED_OFF[needed[-1]], again=("kernels",))
+        return After(choices=SWITCHED_OFF[needed[-1]])
     return After(stop=bool(needed) or "narrow" not in _right_kernels(found))
 
 
@@ -180,11 +170,8 @@ def of(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
     ]
 
 
-def decisions(
-    number: int, found: Sequence[Figures], wanted: Sequence[str] | None = None
-) -> list[str]:
-    """What the figures of a stage say is to be done, in sentences; `wanted` as for `after`."""
-    wanted = sections_of(number) if wanted is None else wanted
+def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> list[str]:
+    """What the figures of a stage say is to be done, in sentences; `wanted` are its sections."""
     failed = [each for each in found if each.get("failed")]
     wrong = sorted({each["section"] for each in failed})
     missing = [name for name in wanted if not of(found, name)]
@@ -194,7 +181,7 @@ def decisions(
     sentences += [f"{name}: it was not examined" for name in missing]
     whole = not wrong and not missing
     match number:
-        case 1 if "kernels" in wanted:
+        case 1:
             if kernels := found_wrong(found):
                 sentences += [KERNELS[kind] for kind in kernels]
             elif "narrow" in _right_kernels(found):

@@ -1,0 +1,397 @@
+"""Sections `iteration`, `sampler`, `hidden`, `exactness` and `load` of the GPU bench.
+
+`iteration` decodes rows of a context of 1,000 by the executor, as captured graphs and eagerly: how long the
+host takes to launch, and how long all of it takes. `sampler` draws from rows of logits, by options. `hidden`
+compares a turn whose history is swapped in with one whose history is on the device. `exactness` compares
+replies under memory pressure with replies where all have room.
+
+`load` compares throughput with and without memory at equal P90 normalized latency (the time of a turn over
+its output tokens), as the paper does. Conversations like those of ShareGPT arrive at random. Reaction times
+and tiers are shrunk by the same factor (`SHRINK`), which keeps how much idle KV the tiers can hold for how
+long. Each engine's latency is measured at a few rates and interpolated:
+
+    stateless     everything is forgotten when a turn ends, and computed again with the next
+    device only   what the device tier has no room for is forgotten
+    two tiers     the host tier takes it
+    two, LRU      as before, but the least recently used is given up first
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut, TurnStart
+from pensieve.core.sampling import Sampling
+from pensieve.errors import PensieveError
+from pensieve.kernels import PAGE_SLOTS as PAGE
+from pensieve.kernels import choices
+from pensieve.kernels.choices import chosen
+from pensieve.model.executor import TorchExecutor
+from pensieve.model.loader import LoadedModel
+from pensieve.model.sampling.penalties import Row, TurnLog
+from pensieve.model.sampling.sampler import Sampler
+from scripts.gpu_bench.harness import Bench
+from scripts.gpu_bench.model import (
+    ENGINES,
+    GREEDY,
+    Conversations,
+    EngineKind,
+    EngineShape,
+    Talk,
+    engine_of,
+    executor_of,
+    in_fp8,
+    random_model,
+    serve,
+    talks,
+)
+
+OPTIONS = {
+    "greedy": Sampling(),
+    "temperature 0.7": Sampling(temperature=0.7, seed=1),
+    "temperature 0.7, top_p 0.9": Sampling(temperature=0.7, top_p=0.9, seed=1),
+    "temperature 0.7, top_k 50": Sampling(temperature=0.7, top_k=50, seed=1),
+}
+
+
+def section_iteration(bench: Bench) -> None:
+    model = random_model(bench.device, bench.small)
+    sizes, context = ((1, 4), 70) if bench.small else ((1, 16, 64, 128), 1000)
+    pages = -(-context // PAGE)
+    now = choices.current  # what was switched off stays so
+    kinds = {"eager": now}
+    if bench.device.type == "cuda":
+        captured = {
+            "": now,
+            ", fused": now._replace(fused=1),
+            ", few rows": now._replace(few_rows=1),
+        }
+        kinds |= {f"graphs{name}": each for name, each in captured.items()}
+    kinds[f"{list(kinds)[-1].partition(',')[0]}, KV in fp8"] = now
+    for kind, each in kinds.items():
+        graphs, num_pages = not kind.startswith("eager"), max(sizes) * pages + 1
+        wrong = [name for name in bench.wrong if kind.endswith(name)]
+        if wrong:
+            bench.report("iteration", f"{kind}: left out, its kernels are not right", left_out=kind)
+            continue
+        of_kind = in_fp8(model) if kind.endswith("fp8") else model
+        # A captured graph keeps its choices, and what is planned for it has to follow them.
+        with bench.noting("iteration", kind, kind=kind), chosen(each), ExitStack() as ends:
+            executor = executor_of(
+                *(of_kind, bench.device, num_pages, 0, max(sizes)), graphs=graphs, filled=True
+            )
+            ends.callback(executor.close)
+            for rows in sizes:
+                host, whole = _decode(bench, executor, rows, context, pages, model.shape.vocab_size)
+                bench.report(
+                    "iteration",
+                    f"{rows} decodes over {context}, {kind}: {whole * 1e3:.2f} ms, of which the host "
+                    f"launches for {host * 1e3:.2f}",
+                    kind=kind,
+                    rows=rows,
+                    host_seconds=host,
+                    seconds=whole,
+                )
+
+
+def _decode(
+    bench: Bench, executor: TorchExecutor, rows: int, context: int, pages: int, vocab_size: int
+) -> tuple[float, float]:
+    """The medians of the host's time and of the whole time, of one iteration alone.
+
+    Each row draws a token every time: logits that are no numbers take another way through a kernel.
+    """
+    draw = random.Random(rows)
+    tokens = array("I", draw.choices(range(vocab_size), k=context))
+    started = tuple(TurnStart(turn, tokens, GREEDY) for turn in range(rows))
+    slices = tuple(
+        Slice(
+            turn,
+            context - 1,
+            context,
+            tokens[-1:],
+            array("i", range(turn * pages, (turn + 1) * pages)),
+            True,
+        )
+        for turn in range(rows)
+    )
+    host: list[float] = []
+    whole: list[float] = []
+    for index in range(3 if bench.small else 20):
+        bench.synchronize()
+        began = time.perf_counter()
+        executor.launch(Iteration(index, slices, started=started if index == 0 else ()))
+        host.append(time.perf_counter() - began)
+        outcome = executor.collect()
+        whole.append(time.perf_counter() - began)
+        if len(outcome.samples) != rows:
+            raise PensieveError(
+                f"{rows} rows: {len(outcome.samples)} tokens, {outcome.failures[:1]}"
+            )
+    executor.launch(Iteration(99, (), ended=tuple(range(rows))))
+    executor.collect()
+    return statistics.median(host[1:]), statistics.median(whole[1:])
+
+
+def section_sampler(bench: Bench) -> None:
+    rows, vocab_size = (4, 1000) if bench.small else (64, 128_256)
+    logits = torch.randn(rows, vocab_size, device=bench.device) * 3
+    sampler = Sampler(vocab_size)
+    context = array("I", [1, 2, 3])
+    now = choices.current
+    cases = [(kind, sampling, now) for kind, sampling in OPTIONS.items()]
+    if bench.device.type == "cuda" and now.radix:
+        by_sorting = now._replace(radix=0)
+        cases.append(("temperature 0.7, sorted", OPTIONS["temperature 0.7"], by_sorting))
+    for kind, sampling, each in cases:
+        turns = [Row(TurnLog(sampling, context, 3, turn), 3) for turn in range(rows)]
+        with bench.noting("sampler", kind, kind=kind):
+            times = []
+            for _ in range(10):
+                began = time.perf_counter()
+                with chosen(each):
+                    sampler.draw(logits, turns).read()
+                times.append(time.perf_counter() - began)
+            seconds = statistics.median(times[1:])
+            line = f"{rows} rows of {vocab_size}, {kind}: {seconds * 1e3:.2f} ms"
+            bench.report("sampler", line, kind=kind, seconds=seconds)
+
+
+def section_hidden(bench: Bench) -> None:
+    model = random_model(bench.device, bench.small)
+    history, message = (320, 64) if bench.small else (4000, 512)
+    pages = -(-(history + message) // PAGE)
+    executor = executor_of(model, bench.device, 2 * pages, pages, 1)
+    draw = random.Random(0)
+    tokens = array("I", [draw.randrange(model.shape.vocab_size) for _ in range(history + message)])
+    order = list(range(2 * pages))
+    draw.shuffle(order)
+    table = order[:pages]
+    started = [TurnStart(0, tokens, GREEDY)]
+    spare = order[pages:]
+    host = list(range(pages))
+    draw.shuffle(host)
+    full = history // PAGE
+
+    def step(*slices: Slice, ins: Sequence[SwapIn] = (), outs: Sequence[SwapOut] = ()) -> float:
+        bench.synchronize()
+        began = time.perf_counter()
+        executor.launch(Iteration(0, slices, (), tuple(ins), tuple(outs), tuple(started)))
+        started.clear()
+        outcome = executor.collect()
+        if slices and slices[-1].needs_token and not outcome.samples:
+            raise PensieveError(f"no token: {outcome.failures}")
+        return time.perf_counter() - began
+
+    def slice_of(start: int, stop: int, needs_token: bool = False) -> Slice:
+        return Slice(0, start, stop, tokens[start:stop], array("i", table), needs_token)
+
+    for start in range(0, history, 512):
+        step(slice_of(start, min(start + 512, history)))
+    outs = [SwapOut(i, table[i], host[i], PAGE) for i in range(full)]
+    step(outs=outs)
+    num_finished = 0
+    while num_finished < full:
+        executor.launch(Iteration(0, ()))
+        num_finished += len(executor.collect().finished_copies)
+        if num_finished == 0:
+            break
+    times: dict[str, list[float]] = {"device": [], "host": []}
+    for _ in range(3 if bench.small else 9):
+        times["device"].append(step(slice_of(history, history + message, True)))
+        table[:full], spare[:full] = spare[:full], table[:full]
+        ins = [SwapIn(i, host[i], table[i], PAGE) for i in range(full)]
+        times["host"].append(step(slice_of(history, history + message, True), ins=ins))
+        executor._copier.wait_any()
+    executor.close()
+    median = {place: statistics.median(each[1:]) for place, each in times.items()}
+    ratio = median["host"] / median["device"]
+    bench.report(
+        "hidden",
+        f"{message} new tokens over {history}: {median['device'] * 1e3:.1f} ms on the device, "
+        f"{median['host'] * 1e3:.1f} ms from the host tier: {ratio:.3f} x",
+        ratio=ratio,
+    )
+
+
+BF16_GAP = 2e-2  # of the logits' range: rounding
+FP8_GAP = 0.1  # the same; what is drawn at random lies half of the range below the largest
+ROOMS = {"room": (400, 0), "pressure": (60, 40)}  # pages of the device and of the host
+
+
+def section_exactness(bench: Bench) -> None:
+    """The same conversations with room for all, and with a quarter of it: swaps, drops, recompute.
+
+    Sums of floats depend on what else is in a batch, so two replies may differ from where two tokens are
+    equally likely; from there on they are compared with logits, not with each other.
+    """
+    model = random_model(bench.device, bench.small)
+    replies: dict[str, list[Talk]] = {}
+    recomputed = 0
+    for name in ROOMS:
+        replies[name], recomputed = _played(bench, model, name)
+    differ = sum(
+        one.tokens != other.tokens
+        for one, other in zip(replies["room"], replies["pressure"], strict=True)
+    )
+    right = random_model(bench.device, bench.small, plain=True)
+    counts = [
+        (name, wrong_tokens(right, bench.device, each, BF16_GAP)) for name, each in replies.items()
+    ]
+    if any(wrong for _, wrong in counts):
+        raise PensieveError(f"tokens that the model would not sample: {counts}")
+    count = sum(len(talk.replied) for each in replies.values() for talk in each)
+    bench.report(
+        "exactness",
+        f"{count} tokens of replies, {recomputed} of histories recomputed, 0 wrong; {differ} of "
+        f"{len(replies['room'])} conversations differ from where two tokens were as likely",
+        parted=differ,
+        recomputed=recomputed,
+    )
+    if bench.small:
+        with bench.noting("exactness", "KV in fp8"):
+            _with_fp8(bench, model, right)
+
+
+def _with_fp8(bench: Bench, model: LoadedModel, right: LoadedModel) -> None:
+    """Whether the whole path works, which bytes and their scales go: tokens are near those of the model."""
+    if "fp8" in bench.wrong:
+        bench.report("exactness", "KV in fp8: left out, its kernels are not right")
+        return
+    replies, recomputed = _played(bench, in_fp8(model), "pressure")
+    if wrong := wrong_tokens(right, bench.device, replies, FP8_GAP):
+        raise PensieveError(f"{wrong} tokens lie far below those that the model would sample")
+    count = sum(len(talk.replied) for talk in replies)
+    line = (
+        f"KV in fp8: {count} tokens of replies, {recomputed} of histories recomputed, none far off"
+    )
+    bench.report("exactness", line, fp8_tokens=count)
+
+
+def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[Talk], int]:
+    """The conversations with their replies, and how many tokens of histories were computed again."""
+    turns_max, budget = 8, 128
+    pages = ROOMS[name]
+    draw = random.Random(3)
+    executor = executor_of(model, bench.device, *pages, turns_max)
+    people = Conversations(False, time.perf_counter())
+    shape = EngineShape(*pages, budget, turns_max)
+    engine = engine_of(model, executor, EngineKind(name), shape, people)
+    talks = []
+    for index in range(10):
+        outputs = [draw.randint(4, 24) for _ in range(4)]
+        messages = [
+            array("I", draw.choices(range(3, model.shape.vocab_size), k=draw.randint(5, 150)))
+            for _ in outputs
+        ]
+        talks.append(Talk(f"c{index}", messages, outputs, [0.0] * 4))
+        people.add(0.0, talks[-1])
+    while True:
+        people.speak(math.inf)
+        if not engine.step() and people.next_at == math.inf:
+            break
+    executor.close()
+    if people.failures:
+        raise PensieveError(f"{people.failures} turns failed")
+    recomputed = engine.scheduler.counters.recomputed_tokens
+    if name == "pressure" and not recomputed:
+        raise PensieveError("there was no memory pressure: nothing was recomputed")
+    return talks, recomputed
+
+
+def wrong_tokens(
+    model: LoadedModel, device: torch.device, conversations: Sequence[Talk], gap_max: float
+) -> int:
+    """Of all replies, given the ids before them: tokens whose logit lies far below the largest."""
+    model.flat.module.set_attn_implementation("sdpa")
+    wrong = 0
+    for talk in conversations:
+        ids = torch.tensor(list(talk.tokens), device=device)
+        logits = model.flat.module(input_ids=ids[None], use_cache=False).logits[0].float()
+        at = torch.tensor(talk.replied, device=device)
+        before = logits[at - 1]
+        largest = before.amax(1)
+        gaps = (largest - before.gather(1, ids[at, None])[:, 0]) / (largest - before.amin(1))
+        wrong += int((gaps > gap_max).sum())
+    return wrong
+
+
+SHRINK = 20  # of reaction times and tiers
+REACTION_SECONDS = 60.0
+
+
+def section_load(bench: Bench) -> None:
+    model = random_model(bench.device, bench.small)
+    small = bench.small
+    rates = (2.0,) if small else (8.0, 16.0, 32.0)  # conversations a second
+    runs = len(rates) * len(ENGINES)
+    # A run has its seconds, and a third as much for what is still running then: the section keeps its limit.
+    seconds = 3.0 if small else min(max(bench.seconds_left - 45, 60) / runs * 0.7, 20.0)
+    turns_max, budget = (8, 64) if small else (128, 1024)
+    # What 60 s of reaction would leave idle on 40 GB of KV, all of it by SHRINK.
+    device_pages = 60 if small else 300_000 // SHRINK // PAGE * 4
+    host_pages = 4 * device_pages
+    shape = EngineShape(device_pages, host_pages, budget, turns_max)
+    executor = executor_of(model, bench.device, device_pages, host_pages, turns_max)
+    reaction = REACTION_SECONDS / SHRINK
+    found: dict[str, list[tuple[float, float]]] = {}  # by kind: (P90 latency, tokens a second)
+    for rate in rates:
+        for kind in ENGINES:
+            vocab_size = model.shape.vocab_size
+            arrivals = talks(rate, seconds, reaction, vocab_size, int(rate * 10))
+            if small:
+                for _, talk in arrivals:
+                    talk.outputs = [min(each, 12) for each in talk.outputs]
+            people, lasted = serve(
+                model, executor, kind, shape, arrivals, seconds, max(seconds / 3, 2.0)
+            )
+            what = f"{rate:g} conversations/s, {kind.name}"
+            with bench.noting("load", what):
+                if people.failures or not people.latencies:
+                    failed, ended = people.failures, len(people.latencies)
+                    raise PensieveError(f"{failed} turns failed, {ended} ended")
+                ordered = sorted(people.latencies)
+                p90 = ordered[int(0.9 * (len(ordered) - 1))]
+                throughput = people.output_tokens / lasted
+                found.setdefault(kind.name, []).append((p90, throughput))
+                bench.report(
+                    "load",
+                    f"{what}: {throughput:.0f} tokens/s, P90 {p90 * 1e3:.1f} ms a token, "
+                    f"{len(ordered)} turns, {people.num_cut} cut off at the end",
+                    rate=rate,
+                    kind=kind.name,
+                    throughput=throughput,
+                    p90=p90,
+                )
+    executor.close()
+    if "stateless" not in found:
+        raise PensieveError("nothing is known of the stateless engine, so nothing is compared")
+    limit = statistics.median(p90 for p90, _ in found["stateless"])
+    at_limit = {name: throughput_at(points, limit) for name, points in found.items()}
+    for name, throughput in at_limit.items():
+        bench.report(
+            "load",
+            f"at P90 {limit * 1e3:.1f} ms a token, {name}: {throughput:.0f} tokens/s, "
+            f"{throughput / at_limit['stateless']:.2f} x stateless",
+            kind=name,
+            ratio=throughput / at_limit["stateless"],
+        )
+
+
+def throughput_at(points: Sequence[tuple[float, float]], limit: float) -> float:
+    """Where the line through (P90, tokens a second) meets the limit; its end where it does not."""
+    ordered = sorted(points)
+    for (low, before), (high, after) in itertools.pairwise(ordered):
+        if low <= limit <= high and high > low:
+            return before + (after - before) * (limit - low) / (high - low)
+    below = [throughput for p90, throughput in ordered if p90 <= limit]
+    return max(below) if below else ordered[0][1]
