@@ -396,21 +396,6 @@ SIMULATE = (
 )
 BENCH = (
     Step(
-        "pensieve bench planning --conversations 1000,100000",
-        (r"p99",),
-        {"1000,100000": "1000"},
-        quick=False,
-        minutes=10,
-    ),
-    Step("pensieve bench service --streams 256", (r"tokens/s",), quick=False, minutes=10),
-    Step(
-        "pensieve bench service --history 100,90000",
-        (),
-        {"100,90000": "100,2000"},
-        quick=False,
-        minutes=10,
-    ),
-    Step(
         "pensieve bench attention --context 512,4096 --dtype bfloat16",
         (),
         {"512,4096": "512"},

@@ -65,6 +65,7 @@ EXPENSIVE = (
     "tests/cli/test_simulate_streaming.py",
     "tests/scripts/test_paper_figures.py",
     "tests/scripts/test_gpu_bench.py",
+    "tests/scripts/test_measurements.py",
     "tests/bench/",  # measurements
     "tests/cli/test_profile.py",
     "tests/faults/test_fault_search.py::test_nothing_is_lost",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -54,25 +53,6 @@ def serving(flags: Sequence[str]) -> Iterator[BenchDaemon]:
             process.send_signal(signal.SIGTERM)
             process.wait()
             reader.join()
-
-
-@contextlib.contextmanager
-def pinned(flags: Sequence[str]) -> Iterator[BenchDaemon]:
-    """A daemon without a model on the first core; its engine and this process have the others."""
-    cores = sorted(os.sched_getaffinity(0))
-    with serving(["--engine", "echo", *flags]) as daemon:
-        try:
-            for pid, allowed in ((daemon.pid, cores[:1]), (_child(daemon.pid), cores[1:])):
-                for thread in os.listdir(f"/proc/{pid}/task"):
-                    os.sched_setaffinity(int(thread), allowed or cores)
-            os.sched_setaffinity(0, cores[1:] or cores)
-            yield daemon
-        finally:
-            os.sched_setaffinity(0, cores)
-
-
-def _child(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 def _reader(process: subprocess.Popen[str], lines: list[str]) -> threading.Thread:

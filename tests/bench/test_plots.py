@@ -15,7 +15,6 @@ from pensieve.bench import attention as bench_attention
 from pensieve.bench import chat as bench_chat
 from pensieve.bench import plots, simulate_sheet
 from pensieve.bench import step as bench_step
-from pensieve.bench import swap as bench_swap
 from pensieve.bench.machine import machine
 from pensieve.bench.plot_scale import plain, scale_of, spread
 from pensieve.bench.plots import Sheet
@@ -239,9 +238,6 @@ def test_every_bench_draws_one_sheet_that_names_model_and_machine(
         for kind, ratio in (("decode", 1.3), ("mixed", 1.32))
         for batch in (1, 4, 16, 64)
     ]
-    swaps = [
-        bench_swap.TurnRow(place, 9, 9, 0.1, 0.12, 1.0) for place in ("device", "host", "dropped")
-    ]
     attended = [
         bench_attention.Row(8, 8, context, 16, kv, size, dtype, 1, 1, 1, 1, 0.5 + kv / 99, 0.5, 1)
         for context in (128, 512, 4096)
@@ -253,7 +249,6 @@ def test_every_bench_draws_one_sheet_that_names_model_and_machine(
     for act in (
         lambda: bench_chat.plot(turns, path, facts),
         lambda: bench_step.plot(steps, path, facts),
-        lambda: bench_swap.plot(swaps, path, facts),
         lambda: bench_attention.plot(attended, path, facts),
     ):
         with monkeypatch.context() as patched:

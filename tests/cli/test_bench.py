@@ -14,7 +14,6 @@ from pensieve.cli.main import main
         (["step", "--shape", "7T"], "is one of 0.03B, 0.37B, 1.1B"),
         (["chat", "--turns", "0"], "at least 1"),
         (["chat", "--think", "-1"], "not negative"),
-        (["swap", "--history", "0"], "at least 1"),
         (["step", "./nowhere"], "no model folder"),
     ],
 )

@@ -30,7 +30,7 @@ def pensieve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[s
 def test_an_unknown_flag_prints_the_usage_of_its_own_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for command in (["serve"], ["admin", "stats"], ["bench", "planning"]):
+    for command in (["serve"], ["admin", "stats"], ["bench", "chat"]):
         with pytest.raises(SystemExit) as ended:
             main([*command, "--prot", "50051"])
         assert ended.value.code == 2
@@ -59,7 +59,7 @@ def test_a_trace_of_which_nothing_can_be_read_is_an_error(
     assert "1 lines were not understood" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["chat", "swap", "attention", "step"])
+@pytest.mark.parametrize("kind", ["chat", "attention", "step"])
 def test_a_bench_that_cannot_draw_says_so_before_it_measures(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

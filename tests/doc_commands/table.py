@@ -260,11 +260,6 @@ ROWS = (
     ),
     Row("scripts/run chat Qwen/Qwen3-0.6B", stdin=TALK, alone=True, model=True, nightly=True),
     # Benches.
-    Row("pensieve bench planning --conversations 1000,100000", (r"p99",), nightly=True),
-    Row("pensieve bench service --streams 256", (r"tokens",), nightly=True),
-    Row("pensieve bench service --history 100,90000", (r"history of +9\d,",), nightly=True),
-    Row("pensieve bench history --replicas 0,1,16", (r"16 replicas: ",), nightly=True),
-    Row("pensieve bench isolation --rounds 5", nightly=True),
     Row("pensieve bench chat --shape pressure", nightly=True),
     Row(
         "pensieve bench capacity --tbt 0.5 --seconds 20 --plot capacity.png",
@@ -276,7 +271,6 @@ ROWS = (
         (r"over prefill first: P99 gap",),
         nightly=True,
     ),
-    Row("pensieve bench swap --history 2000", nightly=True),
     Row("pensieve bench attention --context 512,4096 --dtype bfloat16", nightly=True),
     Row("pensieve bench attention --shared --repeats 5", (r"ms, alone",), nightly=True),
     Row(

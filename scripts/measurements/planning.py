@@ -1,79 +1,67 @@
-"""`pensieve bench planning` measures what a decision of the scheduler costs.
+"""Measure what a decision of the scheduler costs: `plan` and `commit` of the real scheduler and cache.
 
-256 turns generate, the host tier is full, and numbers of cached conversations grow.  The executor
-answers at once, so what is timed is bookkeeping alone.  Garbage collection stays on.
+256 turns generate, the host tier is full, and numbers of cached conversations grow. The executor answers at
+once, so what is timed is bookkeeping alone. Garbage collection stays on.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-from pensieve.bench.report import Report, progress
+from pensieve.bench.report import percentile, progress
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
-from pensieve.core.policies.registry import policy_named
+from pensieve.core.policies.registry import POLICIES, policy_named
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Turn
+from scripts.measurements.processes import counts
+
+CONVERSATIONS = (1_000, 10_000, 100_000)  # cached; together they fill both tiers
+RUNNING, ITERATIONS = 256, 2000
 
 
-@dataclass(frozen=True)
-class Row:
-    policy: str
-    conversations: int
-    running: int
+class Planned(NamedTuple):
     chunks: int
-    p50_seconds: float
-    p99_seconds: float
-    max_seconds: float
-    pages_reclaimed_per_iteration: float
-    pages_dropped_per_iteration: float
-    pages_swapped_out_per_iteration: float
+    seconds: list[float]  # of each iteration
+    reclaimed: float  # pages per iteration
+    dropped: float
 
 
-def run(
-    policies: Sequence[str],
-    counts: Sequence[int],
-    num_running: int,
-    num_iterations: int,
-    report: Report,
-) -> None:
-    rows = []
-    for policy in policies:
-        for count in counts:
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure planning", description=__doc__)
+    parser.add_argument("--conversations", type=counts, default=CONVERSATIONS, metavar="N,N,…")
+    parser.add_argument("--policy", default=",".join(POLICIES), metavar="NAME,…")
+    arguments = parser.parse_args(given)
+    print("plan + commit, milliseconds per iteration")
+    columns = ("policy", "conversations", "chunks", "p50", "p99", "max", "reclaimed", "dropped")
+    print("".join(f"{each:>14}" for each in columns))
+    for policy in arguments.policy.split(","):
+        for count in arguments.conversations:
             progress(f"{policy}: building {count:,} conversations …")
-            rows.append(measure(policy, count, num_running, num_iterations))
-    report.table(
-        "plan + commit, milliseconds per iteration",
-        ("policy", "conversations", "chunks", "running", "p50", "p99", "max", "moved"),
-        [
-            (
-                row.policy,
-                f"{row.conversations:,}",
-                f"{row.chunks:,}",
-                str(row.running),
-                *(
-                    f"{each * 1e3:.3f}"
-                    for each in (row.p50_seconds, row.p99_seconds, row.max_seconds)
-                ),
-                f"{row.pages_reclaimed_per_iteration:.1f} + {row.pages_dropped_per_iteration:.1f}",
+            found = measure(policy, count)
+            times = (percentile(found.seconds, share) * 1e3 for share in (0.5, 0.99, 1.0))
+            print(
+                f"{policy:>14}{count:>14,}{found.chunks:>14,}"
+                + "".join(f"{each:>14.3f}" for each in times)
+                + f"{found.reclaimed:>14.1f}{found.dropped:>14.1f}"
             )
-            for row in rows
-        ],
-    )
-    report.finish({"rows": [asdict(row) for row in rows]})
 
 
 def measure(
-    policy: str, num_conversations: int, num_running: int, num_iterations: int, seed: int = 1
-) -> Row:
+    policy: str,
+    num_conversations: int,
+    num_running: int = RUNNING,
+    num_iterations: int = ITERATIONS,
+) -> Planned:
     """Times of plan + commit, checked: the cache's invariants hold before and after."""
-    choose = random.Random(seed)
+    choose = random.Random(1)
     cost = CostProfile.analytic(8_000_000_000, num_layers=32, num_heads=32, head_size=128)
     # Contexts of 512 to 32,768 tokens; of most cached ones only the end is still resident, so a cached
     # conversation holds ten chunks, or more where few of them have to fill both tiers.
@@ -160,7 +148,7 @@ def measure(
         scheduler.commit(iteration, outcome_of(iteration, set()), now)
     scheduler.check(now)
     num_chunks = sum(len(conv.chunks()) for conv in cache.conversations.values())
-    before = (cache.counters.reclaimed, cache.counters.dropped, cache.counters.swapped_out)
+    before = (cache.counters.reclaimed, cache.counters.dropped)
 
     # 3. the timed: each fourth iteration one turn ends and a cached conversation comes back
     seconds: list[float] = []
@@ -185,17 +173,13 @@ def measure(
         scheduler.commit(iteration, outcome, now)
         seconds.append(time.perf_counter() - resumed + planned - started)
     scheduler.check(now)
-    seconds.sort()
-    counters = cache.counters
-    return Row(
-        policy=policy,
-        conversations=num_conversations,
-        running=num_running,
-        chunks=num_chunks,
-        p50_seconds=seconds[len(seconds) // 2],
-        p99_seconds=seconds[int(len(seconds) * 0.99)],
-        max_seconds=seconds[-1],
-        pages_reclaimed_per_iteration=(counters.reclaimed - before[0]) / num_iterations,
-        pages_dropped_per_iteration=(counters.dropped - before[1]) / num_iterations,
-        pages_swapped_out_per_iteration=(counters.swapped_out - before[2]) / num_iterations,
+    return Planned(
+        num_chunks,
+        seconds,
+        (cache.counters.reclaimed - before[0]) / num_iterations,
+        (cache.counters.dropped - before[1]) / num_iterations,
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,37 +1,40 @@
-"""`pensieve bench isolation` measures what one tenant notices of another one that does its worst.
+"""Measure what one tenant notices of another one that does its worst.
 
-A real `pensieve serve` on one core, with arithmetic instead of a model, and two tenants.  The quiet one
-talks in a few conversations.  The noisy one (noisy_tenant.py), which may run one turn at once and use ten
-tokens per second, comes and goes: a round is some seconds without it and as many with it (another such
-tenant each time, which owes nothing yet).  The times to the first token and the gaps of the quiet tenant are
-compared.  The noisy one computes only while nobody else wants the core, since its own machine would be
-another one.
+A real `pensieve serve` on one core, with arithmetic instead of a model, and two tenants. The quiet one talks
+in a few conversations. The noisy one (noisy_tenant.py), which may run one turn at once and use ten tokens per
+second, comes and goes: a round is some seconds without it and as many with it (another such tenant each time,
+which owes nothing yet). The times to the first token and the gaps of the quiet tenant are compared. The noisy
+one computes only while nobody else wants the core, since its own machine would be another one.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
-from pensieve.bench.bench_daemon import pinned
-from pensieve.bench.report import Report, percentile
+from pensieve.bench.report import percentile
 from pensieve.client.channel import metadata_of
 from pensieve.errors import InvalidArgument
 from pensieve.service.grpc.auth import new_token
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
+from scripts.measurements.processes import pinned
 
+ROOT = Path(__file__).parents[2]
+ITERATION_SECONDS = 0.01
 CONVERSATIONS = 4
 PAUSE_SECONDS = 0.05  # of a person, between a reply and the next message
 REPLY_TOKENS = 24
@@ -46,53 +49,62 @@ class Times:
     refused: int = 0
 
 
-def run(num_rounds: int, seconds: float, iteration_seconds: float, report: Report) -> None:
+class Found(NamedTuple):
+    alone: Times  # of the quiet tenant
+    beside: Times
+    noise: Counter[str]  # what the noisy tenant was answered
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure isolation", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="without and with it (default: 3)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each half (default: 15)")
+    arguments = parser.parse_args(given)
+    alone, beside, noise = compared(arguments.rounds, arguments.seconds)
+    print(f"{'the quiet tenant, ms':22}{'alone':>8}{'beside the noisy one':>22}{'ratio':>8}")
+    for name in ("first", "gaps"):
+        for share in (0.5, 0.99):
+            before, after = (percentile(getattr(each, name), share) for each in (alone, beside))
+            label = f"{name} p{share * 100:g}"
+            print(f"{label:22}{before * 1e3:8.1f}{after * 1e3:22.1f}{after / before:8.2f}")
+    print(
+        f"{len(alone.first)} and {len(beside.first)} turns, {alone.refused} and {beside.refused} refused; "
+        f"the noisy tenant was answered {dict(noise)}"
+    )
+
+
+def compared(num_rounds: int, seconds: float) -> Found:
     quiet, quiet_entry = new_token("quiet", False)
     noisy = [
         new_token(f"noisy-{number}", False, turns_max=1, tokens_per_second=10.0)
         for number in range(num_rounds)
     ]
-    alone, beside = Times(), Times()
-    codes: dict[str, int] = {}
+    found = Found(Times(), Times(), Counter())
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         token_file = Path(folder) / "tokens.toml"
         token_file.write_text(quiet_entry + "".join(entry for _, entry in noisy))
         token_file.chmod(0o600)
         flags = ["--token-file", str(token_file), "--turns-max", "16"]
-        with pinned([*flags, "--engine", f"echo:{iteration_seconds}"]) as daemon:
+        with pinned([*flags, "--engine", f"echo:{ITERATION_SECONDS}"]) as daemon:
             asyncio.run(measure(daemon.address, quiet, QUIET_SECONDS, Times()))
-            for number, (token, _) in enumerate(noisy, 1):
-                asyncio.run(measure(daemon.address, quiet, seconds, alone))
-                with _noise(daemon.address, token, codes):
-                    asyncio.run(measure(daemon.address, quiet, seconds, beside))
+            for token, _ in noisy:
+                asyncio.run(measure(daemon.address, quiet, seconds, found.alone))
+                with _noise(daemon.address, token, found.noise):
+                    asyncio.run(measure(daemon.address, quiet, seconds, found.beside))
                 time.sleep(QUIET_SECONDS)
-                report.line(f"round {number} of {num_rounds}")
-    if not alone.first or not beside.first:
+    if not found.alone.first or not found.beside.first:
         raise InvalidArgument("seconds", "are too few for a turn")
-    rows, figures = [], {}
-    for name in ("first", "gaps"):
-        for share in (0.5, 0.99):
-            before, after = (percentile(getattr(each, name), share) for each in (alone, beside))
-            label = f"{name.removesuffix('s')} p{share * 100:g}"
-            rows.append(
-                [label, f"{before * 1e3:.1f}", f"{after * 1e3:.1f}", f"{after / before:.2f}"]
-            )
-            figures[label.replace(" ", "_")] = {"alone": before, "beside": after}
-    report.table("the quiet tenant, ms", ["", "alone", "beside the noisy one", "ratio"], rows)
-    report.line(
-        f"{len(alone.first)} and {len(beside.first)} turns, {alone.refused} and {beside.refused} refused; "
-        f"the noisy tenant was answered {codes}"
-    )
-    report.finish({**figures, "refused": beside.refused, "noise": codes})
+    return found
 
 
 @contextmanager
-def _noise(address: str, token: str, codes: dict[str, int]) -> Iterator[None]:
+def _noise(address: str, token: str, codes: Counter[str]) -> Iterator[None]:
     """The noisy tenant, from when its calls are answered; its counts of the answers join `codes`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "pensieve.bench.noisy_tenant", address, token],
+        [sys.executable, "-m", "scripts.measurements.noisy_tenant", address, token],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=ROOT,
     )
     assert process.stdout is not None
     try:
@@ -103,9 +115,7 @@ def _noise(address: str, token: str, codes: dict[str, int]) -> Iterator[None]:
     finally:
         process.terminate()
         rest, _ = process.communicate()
-    last = ([line, *rest.splitlines()])[-1]
-    for code, count in json.loads(last).items():
-        codes[code] = codes.get(code, 0) + count
+    codes.update(json.loads(([line, *rest.splitlines()])[-1]))
 
 
 async def measure(address: str, token: str, seconds: float, times: Times) -> None:
@@ -145,3 +155,7 @@ async def _turn(stub: Any, token: str, name: str, times: Times) -> None:
             is_first, before = False, now
     except grpc.aio.AioRpcError:
         times.refused += 1
+
+
+if __name__ == "__main__":
+    main()

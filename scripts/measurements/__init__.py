@@ -1,0 +1,8 @@
+"""Measurements and simulations that `scripts/measure NAME` runs, a module each.
+
+planning    what a decision of the scheduler costs
+service     tokens that the service delivers, and what a turn costs it, without a model
+isolation   what one tenant notices of another one that does its worst (noisy_tenant)
+swap        the first token of a turn whose history is not on the device
+history     turns that one history carries for several daemons
+"""

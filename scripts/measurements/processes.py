@@ -1,0 +1,40 @@
+"""Processes of a measurement: a daemon on a core of its own, and the CPU time that a process has used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pensieve.bench.bench_daemon import BenchDaemon, serving
+
+
+@contextlib.contextmanager
+def pinned(flags: Sequence[str]) -> Iterator[BenchDaemon]:
+    """A daemon without a model on the first core; its engine and this process have the others."""
+    cores = sorted(os.sched_getaffinity(0))
+    with serving(["--engine", "echo", *flags]) as daemon:
+        try:
+            for pid, allowed in ((daemon.pid, cores[:1]), (_child(daemon.pid), cores[1:])):
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    os.sched_setaffinity(int(thread), allowed or cores)
+            os.sched_setaffinity(0, cores[1:] or cores)
+            yield daemon
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
+def _child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process, in user and kernel mode; a tick of the clock is 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Parse an option of numbers with commas between."""
+    return tuple(int(each) for each in text.split(","))

@@ -1,0 +1,180 @@
+"""Measure how many tokens the service itself delivers, or what a turn costs it.
+
+A real `pensieve serve` on one core, with arithmetic instead of a model; engine and clients have the other
+cores. Every stream is one conversation with one long turn. Tokens that arrive at the clients are counted,
+from the first to the last, and the gaps between the messages of a stream.
+
+With --history the same short turns are run in conversations with histories of several lengths. The engine
+knows the tokens of a conversation while it holds KV of it, so what the service spends on a turn should not
+depend on the length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import grpc
+
+from pensieve.bench.bench_daemon import BenchDaemon
+from pensieve.bench.report import percentile
+from pensieve.client import Client, Conversation
+from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.v1 import conversation_pb2 as pb
+from scripts.measurements.processes import counts, cpu_seconds, pinned
+
+PIECE_WORDS = 4000  # of a message that fills a history
+TURN_TOKENS = 4
+ROUNDS = 5  # in each of which every conversation gets its share of the turns
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure service", description=__doc__)
+    parser.add_argument(
+        "--streams", type=int, default=256, help="turns that run at once (default: 256)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=400, help="of each reply; with --history: turns"
+    )
+    parser.add_argument(
+        "--iteration-seconds", type=float, default=0.0, help="for a token of each turn"
+    )
+    parser.add_argument("--history", type=counts, metavar="N,N,…", help="tokens of conversations")
+    arguments = parser.parse_args(given)
+    if arguments.history is not None:
+        with _serving(16, 0.0) as daemon:
+            for cost in turn_costs(daemon, arguments.history, arguments.tokens):
+                print(
+                    f"history of {cost.history_tokens:7,} tokens: {cost.service_cpu_seconds * 1e3:6.2f} ms "
+                    f"of the service's CPU a turn, first token after {cost.first_token_seconds * 1e3:6.2f} ms"
+                )
+        return
+    with _serving(arguments.streams, arguments.iteration_seconds) as daemon:
+        found = asyncio.run(delivered(daemon, arguments.streams, arguments.tokens))
+    p50, p99 = (percentile(found.gaps, share) * 1e3 for share in (0.5, 0.99))
+    print(
+        f"{found.tokens / found.seconds:,.0f} tokens/s over {arguments.streams} streams, "
+        f"{found.tokens / found.messages:.2f} tokens a message, "
+        f"gap p50 {p50:.1f} ms, p99 {p99:.1f} ms; "
+        f"the service used {found.cpu_seconds:.1f} s of CPU in {found.seconds:.1f} s"
+    )
+
+
+def _serving(turns_max: int, iteration_seconds: float) -> AbstractContextManager[BenchDaemon]:
+    return pinned(
+        [
+            *("--turns-max", str(turns_max), "--turns-waiting-max", str(4 * turns_max)),
+            *("--engine", f"echo:{iteration_seconds}"),
+        ]
+    )
+
+
+class Delivered(NamedTuple):
+    tokens: int
+    messages: int
+    seconds: float
+    gaps: list[float]
+    cpu_seconds: float  # of the service
+
+
+async def delivered(daemon: BenchDaemon, num_streams: int, num_tokens: int) -> Delivered:
+    gaps: list[float] = []
+    counted = num_messages = 0
+    first: float | None = None
+
+    async def stream(channel: Any, number: int, length: int) -> None:
+        nonlocal counted, num_messages, first
+        call = channel.unary_stream(
+            "/pensieve.v1.ConversationService/SendMessage",
+            request_serializer=pb.SendMessageRequest.SerializeToString,
+            response_deserializer=pb.SendMessageResponse.FromString,
+        )
+        request = pb.SendMessageRequest(
+            conversation_id=f"stream-{number}",
+            messages=[pb.NewMessage(content=f"Good morning, {number}.")],
+            create_if_missing=True,
+            sampling=pb.Sampling(max_tokens=length, ignore_eos=True),
+        )
+        before: float | None = None
+        async for response in call(request):
+            if response.WhichOneof("event") == "delta":
+                now = time.perf_counter()
+                first = first or now
+                if before is not None:
+                    gaps.append(now - before)
+                before = now
+                counted += len(response.delta.token_ids)
+                num_messages += 1
+
+    async with grpc.aio.insecure_channel(daemon.address) as channel:
+        await asyncio.gather(*(stream(channel, -1 - number, 5) for number in range(8)))
+        counted = num_messages = 0
+        gaps.clear()
+        first = None
+        cpu = cpu_seconds(daemon.pid)
+        await asyncio.gather(
+            *(stream(channel, number, num_tokens) for number in range(num_streams))
+        )
+        assert first is not None
+        seconds = time.perf_counter() - first
+        cpu = cpu_seconds(daemon.pid) - cpu
+    if not gaps:
+        raise InvalidArgument("tokens", "are so few that each stream was one message")
+    return Delivered(counted, num_messages, seconds, gaps, cpu)
+
+
+class TurnCost(NamedTuple):
+    """Of one turn, the median over the rounds."""
+
+    history_tokens: int
+    service_cpu_seconds: float
+    first_token_seconds: float
+
+
+def turn_costs(daemon: BenchDaemon, histories: Sequence[int], num_turns: int) -> list[TurnCost]:
+    with Client(daemon.address) as client:
+        talks = [_filled(client, num_tokens) for num_tokens in histories]
+        filled = [talk.get() for talk in talks]
+        samples: list[list[tuple[float, float]]] = [[] for _ in talks]
+        each = max(num_turns // ROUNDS, 1)
+        for _ in range(ROUNDS):
+            for talk, state, found in zip(talks, filled, samples, strict=True):
+                cpu = cpu_seconds(daemon.pid)
+                firsts = [_turn(talk) for _ in range(each)]
+                found.append(((cpu_seconds(daemon.pid) - cpu) / each, statistics.median(firsts)))
+                talk.rewind(
+                    state.revision
+                )  # so that turns neither lengthen it nor fill the context
+    return [
+        TurnCost(
+            state.num_tokens, *(statistics.median(column) for column in zip(*found, strict=True))
+        )
+        for state, found in zip(filled, samples, strict=True)
+    ]
+
+
+def _filled(client: Client, num_tokens: int) -> Conversation:
+    """A conversation with at least so many tokens, the last of which the engine has KV for."""
+    talk = client.conversation(f"history-{num_tokens}")
+    talk.ask("Good morning.", max_tokens=TURN_TOKENS)
+    while (missing := num_tokens - (before := talk.get().num_tokens)) > 0:
+        talk.ask("hello " * min(PIECE_WORDS, missing), max_tokens=TURN_TOKENS)
+        if talk.get().num_tokens <= before:
+            raise InvalidArgument("history", f"{num_tokens} tokens were not reached")
+    return talk
+
+
+def _turn(talk: Conversation) -> float:
+    reply = talk.ask("And now?", max_tokens=TURN_TOKENS, ignore_eos=True)
+    if reply.usage.recomputed_tokens:
+        raise PensieveError("a history was not on the device: the tiers are too small for this")
+    return reply.usage.first_token_seconds
+
+
+if __name__ == "__main__":
+    main()

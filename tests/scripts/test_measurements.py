@@ -1,0 +1,70 @@
+"""The measurements of scripts/measure check what they time, and compare what they say."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pensieve.bench import random_model
+from pensieve.bench.random_model import RandomShape
+from pensieve.errors import Unavailable
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.records import NewMessage, TurnRequest
+from scripts.measurements import history, isolation, planning, service, swap
+from scripts.measurements.processes import pinned
+
+# Their daemons find the engine among their children.
+pytestmark = pytest.mark.executed
+
+
+@pytest.mark.parametrize("policy", ["lru", "return"])
+def test_planning_is_timed_under_pressure(policy: str) -> None:
+    found = planning.measure(policy, 50, num_running=8, num_iterations=40)
+    assert len(found.seconds) == 40
+    assert found.chunks > 500
+    assert found.reclaimed + found.dropped > 0
+
+
+def test_each_history_is_at_least_as_long_as_was_asked() -> None:
+    with pinned(["--engine", "echo:0.01"]) as daemon:
+        short, long = service.turn_costs(daemon, (40, 400), 10)
+        assert 40 <= short.history_tokens < 400 <= long.history_tokens
+        assert short.first_token_seconds > 0
+        found = asyncio.run(service.delivered(daemon, 4, 40))
+    assert found.tokens == 160
+    assert 0 < found.messages <= 160
+    assert found.gaps
+
+
+def test_both_tenants_are_answered() -> None:
+    alone, beside, noise = isolation.compared(1, 1.5)
+    assert min(alone.first + alone.gaps + beside.first + beside.gaps) > 0
+    assert beside.refused == 0
+    assert noise["OK"] > 0
+    assert noise["INVALID_ARGUMENT"] > 0, "what is too large"
+    assert noise["RESOURCE_EXHAUSTED"] > 0, "what is beyond its limits"
+
+
+def test_a_history_is_where_it_is_said_to_be(tmp_path: Path) -> None:
+    random_model.make(tmp_path, RandomShape(2, 64, 2, 1, 128, 8000), context=1024)
+    found = swap.first_tokens(tmp_path, 150, 2)
+    assert {tier: len(times) for tier, times in found.items()} == dict.fromkeys(swap.TIERS, 2)
+
+
+@pytest.mark.parametrize("num_replicas", [0, 3])
+def test_turns_on_one_history_are_counted_and_read_back(num_replicas: int, tmp_path: Path) -> None:
+    measure = history.served if num_replicas else history.alone
+    found = measure(num_replicas, 0.5, tmp_path)
+    assert found.turns
+    assert 0 < sum(found.turns) < 0.7 * max(num_replicas, 1)
+
+
+def test_a_turn_that_another_one_wrote_is_noticed(tmp_path: Path) -> None:
+    with ConversationStore.open(tmp_path, "a test") as store:
+        talker = history.Talker(store, "t")
+        turn = store.begin_turn("t-3", TurnRequest("r", [NewMessage("user", "hi", [1])])).turn
+        store.finish_turn(turn.turn_id, NewMessage("assistant", "ho", [2]), "stop", {})
+        with pytest.raises(Unavailable, match="t-3 is at revision 1, and had replies up to 0"):
+            talker.check()
