@@ -387,12 +387,6 @@ SIMULATE = (
         (r"return",),
         quick=False,
     ),
-    Step("pensieve simulate --plan --workload sharegpt --rate 50", quick=False, minutes=15),
-    Step(
-        "pensieve simulate --plan --workload sharegpt --rate 50 --model llama3-8b --hardware a100-80gb",
-        quick=False,
-        minutes=15,
-    ),
 )
 BENCH = (
     Step(

@@ -60,11 +60,11 @@ EXPENSIVE = (
     "tests/text/test_tool_calls_hostile.py",  # time and memory of hostile replies
     "tests/sim/",  # crowds in the simulator
     "tests/cli/test_simulate.py",
-    "tests/cli/test_simulate_plan.py",
     "tests/cli/test_simulate_journal.py",
     "tests/cli/test_simulate_streaming.py",
     "tests/scripts/test_paper_figures.py",
     "tests/scripts/test_gpu_bench.py",
+    "tests/scripts/test_machines.py",
     "tests/scripts/test_measurements.py",
     "tests/bench/",  # measurements
     "tests/cli/test_profile.py",

@@ -7,8 +7,8 @@ A daemon is started for each way, and the same chats and long documents arrive a
     prefill first    uncut, in a pass of their own before the turns that generate go on (vLLM's way once)
 
 A load is *carried* if the P99 of the time between tokens, the median time to the first token and the median
-time in the queue are within their objectives; `sim/plan/capacity.py` searches for the highest rate of
-conversations, by doubling and halving, as it does for the simulator.  Each trial is of so many seconds, and
+time in the queue are within their objectives; capacity_search.py finds the highest rate of conversations,
+by doubling and halving.  Each trial is of so many seconds, and
 is cut off at their end: what waits then counts as waited for so far.  With a rate given, that load is played
 to its end instead, in several rounds with other conversations.
 
@@ -46,13 +46,12 @@ from pensieve.bench.capacity_report import (
     show_found,
     show_rows,
 )
+from pensieve.bench.capacity_search import RATE_MOST, Impossible, Slo, capacity
 from pensieve.bench.chat import check
 from pensieve.bench.machine import machine
 from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.report import Report, progress
 from pensieve.errors import InvalidArgument
-from pensieve.sim.plan.capacity import RATE_MOST, capacity
-from pensieve.sim.plan.replica import QUEUE_P50_SECONDS, Impossible, Slo
 
 DEFAULT_MODEL = "0.37B"  # random weights of that shape
 STRICT, RELAXED = 5.0, 25.0  # times the iteration below
@@ -271,7 +270,7 @@ def search(
 
     found = []
     for objective in objectives:
-        slo = Slo(objective, options.ttft or math.inf, QUEUE_P50_SECONDS)
+        slo = Slo(objective, options.ttft or math.inf)
         try:
             rate, _ = capacity(
                 partial(row_of, slo=slo),

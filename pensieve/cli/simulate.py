@@ -17,7 +17,6 @@ from pensieve.cli import (
     simulate_cluster,
     simulate_journal,
     simulate_options,
-    simulate_plan,
     simulate_streaming,
 )
 from pensieve.cli.simulate_options import AUTO, policies_of
@@ -71,7 +70,6 @@ def add_parser(commands: Any) -> None:
     )
     simulate_options.add_arguments(parser)
     simulate_journal.add_arguments(parser)
-    simulate_plan.add_arguments(parser)
     simulate_batch.add_arguments(parser)
     simulate_streaming.add_arguments(parser)
     simulate_cluster.add_arguments(parser)
@@ -98,8 +96,6 @@ def command(arguments: argparse.Namespace) -> int:
         return simulate_cluster.run(arguments, _cost(arguments), devices[0], hosts[0])
     simulate_options.check(arguments)
     found = _points(arguments)
-    if arguments.plan:
-        return _plan(arguments, found)
     return _sweep(arguments, found)
 
 
@@ -197,26 +193,6 @@ def _facts(arguments: argparse.Namespace, cost: CostModel) -> list[str]:
     if arguments.stateless:
         facts.append("stateless")
     return facts
-
-
-def _plan(arguments: argparse.Namespace, found: list[Point]) -> int:
-    from pensieve.core.policies.registry import DEFAULT
-    from pensieve.sim.trace import Problems
-
-    point, problems = found[0], Problems()
-    if arguments.policy is None:
-        point = point._replace(policy=DEFAULT)
-    elif len({each.policy for each in found}) > 1:
-        raise InvalidArgument("policy", "one is planned with")
-    if len({each.device_tokens for each in found}) > 1:
-        raise InvalidArgument("device_tokens", "one is planned with")
-    most = max(each.host_tokens for each in found)
-    cost = _cost(arguments)
-    traced = arguments.workload is None
-    arrivals = list(_source(arguments).arrivals(1.0, problems)) if traced else []
-    _check_read(arguments, problems)
-    _report(problems)
-    return simulate_plan.run(arguments, cost, point.policy, point.device_tokens, most, arrivals)
 
 
 def _source(arguments: argparse.Namespace) -> Source:

@@ -22,7 +22,7 @@ SIMULATED = 8
 STORES = "131,430,2080"  # turns/s that were measured, docs/postgresql.md
 EVENTS = "60:fail:1,150:fail:5%,300:join:10%,420:restart:2%"
 ELSEWHERE = (
-    *("traces", "plan", "batch", "streaming", "until", "stateless", "plot", "record", "count_from"),
+    *("traces", "batch", "streaming", "until", "stateless", "plot", "record", "count_from"),
     *("prompt_seconds", "tbt", "share"),
 )
 

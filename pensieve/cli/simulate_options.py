@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pensieve.core.policies.registry import DEFAULT, POLICIES
+from pensieve.core.policies.registry import POLICIES
 from pensieve.errors import InvalidArgument
 from pensieve.sim.cost import HARDWARE, INSTANT, MODELS
 from pensieve.sim.executor import PHASES
@@ -64,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,…",
         help=f"policies to compare: {', '.join(POLICIES)}, and clairvoyant, which knows the trace and can "
         "hardly be beaten "
-        f"(default: {','.join(COMPARED)}; {DEFAULT}, a daemon's, with --plan; with --stateless it does not "
-        "matter)",
+        f"(default: {','.join(COMPARED)}; with --stateless it does not matter)",
     )
     parser.add_argument(
         "--model",
@@ -88,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device-tokens",
-        type=_several(_tokens),
+        type=_several(tokens),
         default=[AUTO],
         metavar="N,…",
         help="size of the device tier, like 500k; auto: 0.9 of the device's memory less the weights "
@@ -96,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--host-tokens",
-        type=_several(_tokens),
+        type=_several(tokens),
         default=[AUTO],
         metavar="N,…",
         help="size of the host tier; 0: none; auto: what the "
@@ -198,10 +197,8 @@ def check(arguments: argparse.Namespace) -> None:
     known = (*POLICIES, CLAIRVOYANT)
     if unknown := [name for name in policies_of(arguments) if name not in known]:
         raise InvalidArgument("policy", f"{unknown[0]!r} is none of {', '.join(known)}")
-    if CLAIRVOYANT in policies_of(arguments) and (arguments.plan or arguments.record is not None):
-        raise InvalidArgument(
-            "policy", "clairvoyant knows a trace: it cannot serve, plan or record"
-        )
+    if CLAIRVOYANT in policies_of(arguments) and arguments.record is not None:
+        raise InvalidArgument("policy", "clairvoyant knows a trace: it cannot serve or record")
     if bool(arguments.traces) == (arguments.workload is not None):
         raise InvalidArgument("TRACE", "name files, or draw a --workload; not both")
     if arguments.workload is None and len(arguments.rate) > 1:
@@ -225,8 +222,6 @@ def check(arguments: argparse.Namespace) -> None:
     for name in ("prompt_seconds", "tbt", "share"):
         if not getattr(arguments, name) >= 0:
             raise InvalidArgument(name, "is at least 0")
-        if getattr(arguments, name) and arguments.plan:
-            raise InvalidArgument(name, "is not for --plan, which has limits of its own")
     timeless = arguments.hardware == INSTANT and arguments.cost is None
     if timeless and arguments.phases != "unified":
         raise InvalidArgument("phases", "differ in time, and with --hardware instant there is none")
@@ -246,7 +241,7 @@ def _several(one: Callable[[str], Value]) -> Callable[[str], list[Value]]:
     return several
 
 
-def _tokens(text: str) -> int:
+def tokens(text: str) -> int:
     """`500k`, `3M` or a plain number; `auto`."""
     if text == "auto":
         return AUTO

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 ELSEWHERE = (
     "traces",
     "workload",
-    "plan",
     "policy",
     "until",
     "stateless",

@@ -17,5 +17,4 @@ fit_points          the same from a profile's iterations, as points that were me
 batch               a batch of requests with and without its shared prefixes
 schedules/          the schedules of Orca, vLLM and FastServe, to compare with
 systems             one load through the daemon's engine and through those
-plan/               the load that a replica carries, and how many replicas a load needs
 """

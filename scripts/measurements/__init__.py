@@ -5,4 +5,8 @@ service     tokens that the service delivers, and what a turn costs it, without 
 isolation   what one tenant notices of another one that does its worst (noisy_tenant)
 swap        the first token of a turn whose history is not on the device
 history     turns that one history carries for several daemons
+
+By simulation, of a machine that machine_options names:
+
+machines    how many machines a load needs, with how much host memory (replica: one of them)
 """

@@ -24,14 +24,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, tee
 
+from pensieve.bench.capacity_search import Row
 from pensieve.core.iteration import Slice
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
 from pensieve.sim.executor import ModelledExecutor
-from pensieve.sim.plan.load import Window
-from pensieve.sim.plan.replica import Admitted, Replica, Row, row_of
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
+from scripts.measurements.replica import Admitted, Replica, Window, row_of
 
 
 def stage_of(cost: CostModel, num_stages: int) -> CostModel:

@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from pensieve.bench.capacity_search import Impossible, Row, Slo, capacity
 from pensieve.sim.cost import (
     HARDWARE,
     MODELS,
@@ -34,10 +35,8 @@ from pensieve.sim.cost import (
     ModelPreset,
     device_tokens_of,
 )
-from pensieve.sim.plan.capacity import capacity
-from pensieve.sim.plan.load import Window
-from pensieve.sim.plan.replica import Impossible, Replica, Row, Slo
 from pensieve.sim.workload import HABITS, drawn
+from scripts.measurements.replica import Replica, Window
 from scripts.paper_figures.pipeline import Pipeline, run_pipeline, stage_of
 from scripts.paper_figures.study import GPU, Line, Panel, Spread, Study, ratio
 

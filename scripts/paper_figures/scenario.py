@@ -1,8 +1,8 @@
 """A system under a load of drawn conversations: everything that a simulation needs but their rate.
 
-It begins in the middle of a load that has gone on for long (sim/plan/load.py), because in an empty system it
-takes an hour until late turns of long conversations are as many as they will be.  Then it warms up for
-`warm_seconds`, and the clock stops while the load still goes on.
+It begins in the middle of a load that has gone on for long (measurements/replica.py), because in an empty
+system it takes an hour until late turns of long conversations are as many as they will be.  Then it warms up
+for `warm_seconds`, and the clock stops while the load still goes on.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim import report
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
-from pensieve.sim.plan.load import LIFETIMES_BEFORE, REACTION_TIMES_FREE, steady_load
 from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import Habits, drawn
+from scripts.measurements.replica import LIFETIMES_BEFORE, REACTION_TIMES_FREE, steady_load
 
 SECONDS_PER_TOKEN = (
     0.04  # of replies before the clock begins: decides which conversations are in progress

@@ -48,7 +48,7 @@ def test_a_trace_of_which_nothing_can_be_read_is_an_error(
         ("\n", f"{trace} is empty: not a trace"),
     ):
         trace.write_text(text)
-        for flags in ([], ["--json"], ["--plan", "--rate", "1"]):
+        for flags in ([], ["--json"]):
             assert main(["simulate", str(trace), *flags]) == 3
             told = capsys.readouterr()
             assert problem in told.err.splitlines()[-1]

@@ -11,7 +11,7 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.cli.simulate_batch import text
 from pensieve.sim import batch, cost_file
-from tests.sim.plan.world import COST
+from tests.scripts.made_up import COST
 
 BATCH = ["simulate", "--batch", "64/32x4", "--device-tokens", "4k", "--turns-max", "16"]
 
@@ -70,7 +70,6 @@ def test_one_seed_has_no_spread(costs: str, capsys: pytest.CaptureFixture[str]) 
         (["--batch", "nothing"], "batch"),
         (["--workload", "sharegpt"], "workload"),
         (["trace.jsonl"], "traces"),
-        (["--plan"], "plan"),
         (["--apart", "-1"], "apart"),
         (["--device-tokens", "4k,8k"], "device_tokens"),
         (["--turns-max", "4000"], "turns_max"),

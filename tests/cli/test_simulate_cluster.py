@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.cli.main import main
 from pensieve.sim import cost_file
-from tests.sim.plan.world import COST
+from tests.scripts.made_up import COST
 
 SMALL = [
     *("simulate", "--cluster", "6", "--seconds", "30", "--reaction", "5", "--rate", "0.5"),
@@ -45,7 +45,6 @@ def test_the_command_simulates_a_cluster(costs: str, capsys: pytest.CaptureFixtu
         (["--events", "50:fail:1"], "before --seconds 30"),
         (["--cluster", "1"], "2 to 10,000"),
         (["--simulated", "7"], "at most the 6"),
-        (["--plan"], "not for --cluster"),
         (["--history", "x"], "numbers above 0"),
         (["--rate", "1,2"], "one is simulated"),
         (["--policy", "clairvoyant"], "is none of"),

@@ -69,7 +69,6 @@ def test_the_text_has_ratios_where_both_rates_are_known() -> None:
     [
         (["--workload", "sharegpt"], "workload"),
         (["trace.jsonl"], "traces"),
-        (["--plan"], "plan"),
         (["--policy", "lru"], "policy"),
         (["--stateless"], "stateless"),
         (["--phases", "separate"], "phases"),

@@ -216,12 +216,6 @@ ROWS = (
         "--hardware instant --device-tokens 500k --host-tokens 0 --token-budget 8192",
         nightly=True,
     ),
-    Row("pensieve simulate --plan --workload sharegpt --rate 50", (r"replica",), nightly=True),
-    Row(
-        "pensieve simulate --plan --workload sharegpt --rate 50 --model llama3-8b --hardware a100-80gb",
-        (r"replica",),
-        nightly=True,
-    ),
     Row(
         "pensieve simulate --batch snippets --model mistral-7b --hardware a100-80gb --seed 0,1,2",
         (r"groups +5\d\.\d%",),
@@ -309,9 +303,6 @@ NOT_RUN = {
     ),
     "pensieve chat --address chat.example:50051 --tls": "needs a server with a certificate that the system"
     " trusts; tests/cli/test_flags.py has one with an authority of its own",
-    "pensieve simulate --plan trace.jsonl --cost cost.json --device-tokens 60k --tbt-p99 0.2"
-    " --ttft-p50 2 --replicas 4,100,1000": "needs a trace of hours;"
-    " tests/cli/test_simulate_plan.py has small ones",
     **dict.fromkeys(
         (
             "pensieve simulate TRACE --hardware instant --device-tokens 500k --host-tokens 2M "

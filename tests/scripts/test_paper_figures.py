@@ -12,9 +12,8 @@ import pytest
 
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel, device_tokens_of
-from pensieve.sim.plan.load import Window
-from pensieve.sim.plan.replica import Replica, run_replica
 from pensieve.sim.workload import HABITS, drawn
+from scripts.measurements.replica import Replica, Window, run_replica
 from scripts.paper_figures import __main__ as command
 from scripts.paper_figures import baton_paper, sarathi_capacity
 from scripts.paper_figures.equal_latency import GRID_RATIO, first_crossing

@@ -8,7 +8,7 @@ from pensieve.sim.cluster.cluster import Cluster, Setting
 from pensieve.sim.cluster.conversations import Talk
 from pensieve.sim.cluster.replica import Machine
 from pensieve.sim.cluster.script import parse
-from tests.sim.plan.world import CHAT, COST
+from tests.scripts.made_up import CHAT, COST
 
 MACHINE = Machine(COST, 64_000, 64_000, "return", 256, 64)
 TALK = Talk(CHAT, 4.0, seed=3)

@@ -1,24 +1,24 @@
-"""One engine under a load, and whether it serves it within limits.
+"""One engine under a load that has gone on for long: the daemon's scheduler and cache on a virtual clock.
 
-A rate of conversations is *carried* if, after the warm-up,
+A short simulation must not begin with an empty system. `steady_load` supposes that the load has gone on for a
+long time: every conversation that began before the simulation, and still has turns to come, is in progress.
+Its log so far arrives in one turn, at the time when its last turn ended. Until `Window.free_until` nothing
+takes time, so these logs are in the cache when the simulation proper begins.
 
-* the P99 of the time between the tokens of a reply,
-* the median time to the first token, and
-* the median time in the queue
-
-are within the `Slo`.  The daemon's own scheduler and cache run, with nothing taking time until
-`Window.free_until` (load.py).  Turns that still wait when the simulation stops count with the time waited
-so far, so that an overloaded replica does not look well because most turns never began.  Nor do refused
-turns make it look well: where more than `REFUSED_SHARE` of them are too long for the device tier, nothing
-is carried.
+Turns that still wait when the simulation stops count with the time waited so far, so that an overloaded
+replica does not look well because most turns never began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
+from pensieve.bench.capacity_search import Impossible, Row, Slo
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.policies.registry import DEFAULT, policy_named
@@ -26,43 +26,94 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Usage
 from pensieve.engine.messages import Event, Message, TurnEnded
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
-from pensieve.sim.plan.load import Window
 from pensieve.sim.series import Distribution
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
+from pensieve.sim.workload import Habits, drawn
 
-QUEUE_P50_SECONDS = 2.0
+LIFETIMES_BEFORE = 6.0  # mean durations of a conversation that the load has gone on for
+REACTION_TIMES_FREE = 5.0  # mean reaction times until `free_until`; longer pauses are cut to that
 REFUSED_SHARE = (
     0.01  # of the turns that begin; with more, the load is not the one that was planned for
 )
 
-Row = dict[str, Any]
+
+class Window(NamedTuple):
+    """Times of a simulation."""
+
+    free_until: float  # before it nothing takes time
+    counted_from: float  # turns that begin before it are simulated and do not count
+    ends: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ends - self.counted_from
 
 
 @dataclass(frozen=True)
-class Slo:
-    """Limits of what counts as served."""
+class Load:
+    """Conversations drawn from habits, at a rate that can be set."""
 
-    tbt_p99_seconds: float
-    ttft_p50_seconds: float
-    queue_p50_seconds: float = QUEUE_P50_SECONDS
+    habits: Habits
+    reaction_seconds: float | None = None
+    seconds: float | None = None  # that count; None: two reaction times, a minute or more
+    seed: int = 0
+    seconds_per_token: float = 0.03  # of a reply: decides which conversations are in progress
 
-    def violations(self, row: Row) -> list[str]:
-        """The limits that these figures exceed; a figure without a value exceeds none."""
-        limits = (
-            ("tbt_p99", self.tbt_p99_seconds, "P99 between tokens"),
-            ("ttft_p50", self.ttft_p50_seconds, "median first token"),
-            ("queue_p50", self.queue_p50_seconds, "median in the queue"),
-        )
-        return [
-            f"{name} {row[key]:.3g} s"
-            for key, limit, name in limits
-            if row[key] is not None and row[key] > limit
-        ]
+    @property
+    def reaction(self) -> float:
+        given = self.reaction_seconds
+        return self.habits.reaction_seconds if given is None else given
+
+    @property
+    def mean_seconds(self) -> float:
+        """Of a conversation."""
+        reply = self.seconds_per_token * self.habits.output_tokens
+        return self.habits.turns_mean * (self.reaction + reply)
+
+    @property
+    def window(self) -> Window:
+        free_until = REACTION_TIMES_FREE * self.reaction
+        counted_from = free_until + max(self.reaction / 2, 30.0)
+        seconds = max(2 * self.reaction, 60.0) if self.seconds is None else self.seconds
+        return Window(free_until, counted_from, counted_from + seconds)
+
+    def arrivals(self, rate: float) -> Iterator[Arrival]:
+        """In the order of their times."""
+        free_until, _, ends = self.window
+        before = LIFETIMES_BEFORE * self.mean_seconds
+        seconds = before + ends - free_until
+        arrivals = drawn(self.habits, rate, seconds, self.seed, reaction_seconds=self.reaction)
+        return steady_load(arrivals, before, free_until, self.seconds_per_token)
 
 
-class Impossible(ValueError):
-    """No rate is low enough for the limits."""
+def steady_load(
+    arrivals: Iterable[Arrival], before: float, free_until: float, seconds_per_token: float
+) -> Iterator[Arrival]:
+    """A load that has gone on for `before` seconds when the clock shows `free_until`.
+
+    `arrivals` are whole conversations, one after another, in the order of their first turns.
+    """
+    pending: list[tuple[float, int, list[Arrival]]] = []  # a time, and the arrivals of it
+    groups = groupby(arrivals, key=lambda arrival: arrival.conversation)
+    for number, (name, group) in enumerate(groups):
+        turns = list(group)
+        begin, length, ended = (turns[0].at or 0.0) - before + free_until, 0, 0.0
+        while pending and begin >= free_until and pending[0][0] <= begin:
+            yield from heapq.heappop(pending)[2]
+        while turns and begin < free_until:
+            turn = turns.pop(0)
+            length += turn.input_tokens + turn.output_tokens
+            ended = begin + seconds_per_token * turn.output_tokens
+            begin = ended + (turns[0].after if turns else 0.0)
+        if turns and length:
+            log_at = min(max(ended, 0.0), math.nextafter(free_until, 0.0))
+            heapq.heappush(pending, (log_at, 2 * number, [Arrival(name, log_at, length - 1, 1)]))
+        if turns:
+            rest = [replace(turns[0], at=begin, after=0.0), *turns[1:]]
+            heapq.heappush(pending, (begin, 2 * number + 1, rest))
+    while pending:
+        yield from heapq.heappop(pending)[2]
 
 
 @dataclass(frozen=True)

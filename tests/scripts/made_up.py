@@ -1,22 +1,21 @@
-"""A slow made-up machine, its load and its limits, and trials of it."""
+"""A slow made-up machine, its load and its limits: minutes of it are simulated in a moment."""
 
 from __future__ import annotations
 
 from functools import cache
 
+from pensieve.bench.capacity_search import Row, Slo
 from pensieve.sim.cost import CostModel
-from pensieve.sim.plan.load import Drawn
-from pensieve.sim.plan.replica import Replica, Row, Slo, run_replica
 from pensieve.sim.workload import Habits
+from scripts.measurements.replica import Load, Replica, run_replica
 
-# A machine so slow that minutes of it are simulated in a moment.
 COST = CostModel(0.0002, 0.01, 1e-8, 2.5e-7, 0.0005, 20, 400_000, 20e9, "made up")
 SMALL = Replica(COST, 16_000, 0, "value", 256, 64)
 CHAT = Habits(5.0, 150.0, 20.0, 10.0, 8000)  # short replies are simulated faster
-LOAD = Drawn(CHAT, seconds=30.0)
+LOAD = Load(CHAT, seconds=30.0)
 SLO = Slo(0.08, 0.3)
 
 
 @cache
 def trial(rate: float, replica: Replica = SMALL) -> Row:
-    return run_replica(replica, LOAD.arrivals(rate), LOAD.window(rate))
+    return run_replica(replica, LOAD.arrivals(rate), LOAD.window)

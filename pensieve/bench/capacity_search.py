@@ -1,0 +1,73 @@
+"""Search for the highest rate of conversations that is carried within objectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+RESOLUTION = 1.04  # the ratio of the lowest rate that is not carried to the highest that is
+RATE_LEAST, RATE_MOST = 1e-4, 1e5
+QUEUE_P50_SECONDS = 2.0
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Limits of what counts as served."""
+
+    tbt_p99_seconds: float
+    ttft_p50_seconds: float
+    queue_p50_seconds: float = QUEUE_P50_SECONDS
+
+    def violations(self, row: Row) -> list[str]:
+        """The limits that these figures exceed; a figure without a value exceeds none."""
+        limits = (
+            ("tbt_p99", self.tbt_p99_seconds, "P99 between tokens"),
+            ("ttft_p50", self.ttft_p50_seconds, "median first token"),
+            ("queue_p50", self.queue_p50_seconds, "median in the queue"),
+        )
+        return [
+            f"{name} {row[key]:.3g} s"
+            for key, limit, name in limits
+            if row[key] is not None and row[key] > limit
+        ]
+
+
+class Impossible(ValueError):
+    """No rate is low enough for the limits."""
+
+
+def capacity(
+    trial: Callable[[float], Row],
+    slo: Slo,
+    rate: float,
+    step: float = 2.0,
+    *,
+    resolution: float = RESOLUTION,
+    rate_least: float = RATE_LEAST,
+) -> tuple[float, Row]:
+    """Return the highest rate that is carried, to within `resolution`, and its figures.
+
+    The search begins at `rate`. It doubles the rate, and then halves the interval between a rate that is
+    carried and one that is not.
+    """
+    low, row, high = 0.0, Row(), math.inf
+    while not low or high / low > resolution:
+        if math.isinf(high):
+            tried = step * low or min(rate, RATE_MOST)
+        else:
+            tried = math.sqrt(low * high) if low else high / step
+        if tried > RATE_MOST:
+            break
+        found = trial(tried)
+        broken = slo.violations(found)
+        if not broken:
+            low, row = tried, found
+        elif tried < rate_least:
+            raise Impossible(f"at {tried:.2g} conversations a second still: {', '.join(broken)}")
+        else:
+            high = tried
+    return low, row

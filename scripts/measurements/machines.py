@@ -1,0 +1,156 @@
+"""Plan how many machines a load needs, and with how much host memory.
+
+A rate of conversations is carried by one replica if, after the warm-up, the P99 of the time between the
+tokens of a reply, the median time to the first token and the median time in the queue (2 s) are within
+limits. Host memory is tried from none upward, each time twice as much, until it is never full or adds
+nothing. The smallest size that carries within 5 % of the best is the one to buy. A conversation stays with
+its replica, so the number of replicas follows from what one carries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pensieve.bench.capacity_search import RATE_LEAST, Impossible, Row, Slo, capacity
+from pensieve.errors import InvalidArgument
+from pensieve.sim.cost import CHUNK_TOKENS, CostModel
+from pensieve.sim.workload import HABITS
+from scripts.measurements.machine_options import Progress, add_machine, machine_of, ms
+from scripts.measurements.replica import Load, Replica, run_replica
+
+BETTER = 1.04  # by what more host memory must raise the rate for the search to go on
+ENOUGH = 0.95  # of the best rate
+PROMPTS_SHARE = 0.75  # of the time between tokens: what prompts may take of it
+
+
+class HostMemory(NamedTuple):
+    """A size of host memory, and the rate that it carries."""
+
+    host_tokens: int
+    rate: float
+    row: Row
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure machines", description=__doc__)
+    add_machine(parser)
+    parser.add_argument("--workload", choices=sorted(HABITS), default="sharegpt")
+    parser.add_argument(
+        "--rate", type=float, default=50.0, help="conversations a second (default: 50)"
+    )
+    parser.add_argument("--tbt-p99", type=float, default=0.1, help="seconds (default: 0.1)")
+    parser.add_argument("--ttft-p50", type=float, default=1.0, help="seconds (default: 1)")
+    parser.add_argument("--seconds", type=float, help="that count (default: two reaction times)")
+    parser.add_argument("--reaction", type=float, help="seconds (default: the workload's)")
+    arguments = parser.parse_args(given)
+    machine = machine_of(arguments)
+    slo = Slo(arguments.tbt_p99, arguments.ttft_p50)
+    load = Load(HABITS[arguments.workload], arguments.reaction, arguments.seconds)
+    replica = Replica(machine.cost, machine.device_tokens, 0)
+    budget = budget_within(machine.cost, slo, replica.token_budget, replica.turns_max)
+    replica = replace(replica, token_budget=budget)
+    print(f"{machine.cost.source}; {machine.device_tokens:,} tokens of KV on the device; at most")
+    print(f"{budget} tokens an iteration; {arguments.workload}, {load.window.seconds:g} s count")
+    try:
+        replica.check(slo, load.habits.input_tokens)
+        tried = host_memories(replica, load, slo, machine.host_tokens, Progress())
+    except Impossible as error:
+        raise InvalidArgument("tbt-p99, ttft-p50, device-tokens", str(error)) from error
+    chosen = recommended(tried)
+    print(
+        f"{'host tokens':>12}{'GB':>8}{'conversations/s':>17}{'tokens/s':>10}{'P99 between ms':>16}"
+        f"{'first P50 ms':>14}{'recomputed':>12}{'from host':>11}"
+    )
+    for each in tried:
+        row = each.row
+        print(
+            f"{each.host_tokens:>12,}{each.host_tokens * machine.cost.kv_bytes_per_token / 1e9:>8.1f}"
+            f"{each.rate:>17.3g}{row['tokens_per_second']:>10,.0f}{ms(row['tbt_p99']):>16}"
+            f"{ms(row['ttft_p50']):>14}{row['recomputed_share']:>12.1%}{row['host_share']:>11.1%}"
+            f"{'   <- the least within 5 % of the best' if each is chosen else ''}"
+        )
+    print(
+        f"{arguments.rate:g} conversations a second: {needed(chosen.rate, arguments.rate)} replicas"
+    )
+
+
+def needed(rate_each: float, wanted: float) -> int:
+    return max(math.ceil(wanted / rate_each - 1e-9), 1)
+
+
+def budget_within(cost: CostModel, slo: Slo, most: int, least: int) -> int:
+    """Tokens of an iteration: `most`, halved until an iteration full of prompts fits between two tokens.
+
+    It must leave time for the contexts of the turns that generate beside it.
+    """
+    limit = PROMPTS_SHARE * slo.tbt_p99_seconds
+    while most // 2 >= least and cost.iteration_seconds([(0, most)]) > limit:
+        most //= 2
+    return most
+
+
+def first_guess(replica: Replica, load: Load) -> float:
+    """A low estimate of the rate, from what a turn costs in a full batch."""
+    decode = replica.cost.iteration_seconds([(1000, 1001)] * 32) / 32
+    prompt = replica.cost.dense_seconds_per_token * load.habits.input_tokens
+    turn = prompt + decode * load.habits.output_tokens
+    return max(0.25 / (load.habits.turns_mean * turn), RATE_LEAST)
+
+
+def host_memories(
+    replica: Replica, load: Load, slo: Slo, host_tokens_max: int, progress: Callable[[str], None]
+) -> list[HostMemory]:
+    """Each size of host memory that was tried, with the rate that it carries."""
+    tried: list[HostMemory] = []
+    for host_tokens in _sizes(replica.device_tokens, host_tokens_max):
+        sized = replace(replica, host_tokens=host_tokens)
+        rows: dict[float, Row] = {}
+
+        def trial(rate: float, sized: Replica = sized, rows: dict[float, Row] = rows) -> Row:
+            if rate not in rows:
+                rows[rate] = row = run_replica(sized, load.arrivals(rate), load.window)
+                sized.check_served(row)
+                verdict = ", ".join(slo.violations(row)) or "carried"
+                progress(
+                    f"{sized.host_tokens:,} tokens on the host, {rate:.3g} a second: {verdict}"
+                )
+            return rows[rate]
+
+        if not tried:
+            rate, row = capacity(trial, slo, first_guess(replica, load))
+        elif slo.violations(trial(tried[-1].rate * BETTER)):
+            rate = tried[-1].rate
+            row = trial(rate)
+            if slo.violations(row):
+                rate, row = capacity(trial, slo, rate, 1.2)
+        else:
+            rate, row = capacity(trial, slo, tried[-1].rate * BETTER, 1.2)
+        tried.append(HostMemory(host_tokens, rate, row))
+        grew = len(tried) < 3 or rate > tried[-3].rate * BETTER
+        if (host_tokens and not row["host_full"]) or not grew:
+            break
+    return tried
+
+
+def _sizes(device_tokens: int, most: int) -> Iterator[int]:
+    yield 0
+    size = max(device_tokens // 2, CHUNK_TOKENS)
+    while size * 1.4 < most:
+        yield size
+        size *= 2
+    if most:
+        yield most
+
+
+def recommended(tried: Sequence[HostMemory]) -> HostMemory:
+    """The smallest host memory that carries nearly as much as any."""
+    best = max(each.rate for each in tried)
+    return next(each for each in tried if each.rate >= ENOUGH * best)
+
+
+if __name__ == "__main__":
+    main()
