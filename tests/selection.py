@@ -64,6 +64,7 @@ EXPENSIVE = (
     "tests/cli/test_simulate_streaming.py",
     "tests/scripts/test_paper_figures.py",
     "tests/scripts/test_gpu_bench.py",
+    "tests/scripts/test_cluster_simulation.py",
     "tests/scripts/test_machines.py",
     "tests/scripts/test_measurements.py",
     "tests/bench/",  # measurements

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.cli import (
     simulate_batch,
-    simulate_cluster,
     simulate_journal,
     simulate_options,
     simulate_streaming,
@@ -41,10 +40,7 @@ examples:
   pensieve simulate --batch snippets --model mistral-7b --hardware a100-80gb
       a file of requests that begin alike, with their prefixes shared in three ways.
   pensieve simulate --streaming --model opt-6.7b --hardware rtx-4090 --devices 4
-      the daemon's scheduler beside those of vLLM, Orca and FastServe, over rates of requests.
-  pensieve simulate --cluster 1000 --model llama2-70b --devices 2
-      a thousand replicas of two H200 each, while one fails, a twentieth of them fails, a tenth joins and
-      a fiftieth is restarted."""
+      the daemon's scheduler beside those of vLLM, Orca and FastServe, over rates of requests."""
 REPORT_SECONDS = 10.0  # how often a long run reports its progress
 
 
@@ -72,13 +68,10 @@ def add_parser(commands: Any) -> None:
     simulate_journal.add_arguments(parser)
     simulate_batch.add_arguments(parser)
     simulate_streaming.add_arguments(parser)
-    simulate_cluster.add_arguments(parser)
     parser.set_defaults(run=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
-    if arguments.cluster is not None:
-        simulate_cluster.fill_in(arguments)
     simulate_options.fill_in(arguments)
     if arguments.journal is not None:
         return simulate_journal.run(arguments)
@@ -91,9 +84,6 @@ def command(arguments: argparse.Namespace) -> int:
         return simulate_streaming.run(
             arguments, _cost(arguments), *_tiers(arguments), lambda name: _progress(name)
         )
-    if arguments.cluster is not None:
-        devices, hosts = _tiers(arguments)
-        return simulate_cluster.run(arguments, _cost(arguments), devices[0], hosts[0])
     simulate_options.check(arguments)
     found = _points(arguments)
     return _sweep(arguments, found)

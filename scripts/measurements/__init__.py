@@ -9,4 +9,5 @@ history     turns that one history carries for several daemons
 By simulation, of a machine that machine_options names:
 
 machines    how many machines a load needs, with how much host memory (replica: one of them)
+cluster     many replicas, some of which fail, drain and join (cluster_events, cluster_replicas)
 """

@@ -222,23 +222,6 @@ ROWS = (
         nightly=True,
     ),
     Row(
-        "pensieve simulate --cluster 1000 --model llama2-70b --devices 2",
-        (r"after fail 5 % +950 ", r"fail 1 at 60 s +1 ", r"1,000 need"),
-        nightly=True,
-    ),
-    Row(
-        "pensieve simulate --cluster 16 --model llama2-70b --devices 2 --simulated 16 --seconds 240 "
-        "--events 60:fail:1,140:drain:1",
-        (r"after drain 1 +14 ",),
-        nightly=True,
-    ),
-    Row(
-        "pensieve simulate --cluster 200 --model llama2-70b --devices 2 --simulated 0 --seconds 240 "
-        "--events 60:restart:2% --network 25 --push",
-        (r"restart 2 % at 60 s +4 ",),
-        nightly=True,
-    ),
-    Row(
         "pensieve simulate --streaming --model opt-6.7b --hardware rtx-4090",
         (r"resident +\d.* x", r"vllm +\d.*1\.00 x"),
         nightly=True,

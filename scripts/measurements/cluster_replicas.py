@@ -1,23 +1,31 @@
-"""One replica of a simulated cluster: with the daemon's scheduler and cache, or as a count of its turns.
+"""The replicas of a simulated cluster, and who talks to them.
 
-A **simulated** replica is an engine as every other (engine/assembly.py) with a modelled executor and a clock
-of its own.  The cluster steps the one whose clock is furthest behind, after everything has been delivered
-that happens until then.  So no message is late by more than the iteration that runs when it comes, which a
-daemon's is, too.
+**Conversations** are drawn from habits as if the load had gone on for long: those that began before the
+clock's start and have turns to come are in progress, with a log of what was said so far, whose last turn
+ended when it would have if a token of a reply took `seconds_per_token`. A share of the new conversations are
+forks: such a one begins with the whole log of one that talked lately.
 
-A **counted** replica has no scheduler: a turn takes what turns of simulated replicas have taken of late
+A **simulated replica** is an engine as every other (engine/assembly.py) with a modelled executor and a clock
+of its own. The cluster steps the one whose clock is furthest behind, after everything has been delivered that
+happens until then. So no message is late by more than the iteration that runs when it comes, which a daemon's
+is, too.
+
+A **counted replica** has no scheduler: a turn takes what turns of simulated replicas have taken of late
 (`Pace`), and what is computed again takes what the cost model says, alone on the machine.
 
 KV that came over the network (`Submitted.received`) is computed like any that is missing, and takes no time:
-`Receiving` charges nothing for positions below that.  It takes the place of other prompts in an iteration's
+`Receiving` charges nothing for positions below that. It takes the place of other prompts in an iteration's
 token budget, which it would not in a daemon; hand-overs are rare enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
 from pensieve.core.cache import CacheConfig
@@ -36,36 +44,129 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.sim.clock import VirtualClock
-from pensieve.sim.cluster.conversations import Conversation
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel, instant
 from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.trace import Arrival
+from pensieve.sim.workload import Habits, drawn
+from scripts.measurements.machine_options import Machine
+
+LIFETIMES_BEFORE = 4.0  # mean durations of a conversation that the load has gone on for
+RECENT = 4096  # conversations of which one is forked
+
+
+class Message(NamedTuple):
+    """One turn to come."""
+
+    input_tokens: int
+    output_tokens: int
+    after: float  # seconds from the end of the turn before
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """One conversation and where it is at home."""
+
+    name: str
+    messages: deque[Message]  # to come, the next first
+    begins: float  # when the next one comes
+    length: int = 0  # of its log
+    past: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # ends of turns, and its length then
+    active_at: float = 0.0  # when a turn of it last began, or before the clock's start ended
+    owner: str = ""
+    incarnation: int = 0  # of the owner, which may have come back by the same name
+    epoch: int = 0  # so often it was given a home
+    counted: bool = False  # in the loads
+    parent: Conversation | None = None  # whose log it begins with
+    came_at: float = 0.0  # when the message of the turn that runs came
+    moved_by: str = ""  # why the turn that runs is at a new home
+
+
+@dataclass(frozen=True)
+class Talk:
+    """The load of a cluster."""
+
+    habits: Habits
+    rate: float  # conversations that begin per second, in the whole cluster
+    seed: int = 0
+    reaction_seconds: float | None = None
+    forks: float = 0.0  # share of the new conversations
+    seconds_per_token: float = 0.03  # of a reply: decides which conversations are in progress
+
+    @property
+    def reaction(self) -> float:
+        given = self.reaction_seconds
+        return self.habits.reaction_seconds if given is None else given
+
+    @property
+    def mean_seconds(self) -> float:
+        """Of a conversation."""
+        reply = self.seconds_per_token * self.habits.output_tokens
+        return self.habits.turns_mean * (self.reaction + reply)
+
+    @property
+    def before_seconds(self) -> float:
+        """How long the load has gone on for at the clock's start."""
+        return LIFETIMES_BEFORE * self.mean_seconds
+
+    def conversations(
+        self, starts: float, ends: float, active_seconds: float
+    ) -> Iterator[Conversation]:
+        """Those in progress at `starts` and those that begin until `ends`, in the order of their begins.
+
+        Also those that are over by then and were active so many seconds before; they have no more messages.
+        """
+        before = self.before_seconds
+        seconds = before + ends - starts
+        arrivals = drawn(self.habits, self.rate, seconds, self.seed, reaction_seconds=self.reaction)
+        draw = random.Random(self.seed + 1)
+        recent: deque[Conversation] = deque(maxlen=RECENT)
+        for name, group in groupby(arrivals, key=lambda arrival: arrival.conversation):
+            found = self._begun(name, list(group), before, starts)
+            if not found.messages and found.active_at < starts - active_seconds:
+                continue
+            is_new = not found.length
+            if is_new and self.forks and recent and draw.random() < self.forks:
+                found.parent = recent[draw.randrange(len(recent))]
+            if found.messages:
+                recent.append(found)
+            yield found
+
+    def _begun(self, name: str, turns: list[Arrival], before: float, starts: float) -> Conversation:
+        """As it is when the clock starts."""
+        begin, length, number = (turns[0].at or 0.0) - before + starts, 0, 0
+        past: list[tuple[float, int]] = []
+        while number < len(turns) and begin < starts:
+            turn = turns[number]
+            length += turn.input_tokens + turn.output_tokens
+            ended = begin + self.seconds_per_token * turn.output_tokens
+            past.append((min(ended, starts), length))
+            number += 1
+            if number < len(turns):
+                begin = ended + turns[number].after
+        messages = deque(
+            Message(turn.input_tokens, turn.output_tokens, turn.after) for turn in turns[number:]
+        )
+        return Conversation(name, messages, begin, length, past, past[-1][0] if past else begin)
+
 
 PACE_WEIGHT = 0.01  # of the last turn, in the mean of turns of late
 MESSAGES_MAX = 1 << 20
 CLASS_TOKENS = 256  # lengths that take the same time to compute again
+TOKEN_BUDGET, TURNS_MAX = 2048, 256
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a replica runs on: costs and tiers, and the scheduler's limits."""
-
-    cost: CostModel
-    device_tokens: int
-    host_tokens: int
-    policy: str = DEFAULT
-    token_budget: int = 2048
-    turns_max: int = 256
-
-    def recompute_seconds(self, tokens: int) -> float:
-        """A log of so many tokens, alone on the machine."""
-        return _recompute_seconds(self, -(-tokens // CLASS_TOKENS))
+def recompute_seconds(machine: Machine, tokens: int) -> float:
+    """A log of so many tokens, alone on the machine."""
+    return _recompute_seconds(machine, -(-tokens // CLASS_TOKENS))
 
 
 @cache
 def _recompute_seconds(machine: Machine, classes: int) -> float:
     seconds, start, tokens = 0.0, 0, classes * CLASS_TOKENS
     while start < tokens:
-        stop = min(start + machine.token_budget, tokens)
+        stop = min(start + TOKEN_BUDGET, tokens)
         seconds += machine.cost.iteration_seconds([(start, stop)])
         start = stop
     return seconds
@@ -140,7 +241,7 @@ class Replica:
         """When a turn that begins now will have ended, of a counted replica."""
         first = pace.first_seconds
         if turn.recomputed:
-            first += machine.recompute_seconds(turn.recomputed)
+            first += recompute_seconds(machine, turn.recomputed)
         outputs = turn.conversation.messages[0].output_tokens
         return Ended(now + first + pace.seconds_per_token * outputs, turn, now + first)
 
@@ -159,11 +260,11 @@ class SimulatedReplica(Replica):
         self._mailbox = Mailbox(MESSAGES_MAX)
         configs = EngineConfigs.fitted(
             CacheConfig(machine.device_tokens // CHUNK_TOKENS, machine.host_tokens // CHUNK_TOKENS),
-            SchedulerConfig(machine.token_budget, machine.turns_max, cost=cost.computing),
+            SchedulerConfig(TOKEN_BUDGET, TURNS_MAX, cost=cost.computing),
             None,
             MESSAGES_MAX,
         )
-        policy = policy_named(machine.policy, cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS)
+        policy = policy_named(DEFAULT, cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS)
         ports = Ports(self.clock, self._mailbox, self)
         self._engine = assemble(configs, policy, self._executor, ports)
         self._turns: dict[int, Submitted] = {}

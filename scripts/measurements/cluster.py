@@ -1,4 +1,4 @@
-"""A cluster of replicas under one clock: conversations talk, replicas come, go and drain.
+"""Simulate a cluster of replicas under one clock: conversations talk, replicas come, go and drain.
 
 **Placement** is the routers' own (core/placement.py), with the ownership table of the history service: a
 conversation has an owner and an epoch; the owner is asked first, and a new one has a higher epoch.  The loads
@@ -9,17 +9,15 @@ and no router can know that earlier.
 knows: turns of its conversations wait, also new ones that hash to it.  Then they are run again, and each of
 its conversations gets a new home with its next turn.  The new owner computes the log again.
 
-**A replica that drains** ends what it runs and takes nothing more.  Its conversations get new homes with
-their next turns, and for `drain_seconds` their KV can be had: it is sent where that is through
-sooner than the new owner, alone, would have computed it (hand_over.py).  With `push`
-those that were active of late move at once, the latest first, or when their turn ends, and all their KV is
-sent.  Then the replica is gone.  After a restart it comes back `restart_seconds` later by the same
-name, and empty.
+**A replica that drains** ends what it runs and takes nothing more. Its conversations get new homes with their
+next turns, and for `drain_seconds` their KV can be had: it is sent where that is through sooner than the new
+owner, alone, would have computed it. Then the replica is gone. After a restart it comes back
+`restart_seconds` later by the same name, and empty.
 
 **Which replicas are simulated.**  `simulated` of them have the daemon's scheduler, the others count their
-turns (replica.py), under the same placement and the same conversations; of those that join, the same share.
-So loads, moves, logs to compute again and hand-overs are those of all replicas, and first tokens and what
-their caches lose are measured in a sample.  With all of them simulated, nothing is supposed.
+turns (cluster_replicas.py), under the same placement and the same conversations; of those that join, the same
+share. So loads, moves, logs to compute again and hand-overs are those of all replicas, and first tokens and
+what their caches lose are measured in a sample.  With all of them simulated, nothing is supposed.
 
 Events are in one heap by time; of simulated replicas the one whose clock is furthest behind steps, when no
 event is due before that.  All that is drawn comes from the seed.
@@ -27,36 +25,39 @@ event is due before that.  All that is drawn comes from the seed.
 
 from __future__ import annotations
 
+import argparse
 import heapq
+import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pensieve.core.placement import BOUND, KEEP_BOUND
-from pensieve.sim.cluster.conversations import Conversation, Talk
-from pensieve.sim.cluster.hand_over import HandOver
-from pensieve.sim.cluster.network import Links
-from pensieve.sim.cluster.owners import Owners
-from pensieve.sim.cluster.replica import (
+from pensieve.core.placement import BOUND, KEEP_BOUND, Loads, Placement
+from pensieve.errors import InvalidArgument
+from pensieve.sim.cost import CHUNK_TOKENS
+from pensieve.sim.workload import HABITS
+from scripts.measurements.cluster_events import Happening, Kind, Phase, Tally, parse, phases
+from scripts.measurements.cluster_replicas import (
+    Conversation,
     Ended,
-    Machine,
     Replica,
     SimulatedReplica,
     Submitted,
+    Talk,
+    recompute_seconds,
     slowest_pace,
 )
-from pensieve.sim.cluster.script import Happening, Kind, phases
-from pensieve.sim.cluster.tally import Phase, Tally
+from scripts.measurements.machine_options import Machine, Progress, add_machine, machine_of, ms
 
 OVER_SHARE = "over its share"
 FORK_APART = "fork apart from its parent"
-SENT_AHEAD = "sent ahead"
+EVENTS = "60:fail:1,150:fail:5%,300:join:10%,420:restart:2%"
+FORKS = 0.05  # share of the new conversations
 LOOK_SECONDS = 5.0  # from one look at the loads to the next
 LEAD_SECONDS = 30.0  # that do not count, after the clock's start: at least so many
 EVENTS_PER_REPORT = 20_000
-
-Progress = Callable[[float, int], None]  # seconds, turns so far
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,27 @@ class Setting:
     drain_seconds: float = 60.0
     restart_seconds: float = 60.0
     active_seconds: float = 300.0
-    push: bool = False  # who drains sends all KV at once; else what is wanted is fetched
+
+
+class Links:
+    """The links over which KV is handed over: one of each direction for every replica, which is a host.
+
+    A hand-over has the whole link of its source and of its target; another one of the same source or target
+    waits until it is through.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate = bytes_per_second
+        self._out_free: dict[str, float] = {}  # by source: from when on its link is free
+        self._in_free: dict[str, float] = {}  # by target
+
+    def ends(self, source: str, target: str, num_bytes: float, now: float) -> float:
+        """When a hand-over would be through."""
+        begins = max(now, self._out_free.get(source, 0.0), self._in_free.get(target, 0.0))
+        return begins + num_bytes / self._rate if self._rate else math.inf
+
+    def reserve(self, source: str, target: str, ends: float) -> None:
+        self._out_free[source] = self._in_free[target] = ends
 
 
 class Cluster:
@@ -88,14 +109,15 @@ class Cluster:
         self._ends = self._zero + setting.seconds
         self._now = self._starts
         names = [f"replica-{number}" for number in range(setting.replicas)]
-        self._owners = Owners(names, setting.bound, setting.keep_bound, setting.active_seconds)
-        self.placement, self.loads = self._owners.placement, self._owners.loads
+        self.placement = Placement(names, bound=setting.bound, keep_bound=setting.keep_bound)
+        self.loads = Loads()  # conversations with a turn of late, by owner
+        self._active: deque[tuple[float, Conversation]] = deque()  # by the begins of their turns
         self.replicas: dict[str, Replica] = {}
         self._num_seen = 0  # replicas so far, also those that are gone
         self._is_simulated: dict[str, bool] = {}
         for name in names:
             self._come(name, 0.0)
-        self._hand_over = HandOver(setting.machine, setting.link_bytes_per_second)
+        self.links = Links(setting.link_bytes_per_second)
         self.pace = slowest_pace(setting.machine)
         self.tally = Tally(phases(setting.script, setting.seconds))
         self._draw = random.Random(setting.talk.seed)
@@ -104,12 +126,7 @@ class Cluster:
         self._busy: list[tuple[float, int, SimulatedReplica]] = []
         self._source: Iterator[Conversation] = iter(())
 
-    @property
-    def links(self) -> Links | None:
-        """None where no KV is handed over."""
-        return self._hand_over.links
-
-    def run(self, progress: Progress = lambda now, turns: None) -> Tally:
+    def run(self, progress: Callable[[str], None] = lambda line: None) -> Tally:
         self._begin_load()
         for happening in self.setting.script:
             self._at(self._zero + happening.at, partial(self._happens, happening))
@@ -126,7 +143,8 @@ class Cluster:
                 act()
             num_done += 1
             if num_done % EVENTS_PER_REPORT == 0:
-                progress(self._now - self._zero, sum(each.turns for each in self.tally.phases))
+                turns = sum(each.turns for each in self.tally.phases)
+                progress(f"at {self._now - self._zero:,.0f} s: {turns:,} turns")
         self._count_waiting()
         return self.tally
 
@@ -167,14 +185,14 @@ class Cluster:
             self._own(conversation, home)
             self.loads.add(home)
             conversation.counted = True
-            conversation.plain = self.placement.home(conversation.name)
             if conversation.messages:
                 self._at(conversation.begins, partial(self._come_message, conversation))
             if self._is_simulated[home]:
                 past.setdefault(home, []).append(conversation)
             else:
                 conversation.past.clear()
-        self._owners.fill(found)
+        for conversation in sorted(found, key=lambda each: each.active_at):
+            self._active.append((conversation.active_at, conversation))
         for name, conversations in past.items():
             replica = self.replicas[name]
             assert isinstance(replica, SimulatedReplica)
@@ -192,21 +210,10 @@ class Cluster:
     def _come_message(self, conversation: Conversation) -> None:
         """A message comes: its turn counts, once."""
         now = self._now
-        self._owners.expire(now)
+        self._expire(now)
         conversation.came_at, conversation.moved_by = now, ""
-        plain = self.placement.home(conversation.name)
-        phase = self._phase(now)
-        if phase is not None:
-            message = conversation.messages[0]
-            tokens = message.input_tokens + message.output_tokens
+        if (phase := self._phase(now)) is not None:
             phase.turns += 1
-            phase.by_second[int(now - self._zero)] += 1
-            phase.plain_turns_of[plain] += 1
-            if conversation.plain and plain != conversation.plain:
-                phase.plain_moved += 1
-                tokens += conversation.length
-            phase.plain_tokens_of[plain] += tokens
-        conversation.plain = plain
         self._begin(conversation)
 
     def _begin(self, conversation: Conversation) -> None:
@@ -234,18 +241,17 @@ class Cluster:
             why = (owner.returned_from if back else owner.cause) or OVER_SHARE
         if fresh:
             self._own(conversation, home)
-            conversation.arrives = 0.0
-        self._owners.begin(conversation, now)
+        conversation.active_at = now
+        self._active.append((now, conversation))
+        if not conversation.counted:
+            conversation.counted = True
+            loads.add(home)
         lost = conversation.length if why else 0
         arrives = 0.0
         if source is not None and lost:
-            arrives = self._hand_over.fetched(source, home, lost, now)
+            arrives = self._fetched(source, home, lost)
         received = lost if arrives else 0
         turn = Submitted(conversation, lost - received, received)
-        if conversation.arrives:  # it was sent ahead
-            turn = Submitted(conversation, 0, conversation.length)
-            conversation.moved_by = SENT_AHEAD
-            arrives, fresh, conversation.arrives = max(conversation.arrives, now), True, 0.0
         replica.running[conversation.name] = turn
         phase = self._phase(conversation.came_at)
         if phase is not None:
@@ -261,7 +267,7 @@ class Cluster:
                 cause.recomputed_tokens += turn.recomputed
                 if received:
                     cause.handed_over += 1
-                    cause.handed_over_bytes += self._hand_over.bytes_of(received)
+                    cause.handed_over_bytes += self._bytes_of(received)
         fork_of = parent.name if parent is not None and not why and conversation.length else ""
         submit = partial(self._submit, replica, turn, fork_of, fresh)
         if arrives:
@@ -300,8 +306,6 @@ class Cluster:
             conversation.length += message.input_tokens + message.output_tokens
             if isinstance(replica, SimulatedReplica):
                 self._measure(conversation, ended, ended.first_token_at, message.output_tokens)
-        if self._pushes(replica):
-            self._push(replica, conversation)
         if conversation.messages:
             after = conversation.messages[0].after
             self._at(ended.at + after, partial(self._come_message, conversation))
@@ -331,25 +335,37 @@ class Cluster:
     # -- owners --
 
     def _own(self, conversation: Conversation, home: str) -> None:
-        self._owners.own(conversation, home, self.replicas[home].incarnation)
+        """It has a new owner, and a higher epoch."""
+        if conversation.counted:
+            self.loads.add(conversation.owner, -1)
+            self.loads.add(home)
+        conversation.owner, conversation.incarnation = home, self.replicas[home].incarnation
+        conversation.epoch += 1
 
-    def _push(self, replica: Replica, conversation: Conversation) -> None:
-        """It moves now, before its next turn, and all its KV is sent."""
-        if conversation.name in replica.running or not conversation.length:
-            return
-        self._own(conversation, self.placement.home(conversation.name, self.loads))
-        conversation.arrives = self._hand_over.pushed(
-            replica,
-            conversation.owner,
-            conversation.length,
-            self._now,
-            self.tally.cause(replica.cause),
-        )
+    def _expire(self, now: float) -> None:
+        """Who has not talked for so long is no load any more."""
+        active, least = self._active, now - self.setting.active_seconds
+        while active and active[0][0] < least:
+            at, conversation = active.popleft()
+            if conversation.counted and conversation.active_at == at:
+                conversation.counted = False
+                self.loads.add(conversation.owner, -1)
 
-    def _pushes(self, replica: Replica) -> bool:
-        """It drains, and sends what it has."""
-        drains = not replica.gone and replica.answers_until > self._now
-        return drains and self.setting.push and self._hand_over.links is not None
+    def _bytes_of(self, tokens: int) -> int:
+        """Of whole chunks."""
+        whole = -(-tokens // CHUNK_TOKENS) * CHUNK_TOKENS
+        return whole * self.setting.machine.cost.kv_bytes_per_token
+
+    def _fetched(self, source: Replica, target: str, tokens: int) -> float:
+        """When its KV is there; 0 if it is not to be had, or sooner computed again."""
+        if source.gone or 0 < source.answers_until <= self._now:
+            return 0.0
+        num_bytes = self._bytes_of(tokens)
+        ends = self.links.ends(source.name, target, num_bytes, self._now)
+        if ends - self._now >= recompute_seconds(self.setting.machine, tokens):
+            return 0.0
+        self.links.reserve(source.name, target, ends)
+        return ends
 
     # -- what happens to replicas --
 
@@ -396,9 +412,6 @@ class Cluster:
         gone_at = self._now + self.setting.drain_seconds
         for name in chosen:
             self.replicas[name].answers_until = gone_at
-        if self._pushes(self.replicas[chosen[0]]):
-            for conversation in self._owners.active_of(set(chosen)):
-                self._push(self.replicas[conversation.owner], conversation)
         self._at(gone_at, partial(self._drained, chosen))
         if happening.kind is Kind.RESTART:
             back_at = gone_at + self.setting.restart_seconds
@@ -429,8 +442,8 @@ class Cluster:
     def _look(self) -> None:
         phase = self._phase(self._now)
         if phase is not None:
-            self._owners.expire(self._now)
-            phase.look(self.placement.serving, self.loads, self._owners.plain_loads)
+            self._expire(self._now)
+            phase.look(self.placement.serving, self.loads)
             self._at(self._now + LOOK_SECONDS, self._look)
 
     def _phase(self, at: float) -> Phase | None:
@@ -441,3 +454,89 @@ def _add_waited(phase: Phase, conversation: Conversation, waited: float) -> None
     phase.first_tokens.add(waited)
     if conversation.moved_by:
         phase.first_tokens_moved.add(waited)
+
+
+# -- the command --
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure cluster", description=__doc__)
+    add_machine(parser)
+    parser.add_argument("--replicas", type=int, default=1000, help="(default: 1000)")
+    parser.add_argument("--simulated", type=int, default=8, help="with a scheduler (default: 8)")
+    parser.add_argument(
+        "--rate", type=float, default=0.5, help="conversations a second of each replica"
+    )
+    parser.add_argument("--workload", choices=sorted(HABITS), default="sharegpt")
+    parser.add_argument("--reaction", type=float, help="seconds (default: the workload's)")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--events", default=EVENTS, help="SECONDS:KIND:COUNT,… (default: %(default)r)"
+    )
+    parser.add_argument(
+        "--network", type=float, default=100.0, help="Gb/s of a host; 0: no hand-over"
+    )
+    parser.add_argument(
+        "--lease", type=float, default=10.0, help="seconds until a failure is known"
+    )
+    arguments = parser.parse_args(given)
+    try:
+        script = parse(arguments.events)
+    except ValueError as error:
+        raise InvalidArgument("events", str(error)) from error
+    rate = arguments.rate * arguments.replicas
+    talk = Talk(HABITS[arguments.workload], rate, arguments.seed, arguments.reaction, FORKS)
+    cluster = Cluster(
+        Setting(
+            machine_of(arguments),
+            talk,
+            script,
+            arguments.replicas,
+            arguments.simulated,
+            arguments.seconds,
+            link_bytes_per_second=arguments.network * 1e9 / 8,
+            lease_seconds=arguments.lease,
+        )
+    )
+    print(
+        f"{cluster.setting.machine.cost.source}; {rate:g} conversations a second, {FORKS:.0%} forks"
+    )
+    print("\n".join(tables(cluster.run(Progress()))))
+
+
+def tables(tally: Tally) -> Iterator[str]:
+    yield "fullest replica over the mean; first tokens, of the replicas that are simulated"
+    yield (
+        f"{'phase':<26}{'replicas':>9}{'talks':>9}{'turns/s':>9}{'talks':>7}{'turns':>7}{'tokens':>7}"
+        f"{'P50 ms':>9}{'P99 ms':>9}{'moved':>8}{'P50 ms':>9}{'P99 ms':>9}{'tokens again':>14}"
+    )
+    for phase in tally.phases:
+        ratios = phase.load_ratios
+        spreads = (
+            sum(ratios) / len(ratios) if ratios else None,
+            phase.spread(phase.turns_of),
+            phase.spread(phase.tokens_of),
+        )
+        first, moved = phase.first_tokens, phase.first_tokens_moved
+        yield (
+            f"{phase.name[:25]:<26}{phase.replicas:>9,}{phase.conversations:>9,.0f}"
+            f"{phase.turns / (phase.until - phase.since):>9,.0f}"
+            + "".join("      -" if each is None else f"{each:>7.2f}" for each in spreads)
+            + f"{ms(first.quantile(0.5)):>9}{ms(first.quantile(0.99)):>9}{moved.count:>8,}"
+            f"{ms(moved.quantile(0.5)):>9}{ms(moved.quantile(0.99)):>9}{phase.recomputed:>14,}"
+        )
+    yield (
+        f"{'cause':<30}{'replicas':>9}{'had':>9}{'lost':>7}{'moved':>9}{'tokens again':>14}"
+        f"{'sent':>9}{'GB':>9}"
+    )
+    for cause in tally.causes.values():
+        yield (
+            f"{cause.name[:29]:<30}{cause.replicas:>9,}{cause.owned:>9,}{cause.running:>7,}{cause.moved:>9,}"
+            f"{cause.recomputed_tokens:>14,}{cause.handed_over:>9,}{cause.handed_over_bytes / 1e9:>9,.1f}"
+        )
+    yield "(had: conversations active of late; lost: turns that ran, and are run again; sent: by their KV)"
+
+
+if __name__ == "__main__":
+    main()
