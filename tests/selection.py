@@ -61,12 +61,14 @@ EXPENSIVE = (
     "tests/sim/",  # crowds in the simulator
     "tests/cli/test_simulate.py",
     "tests/cli/test_simulate_journal.py",
-    "tests/cli/test_simulate_streaming.py",
     "tests/scripts/test_paper_figures.py",
     "tests/scripts/test_gpu_bench.py",
     "tests/scripts/test_cluster_simulation.py",
     "tests/scripts/test_machines.py",
+    "tests/scripts/test_batch_sharing.py",
     "tests/scripts/test_measurements.py",
+    "tests/scripts/test_schedules.py",
+    "tests/scripts/test_servers.py",
     "tests/bench/",  # measurements
     "tests/cli/test_profile.py",
     "tests/faults/test_fault_search.py::test_nothing_is_lost",

@@ -12,7 +12,7 @@ from typing import Any
 from pensieve.bench import plots
 from pensieve.bench.report import Report
 from pensieve.bench.workload import SHAPES, Shape
-from pensieve.cli import bench_batch, bench_capacity, bench_kernels
+from pensieve.cli import bench_capacity, bench_kernels
 from pensieve.cli.bench_kernels import add_model, add_plot
 from pensieve.errors import InvalidArgument
 
@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for add in (
         _chat,
-        bench_batch.batch_parser,
         bench_capacity.capacity_parser,
         bench_kernels.attention_parser,
         bench_kernels.step_parser,

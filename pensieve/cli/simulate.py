@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pensieve.cli import (
-    simulate_batch,
     simulate_journal,
     simulate_options,
-    simulate_streaming,
 )
 from pensieve.cli.simulate_options import AUTO, policies_of
 from pensieve.errors import ConfigError, InvalidArgument
@@ -36,11 +34,7 @@ examples:
   pensieve simulate TRACE --hardware instant --device-tokens 1M,3M --host-tokens 0 --plot figures
       the same on a trace of your own, for two sizes, drawn as one sheet.
   pensieve simulate --workload sharegpt --rate 1,2,4 --policy return --seed 0,1,2
-      what llama3-8b on an H200 delivers under three loads; medians over three seeds.
-  pensieve simulate --batch snippets --model mistral-7b --hardware a100-80gb
-      a file of requests that begin alike, with their prefixes shared in three ways.
-  pensieve simulate --streaming --model opt-6.7b --hardware rtx-4090 --devices 4
-      the daemon's scheduler beside those of vLLM, Orca and FastServe, over rates of requests."""
+      what llama3-8b on an H200 delivers under three loads; medians over three seeds."""
 REPORT_SECONDS = 10.0  # how often a long run reports its progress
 
 
@@ -66,27 +60,16 @@ def add_parser(commands: Any) -> None:
     )
     simulate_options.add_arguments(parser)
     simulate_journal.add_arguments(parser)
-    simulate_batch.add_arguments(parser)
-    simulate_streaming.add_arguments(parser)
     parser.set_defaults(run=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
-    simulate_options.fill_in(arguments)
     if arguments.journal is not None:
         return simulate_journal.run(arguments)
     if arguments.fit is not None:
         raise InvalidArgument("fit", "what is fitted is a --journal")
-    if arguments.batch is not None:
-        return simulate_batch.run(arguments, _cost(arguments), _points(arguments)[0].device_tokens)
-    if arguments.streaming:
-        simulate_streaming.check(arguments)
-        return simulate_streaming.run(
-            arguments, _cost(arguments), *_tiers(arguments), lambda name: _progress(name)
-        )
     simulate_options.check(arguments)
-    found = _points(arguments)
-    return _sweep(arguments, found)
+    return _sweep(arguments, _points(arguments))
 
 
 def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:

@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate",
         type=_several(float),
+        default=[1.0],
         metavar="N,…",
-        help="conversations drawn per second (default: 1; with --streaming some around what the device's "
-        "memory carries)",
+        help="conversations drawn per second (default: 1)",
     )
     parser.add_argument(
         "--seconds",
@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed",
         type=_several(int),
+        default=[0],
         metavar="N,…",
-        help="seeds of what is drawn: with several, figures are medians over them (default: 0; 0,1,2 with "
-        "--streaming)",
+        help="seeds of what is drawn: with several, figures are medians over them (default: 0)",
     )
     parser.add_argument(
         "--policy",
@@ -126,9 +126,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-seconds",
         type=float,
+        default=0.0,
         metavar="S",
         help="how much longer an iteration may take for prompts while other turns generate; a daemon's own "
-        f"default is {PROMPT_SECONDS} (default: 0, no limit; with --streaming a daemon's)",
+        f"default is {PROMPT_SECONDS} (default: 0, no limit)",
     )
     parser.add_argument(
         "--tbt",
@@ -148,8 +149,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--turns-max",
         type=int,
+        default=256,
         metavar="N",
-        help="most turns that run at once (default: 256; with --streaming the --token-budget)",
+        help="most turns that run at once (default: 256)",
     )
     parser.add_argument(
         "--count-from",
@@ -167,20 +169,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "turns over time (needs the extra bench)",
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
-
-
-def fill_in(arguments: argparse.Namespace) -> None:
-    """Gives options that were left out the defaults of what is simulated."""
-    streaming = arguments.streaming
-    defaults = {
-        "rate": [] if streaming else [1.0],
-        "seed": [0, 1, 2] if streaming else [0],
-        "turns_max": arguments.token_budget if streaming else 256,
-        "prompt_seconds": PROMPT_SECONDS if streaming else 0.0,
-    }
-    for name, default in defaults.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
 
 
 def policies_of(arguments: argparse.Namespace) -> list[str]:

@@ -14,7 +14,4 @@ recording           the journal of a simulation
 observed            what a replayed journal shows of each iteration
 fit                 what iterations cost on a machine, from that: fit_compute, fit_link, least_squares
 fit_points          the same from a profile's iterations, as points that were measured
-batch               a batch of requests with and without its shared prefixes
-schedules/          the schedules of Orca, vLLM and FastServe, to compare with
-systems             one load through the daemon's engine and through those
 """

@@ -4,10 +4,13 @@ planning    what a decision of the scheduler costs
 service     tokens that the service delivers, and what a turn costs it, without a model
 isolation   what one tenant notices of another one that does its worst (noisy_tenant)
 swap        the first token of a turn whose history is not on the device
+batch       what a batch takes, by how it shares prefixes
 history     turns that one history carries for several daemons
 
 By simulation, of a machine that machine_options names:
 
 machines    how many machines a load needs, with how much host memory (replica: one of them)
 cluster     many replicas, some of which fail, drain and join (cluster_events, cluster_replicas)
+servers     single requests, beside the schedules of vLLM, Orca and FastServe (schedules)
+batch_simulation    a batch that shares prefixes
 """

@@ -216,16 +216,6 @@ ROWS = (
         "--hardware instant --device-tokens 500k --host-tokens 0 --token-budget 8192",
         nightly=True,
     ),
-    Row(
-        "pensieve simulate --batch snippets --model mistral-7b --hardware a100-80gb --seed 0,1,2",
-        (r"groups +5\d\.\d%",),
-        nightly=True,
-    ),
-    Row(
-        "pensieve simulate --streaming --model opt-6.7b --hardware rtx-4090",
-        (r"resident +\d.* x", r"vllm +\d.*1\.00 x"),
-        nightly=True,
-    ),
     # In this process, with the model.
     Row('pensieve chat -q "Hello there." --stats', (r"Hello", r"tokens"), alone=True, model=True),
     Row(
@@ -250,11 +240,6 @@ ROWS = (
     ),
     Row("pensieve bench attention --context 512,4096 --dtype bfloat16", nightly=True),
     Row("pensieve bench attention --shared --repeats 5", (r"ms, alone",), nightly=True),
-    Row(
-        "pensieve bench batch --shape 0.03B --requests 24 --prefix 200 --own 60 --output 8",
-        (r"groups over lru",),
-        nightly=True,
-    ),
     Row("pensieve bench step --batch 1,16 --weights int8", nightly=True),
     Row("pensieve bench step --kv-dtype int8", nightly=True),
     Row("pensieve bench step --batch 16 --parts", (r"GB/s of weights",), nightly=True),

@@ -1,6 +1,6 @@
-"""`pensieve bench batch` measures what a batch of requests takes, by how it shares prefixes.
+"""Measure what a batch of requests takes, by how it shares prefixes.
 
-The requests are those of `pensieve simulate --batch` (sim/batch.py), fewer of them; they go through the
+The requests are those of batch_simulation.py, fewer of them; they go through the
 engine of a daemon, in this process, as background turns, once in each way of sharing:
 
     groups    as the daemon runs a job: requests with a common prefix together, after it was computed once
@@ -14,16 +14,17 @@ give the same replies, token for token, or the bench fails: nothing is compared 
 
 from __future__ import annotations
 
+import argparse
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 from pensieve.bench.machine import machine
 from pensieve.bench.measured_model import measured_model, model_in_words
-from pensieve.bench.report import Report, progress
-from pensieve.config import Settings
+from pensieve.bench.report import progress
+from pensieve.config import Settings, resolve
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.prefix_groups import saving_of_tree
 from pensieve.core.sampling import Sampling
@@ -34,26 +35,11 @@ from pensieve.engine.messages import Event
 from pensieve.errors import PensieveError
 from pensieve.launch.engine import BuiltEngine, SystemClock, build_engine
 from pensieve.launch.model_folder import load_texts
-from pensieve.sim.batch import SHARINGS, BatchShape, drawn_batch
+from scripts.measurements.batch_simulation import SHARINGS, BatchShape, drawn_batch
 
-DEFAULT_MODEL = "0.37B"
+DEGREE = 7.0  # how many requests have the prefix of one, on average
 DISTANCE = 400 / 3000  # of requests of one prefix in the file, as a share of it
 _NUMBERS = count(1)  # an engine sees none twice
-
-
-@dataclass(frozen=True)
-class Options:
-    model: str  # "" for random weights
-    shape: str
-    requests: int
-    prefix_tokens: int
-    own_tokens: int
-    share_degree: float
-    output_tokens: int
-    cache_tokens: int
-    rounds: int
-    seed: int
-    sharings: tuple[Sharing, ...] = SHARINGS
 
 
 @dataclass(frozen=True)
@@ -77,52 +63,63 @@ class _Sink:
         self.events += events
 
 
-def run(options: Options, settings: Settings, report: Report) -> list[Row]:
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure batch", description=__doc__)
+    parser.add_argument("model", nargs="?", default="", help="(default: random weights of --shape)")
+    parser.add_argument("--shape", default="0.37B", help="0.03B, 0.37B or 1.1B (default: 0.37B)")
+    for name, default, what in (
+        ("requests", 60, "how many"),
+        ("prefix", 1100, "tokens that requests of a group begin with, on average"),
+        ("own", 400, "tokens of a request's own, on average"),
+        ("output", 32, "tokens of each reply"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{what} (default: {default})"
+        )
+    arguments = parser.parse_args(given)
+    requests = arguments.requests
+    apart = DISTANCE * requests
+    shape = BatchShape(requests, arguments.prefix, arguments.own, DEGREE, apart=apart)
+    longest = 2 * (arguments.prefix + arguments.own) + arguments.output
+    cache = max(requests * (arguments.prefix + arguments.own) // 9, 4 * longest)
+    flags = {"device_cache": f"{cache}t", "host_cache": "0t", "policy": "lru"}
+    with measured_model(arguments.model, arguments.shape) as folder:
+        print(
+            f"{model_in_words(arguments.model, arguments.shape)}, {machine()}, {cache:,} tokens of KV"
+        )
+        compared(folder, shape, arguments.output, resolve(flags, {}).settings)
+
+
+def compared(folder: Path, shape: BatchShape, output_tokens: int, settings: Settings) -> list[Row]:
+    mailbox, sink = Mailbox(1 << 20), _Sink()
+    texts = load_texts(folder, progress, None)
+    settings = replace(settings, model=str(folder))
+    built = build_engine(settings, folder, texts, progress, mailbox, sink)
+    requests = drawn(shape, output_tokens, built.vocab_size)
+    prompts = [each.tokens for each in requests]
     rows: list[Row] = []
-    with measured_model(options.model, options.shape) as folder:
-        mailbox, sink = Mailbox(1 << 20), _Sink()
-        settings = replace(settings, model=str(folder))
-        built = _built(settings, folder, mailbox, sink)
-        requests = drawn(options, built.vocab_size)
-        prompts = [each.tokens for each in requests]
-        try:
-            report.about(
-                model_in_words(options.model, options.shape),
-                machine(),
-                f"{len(requests)} requests of {sum(map(len, prompts)):,} tokens, replies of "
-                f"{options.output_tokens}; a cache of {built.pages.device * settings.chunk_tokens:,} tokens",
-                f"at most {saving_of_tree(prompts):.1%} of the prompts can be saved",
-            )
-            _one(built, mailbox, sink, requests[:1], "off")  # the first pass is slower
-            for number in range(options.rounds):
-                replies: dict[str, list[tuple[int, ...]]] = {}
-                for sharing in options.sharings:
-                    progress(f"round {number + 1}: {sharing}")
-                    row, replies[sharing] = _one(built, mailbox, sink, requests, sharing)
-                    rows.append(row)
-                    report.line(line_of(row))
-                for name, found in replies.items():
-                    if found != replies[options.sharings[0]]:
-                        raise PensieveError(f"the replies of {name} are others")
-                _compare(rows[-len(options.sharings) :], report)
-        finally:
-            built.close()
-    report.finish({"rows": [asdict(row) for row in rows]})
+    try:
+        print(
+            f"at most {saving_of_tree(prompts):.1%} of {sum(map(len, prompts)):,} tokens can be saved"
+        )
+        _one(built, mailbox, sink, requests[:1], "off")  # the first pass is slower
+        replies: dict[str, list[tuple[int, ...]]] = {}
+        for sharing in SHARINGS:
+            row, replies[sharing] = _one(built, mailbox, sink, requests, sharing)
+            if replies[sharing] != replies[SHARINGS[0]]:
+                raise PensieveError(f"the replies of {sharing} are others")
+            rows.append(row)
+            print(f"{line_of(row)}; {row.seconds / rows[0].seconds:.2f} x")
+    finally:
+        built.close()
     return rows
 
 
-def drawn(options: Options, vocab_size: int) -> list[BatchRequest]:
-    shape = BatchShape(
-        options.requests,
-        options.prefix_tokens,
-        options.own_tokens,
-        options.share_degree,
-        apart=DISTANCE * options.requests,
+def drawn(shape: BatchShape, output_tokens: int, vocab_size: int) -> list[BatchRequest]:
+    turn = TurnOptions(Sampling(max_tokens=output_tokens, ignore_eos=True), background=True)
+    prompts = (
+        array("I", (each % vocab_size for each in one.prompt)) for one in drawn_batch(shape, 1)
     )
-    sampling = Sampling(max_tokens=options.output_tokens, ignore_eos=True)
-    turn = TurnOptions(sampling, background=True)
-    batch = drawn_batch(shape, options.seed)
-    prompts = (array("I", (each % vocab_size for each in one.prompt)) for one in batch)
     return [BatchRequest(prompt, turn) for prompt in prompts]
 
 
@@ -132,17 +129,6 @@ def line_of(row: Row) -> str:
         f"{row.prompt_tokens_per_second:7.0f} prompt and {row.output_tokens_per_second:6.0f} output "
         f"tokens/s, {row.saving:5.1%} saved, {row.suspensions} suspensions"
     )
-
-
-def _compare(rows: Sequence[Row], report: Report) -> None:
-    first, *others = rows
-    for other in others:
-        report.line(f"{first.sharing} over {other.sharing}: {other.seconds / first.seconds:.2f} x")
-
-
-def _built(settings: Settings, folder: Path, mailbox: Mailbox, sink: _Sink) -> BuiltEngine:
-    texts = load_texts(folder, progress, None)
-    return build_engine(settings, folder, texts, progress, mailbox, sink)
 
 
 def _one(
@@ -183,3 +169,7 @@ def _one(
         batch.saved_tokens / batch.prompt_tokens,
         counters.suspensions - before,
     ), replies
+
+
+if __name__ == "__main__":
+    main()

@@ -15,13 +15,14 @@ from pensieve.sim.cost import (
     host_tokens_of,
 )
 from pensieve.sim.simulator import Counts
-from pensieve.sim.systems import (
+from scripts.measurements.servers import (
     MEAN_CONTEXT,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     SYSTEMS,
     ServingSetting,
     counts_of,
+    main,
     requests_of,
     sustained,
 )
@@ -29,7 +30,7 @@ from pensieve.sim.systems import (
 CARD = HARDWARE["rtx-4090"]
 MODEL = MODELS["opt-6.7b"]
 COST = CostModel.of(MODEL, CARD)
-SETTING = ServingSetting(COST, device_tokens_of(MODEL, CARD), host_tokens_of(MODEL, CARD), 2048)
+SETTING = ServingSetting(COST, device_tokens_of(MODEL, CARD), host_tokens_of(MODEL, CARD))
 
 
 def test_the_presets_are_the_published_ones() -> None:
@@ -141,3 +142,13 @@ def test_streaming_pays_where_the_link_is_as_fast_as_the_paper_takes_it_to_be() 
     assert latency["streamed", "as assumed"] < 0.5 * latency["resident", "as assumed"]
     # By the data sheet it is not chosen, and the arenas take a tenth of the tier.
     assert delivered["streamed", "data sheet"] > 0.9 * delivered["resident", "data sheet"]
+
+
+def test_the_command_compares_five_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", "opt-6.7b", "--hardware", "rtx-4090"]
+    main([*model, "--rate", "0.2", "--rate", "2", "--seeds", "2", "--requests", "20"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "15,640 tokens of KV on the device; 20 requests a run" in lines[0]
+    assert lines[1].split()[-5:] == list(SYSTEMS)
+    assert lines[-1].startswith("carried within 53.9 ms/token")
+    assert " to " in lines[3]

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pensieve.bench import random_model
+from pensieve.bench.random_model import RandomShape
+from pensieve.config import resolve
 from pensieve.core.cache import CacheConfig
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.batch_run import Sharing
-from pensieve.sim.batch import (
+from pensieve.errors import PensieveError
+from pensieve.sim.cost import instant
+from scripts.measurements import batch as measured_batch
+from scripts.measurements import batch_simulation
+from scripts.measurements.batch_simulation import (
     SHAPES,
     SHARINGS,
     BatchFigures,
@@ -21,7 +30,6 @@ from pensieve.sim.batch import (
     drawn_batch,
     shape_named,
 )
-from pensieve.sim.cost import instant
 from tests.sim.world import SLOW
 
 FEW = BatchShape(24, 128, 32, 4, output_tokens=8, output_tokens_max=20, varies=False)
@@ -110,3 +118,51 @@ def test_shapes_are_named() -> None:
     for wrong in ("", "2000", "2000/200", "0/200x4", "200/0x4", "200/20x0", "a/bxc"):
         with pytest.raises(ValueError, match=r"."):
             shape_named(wrong)
+
+
+def test_the_simulation_compares_three_ways_to_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(batch_simulation, "shape_named", lambda name: FEW)
+    batch_simulation.main(["--seeds", "2"])
+    groups, lru, off = capsys.readouterr().out.splitlines()[-3:]
+    assert groups.startswith("groups  tokens saved 60, requests/s ")
+    assert off.endswith("x off 1, x lru 1") or "x off 1" in off
+    assert lru.startswith("lru ")
+
+
+# -- with an engine --
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("random-model")
+    random_model.make(folder, RandomShape(2, 64, 2, 1, 128, 8000), context=1024)
+    return folder
+
+
+def measured(model: Path, folder: Path) -> list[measured_batch.Row]:
+    flags = {"device_cache": "2000t", "host_cache": "0t", "policy": "lru", "data": str(folder)}
+    shape = BatchShape(10, 160, 40, 7.0, apart=1.3)
+    return measured_batch.compared(model, shape, 4, resolve(flags, {}).settings)
+
+
+def test_each_way_of_sharing_is_measured(model: Path, tmp_path: Path) -> None:
+    groups, lru, off = measured(model, tmp_path)
+    assert [each.sharing for each in (groups, lru, off)] == list(SHARINGS)
+    assert groups.saving >= lru.saving >= off.saving == 0.0
+    assert groups.saving > 0.0
+
+
+def test_replies_that_differ_are_not_compared(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = measured_batch._one
+
+    def wrong(*arguments: Any) -> Any:
+        row, replies = right(*arguments)
+        return row, replies if arguments[-1] == "groups" else [(1,)] * len(replies)
+
+    monkeypatch.setattr(measured_batch, "_one", wrong)
+    with pytest.raises(PensieveError, match="the replies of lru are others"):
+        measured(model, tmp_path)

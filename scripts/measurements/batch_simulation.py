@@ -1,4 +1,4 @@
-"""Runs a batch of requests through the daemon's own engine on a virtual clock, with and without its prefixes.
+"""Simulate a batch of requests through the daemon's own engine, with and without its prefixes.
 
 What is compared is how requests share (engine/batch_run.py): `groups`, as the daemon runs a job; `lru`, in
 the order of the file with a cache that keeps what was used last; `off`, each by itself.  The engine, its
@@ -29,6 +29,7 @@ group.  So what groups bring to attention is not in these figures.
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from array import array
@@ -51,11 +52,14 @@ from pensieve.engine.batch_run import BatchRequest, BatchRun, Sharing
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, SubmitTurn
 from pensieve.sim.clock import VirtualClock
-from pensieve.sim.cost import CostModel
+from pensieve.sim.cost import CHUNK_TOKENS, CostModel
 from pensieve.sim.executor import ModelledExecutor
+from scripts.measurements.machine_options import Progress, add_machine, machine_of
+from scripts.measurements.servers import spread
 
 VOCABULARY = 32_000
 APART = 400.0  # requests
+TOKEN_BUDGET, TURNS_MAX = 2048, 256
 SHARINGS: tuple[Sharing, ...] = ("groups", "lru", "off")
 
 
@@ -156,20 +160,10 @@ class BatchFigures:
     iterations: int = 0
     iteration_tokens: int = 0
     suspensions: int = 0
-    most_active: int = 0
 
-    def row(self) -> dict[str, float]:
-        return {
-            "requests": self.requests,
-            "seconds": self.seconds,
-            "requests_per_second": self.requests / self.seconds,
-            "output_tokens_per_second": self.output_tokens / self.seconds,
-            "saving": 1 - self.computed_tokens / self.prompt_tokens,
-            "iterations": self.iterations,
-            "tokens_per_iteration": self.iteration_tokens / self.iterations,
-            "suspensions": self.suspensions,
-            "most_active": self.most_active,
-        }
+    @property
+    def saving(self) -> float:
+        return 1 - self.computed_tokens / self.prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -247,7 +241,6 @@ class BatchSimulator:
         figures = self.figures
         figures.iterations += 1
         figures.iteration_tokens += iteration.num_tokens
-        figures.most_active = max(figures.most_active, self.run.num_active)
         for piece in iteration.slices:
             request = self.run.request_of(piece.turn_id)
             if request is not None:
@@ -259,3 +252,50 @@ def bounds(batch: Sequence[DrawnRequest]) -> dict[str, float]:
     """What could be saved: with one prefix for each request, and with prefixes within one another."""
     prompts = [each.prompt for each in batch]
     return {"one_prefix": saving(prefix_groups(prompts), prompts), "tree": saving_of_tree(prompts)}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure batch_simulation", description=__doc__)
+    add_machine(parser)
+    parser.add_argument("--shape", default="snippets", help="or ranking, or PREFIX/OWNxDEGREE")
+    parser.add_argument("--apart", type=float, help="requests; inf: in any order")
+    parser.add_argument("--seeds", type=int, default=3, help="(default: 3)")
+    arguments = parser.parse_args(given)
+    machine, shape = machine_of(arguments), shape_named(arguments.shape)
+    if arguments.apart is not None:
+        shape = replace(shape, apart=arguments.apart)
+    setting = BatchSetting(
+        machine.cost,
+        machine.cost.recompute(CHUNK_TOKENS),
+        CacheConfig(machine.device_tokens // CHUNK_TOKENS, 0),
+        SchedulerConfig(TOKEN_BUDGET, TURNS_MAX, cost=machine.cost.computing),
+    )
+    print(
+        f"{machine.cost.source}; {machine.device_tokens:,} tokens of KV, none on the host; {shape}"
+    )
+    found: dict[Sharing, list[BatchFigures]] = {sharing: [] for sharing in SHARINGS}
+    progress = Progress()
+    for seed in range(arguments.seeds):
+        batch = drawn_batch(shape, seed)
+        print(f"seed {seed}: could be saved " + str(bounds(batch)))
+        for sharing, figures in found.items():
+            progress(f"seed {seed}, {sharing}")
+            simulator = BatchSimulator(setting, batch, shape.output_tokens_max, sharing)
+            figures.append(simulator.finish())
+    print("medians of the seeds (least to most)")
+    for sharing, figures in found.items():
+        seconds = [each.seconds for each in figures]
+        over = (
+            [other.seconds / own for own, other in zip(seconds, found[name], strict=True)]
+            for name in ("off", "lru")
+        )
+        cells = (
+            ("tokens saved", [100 * each.saving for each in figures]),
+            ("requests/s", [each.requests / each.seconds for each in figures]),
+            *zip(("x off", "x lru"), over, strict=True),
+        )
+        print(f"{sharing:8}" + ", ".join(f"{name} {spread(values)}" for name, values in cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""One load through the daemon's own engine, and through the schedules of other servers.
+"""Simulate one load through the daemon's own engine, and through the schedules of other servers.
 
 The load is single requests that come at random (the first rounds of conversations), as in the evaluation of
 FluidInfer, whose figures these are in shape: the normalized latency over the rate (the mean over requests of
@@ -17,24 +17,34 @@ to forget a conversation when its turn has ended, so that it has no cache that t
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.registry import DEFAULT, policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.errors import InvalidArgument
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
-from pensieve.sim.schedules.fastserve import FastServeSchedule
-from pensieve.sim.schedules.orca import OrcaSchedule
-from pensieve.sim.schedules.serving import Schedule, ScheduleRun
-from pensieve.sim.schedules.vllm import VllmSchedule
 from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import HABITS, drawn
+from scripts.measurements.machine_options import Progress, add_machine, machine_of
+from scripts.measurements.schedules import (
+    FastServeSchedule,
+    OrcaSchedule,
+    Schedule,
+    ScheduleRun,
+    VllmSchedule,
+)
 
 WORKLOAD = "first-rounds"
+BATCH_TOKENS_MAX = 2048  # of an iteration
+PROMPT_SECONDS = 0.05  # a daemon's default
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338  # means of it
 MEAN_CONTEXT = 465  # of a running request, over time: long replies take more of it
 OURS = ("resident", "streamed")
@@ -44,7 +54,6 @@ SYSTEMS = (*OURS, *OTHERS)
 FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5)  # of the rate that memory carries
 LIMIT_FACTOR = 1.5  # of an iteration of as many as the device holds
 REQUESTS_MIN, REQUESTS_MAX = 500, 3000  # of a run, where nobody says
-Progress = Callable[[float, Counts], None]
 
 
 @dataclass(frozen=True)
@@ -54,12 +63,8 @@ class ServingSetting:
     cost: CostModel
     device_tokens: int
     host_tokens: int
-    turns_max: int
+    turns_max: int = BATCH_TOKENS_MAX
     context_max: int = HABITS[WORKLOAD].context_max
-    # Of the daemon's scheduler alone:
-    batch_tokens_max: int = 2048
-    prompt_seconds: float = 0.0
-    tbt_seconds: float = 0.0
 
     @property
     def unloaded_seconds(self) -> float:
@@ -115,12 +120,11 @@ def counts_of(
     system: str,
     setting: ServingSetting,
     arrivals: Iterator[Arrival],
-    progress: Progress | None = None,
 ) -> Counts:
     """The figures of one system under that load."""
     if system in OURS:
-        return _ours(setting, system == "streamed").run(arrivals, progress)
-    return ScheduleRun(_schedule(system, setting), setting.cost).finish(arrivals, progress)
+        return _ours(setting, system == "streamed").run(arrivals)
+    return ScheduleRun(_schedule(system, setting), setting.cost).finish(arrivals)
 
 
 def _ours(setting: ServingSetting, streams: bool) -> Simulator:
@@ -133,11 +137,10 @@ def _ours(setting: ServingSetting, streams: bool) -> Simulator:
         device_pages, setting.host_tokens // CHUNK_TOKENS, staging_pages=staging_pages
     )
     scheduler = SchedulerConfig(
-        setting.batch_tokens_max,
+        BATCH_TOKENS_MAX,
         setting.turns_max,
-        setting.prompt_seconds,
-        setting.tbt_seconds,
-        cost.computing,
+        PROMPT_SECONDS,
+        cost=cost.computing,
         stream="auto" if streams else "off",
         copy_seconds=cost.copy_seconds(CHUNK_TOKENS),
         group_seconds=0.0,  # simulated groups take none
@@ -158,7 +161,7 @@ def _schedule(system: str, setting: ServingSetting) -> Schedule:
     if system == "orca":
         return OrcaSchedule(device, context, turns)
     if system == "vllm":
-        return VllmSchedule(device, context, setting.batch_tokens_max, turns)
+        return VllmSchedule(device, context, BATCH_TOKENS_MAX, turns)
     assert system == "fastserve", system
     cost = setting.cost
     return FastServeSchedule(cost, cost.copy_seconds, device, setting.host_tokens, context, turns)
@@ -175,3 +178,89 @@ def sustained(points: Sequence[tuple[float, float]], limit: float) -> float:
         if high_value > limit:
             return low + (high - low) * (limit - low_value) / (high_value - low_value)
     return math.inf
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure servers", description=__doc__)
+    add_machine(parser)
+    parser.add_argument(
+        "--rate", type=float, action="append", help="requests a second (default: some)"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--requests", type=int, help="of each run")
+    parser.add_argument(
+        "--link", type=float, help="GB/s of all links between devices and host, each way"
+    )
+    arguments = parser.parse_args(given)
+    machine = machine_of(arguments)
+    cost = machine.cost
+    if arguments.link is not None:
+        cost = replace(cost, link_bytes_per_second=1e9 * arguments.link)
+    setting = ServingSetting(cost, machine.device_tokens, machine.host_tokens)
+    if setting.device_tokens < 2 * setting.context_max:
+        raise InvalidArgument("device-tokens", "schedules that reserve KV need two whole contexts")
+    rates = sorted(arguments.rate or setting.rates())
+    num_requests = arguments.requests or setting.num_requests
+    limit = 1000 * setting.limit_seconds
+    print(
+        f"{cost.source}; link {cost.link_bytes_per_second / 1e9:.0f} GB/s; {setting.device_tokens:,} tokens "
+        f"of KV on the device; {num_requests:,} requests a run; alone, a request takes "
+        f"{1000 * setting.unloaded_seconds:.1f} ms/token; the device holds {setting.turns_held} at once"
+    )
+    rows: dict[tuple[str, float], list[Figures]] = {}  # by seed
+    progress = Progress()
+    for rate in rates:
+        for system in SYSTEMS:
+            progress(f"{rate:g} requests/s, {system}")
+            rows[system, rate] = [
+                figures_of(counts_of(system, setting, requests_of(rate, num_requests, seed)))
+                for seed in range(arguments.seeds)
+            ]
+    print("\n".join(tables(rows, limit)))
+
+
+class Figures(NamedTuple):
+    normalized: float  # ms a token
+    bound: float  # ms, the longest time between two tokens of a reply
+    tokens_per_second: float
+
+
+def figures_of(counts: Counts) -> Figures:
+    return Figures(
+        1000 * counts.latencies.total / counts.latencies.count,
+        1000 * (counts.gaps.quantile(1.0) or 0.0),
+        counts.delivered_tokens / counts.seconds,
+    )
+
+
+def tables(rows: dict[tuple[str, float], list[Figures]], limit: float) -> Iterator[str]:
+    """Medians over the seeds, with the least and the most."""
+    systems, rates = (list(dict.fromkeys(each)) for each in zip(*rows, strict=True))
+    for index, title in enumerate(
+        ("normalized latency, ms/token", "latency bound, ms", "tokens/s")
+    ):
+        yield f"{title:<30}" + "".join(f"{system:>24}" for system in systems)
+        for rate in rates:
+            cells = (spread([each[index] for each in rows[system, rate]]) for system in systems)
+            yield f"{rate:>30g}" + "".join(f"{cell:>24}" for cell in cells)
+    carried = (
+        spread(
+            [
+                sustained([(rate, rows[system, rate][seed].normalized) for rate in rates], limit)
+                for seed in range(len(rows[system, rates[0]]))
+            ]
+        )
+        for system in systems
+    )
+    yield f"carried within {limit:.3g} ms/token".ljust(30) + "".join(
+        f"{cell:>24}" for cell in carried
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    shown = [f"{each:.3g}" for each in (statistics.median(values), min(values), max(values))]
+    return shown[0] if len(set(shown)) == 1 else "{} ({} to {})".format(*shown)
+
+
+if __name__ == "__main__":
+    main()

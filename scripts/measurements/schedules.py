@@ -1,0 +1,482 @@
+"""Schedules of other servers, to compare with: Orca's, vLLM's and FastServe's, on the simulator's costs and
+clock.
+
+These are servers of requests: no conversation, no cache between requests. A schedule decides which requests
+are in the next iteration, and holds KV for them. A request in it computes all that it lacks (its prompt,
+whole; or what was lost, with the tokens that it has already written) and writes one token.
+
+    arrive → [waits] → plan, plan, … (one token each) → the last of its tokens → gone
+
+An iteration takes what the cost model says of its slices, in one pass, as those of the daemon's own scheduler
+do (sim/executor.py), and the figures are the same `Counts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from pensieve.core.iteration_cost import IterationCost
+from pensieve.sim.clock import VirtualClock
+from pensieve.sim.simulator import STEPS_PER_REPORT, Counts
+from pensieve.sim.trace import Arrival
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    number: int  # in the order in which they came
+    arrived: float
+    prompt_tokens: int
+    output_tokens: int  # it ends with so many; no schedule looks at it
+    num_outputs: int = 0  # that it has
+    computed: int = 0  # positions whose KV is there
+    last_token: float | None = None  # when it came
+
+    @property
+    def length(self) -> int:
+        """With its next iteration, KV of so many positions is there."""
+        return self.prompt_tokens + self.num_outputs
+
+    @property
+    def has_ended(self) -> bool:
+        return self.num_outputs == self.output_tokens
+
+
+class Schedule(Protocol):
+    def arrive(self, request: Request) -> None: ...
+
+    def plan(self, now: float) -> Sequence[Request]:
+        """Who is in the next iteration; nobody: all wait, or there are none."""
+        ...
+
+    def ran(self, requests: Sequence[Request], begun: float, ended: float) -> None:
+        """Their tokens are there; who has ended leaves."""
+        ...
+
+    def wakes_at(self) -> float:
+        """When it may plan more than now although nobody arrives; inf: never."""
+        ...
+
+    def check(self) -> None:
+        """That it holds no more KV than there is room for."""
+        ...
+
+
+class ScheduleRun:
+    """One schedule and its requests, from the first arrival to the last token."""
+
+    def __init__(self, schedule: Schedule, cost: IterationCost) -> None:
+        self.schedule = schedule
+        self.clock = VirtualClock()
+        self.counts = Counts()
+        self._cost = cost
+
+    def finish(
+        self,
+        arrivals: Iterable[Arrival],
+        progress: Callable[[float, Counts], None] | None = None,
+    ) -> Counts:
+        source = iter(arrivals)
+        ahead = next(source, None)
+        clock, schedule = self.clock, self.schedule
+        while True:
+            while ahead is not None and (ahead.at or 0.0) <= clock.now():
+                self._arrive(ahead)
+                ahead = next(source, None)
+            batch = schedule.plan(clock.now())
+            if batch:
+                self._run(batch)
+                if progress is not None and self.counts.iterations % STEPS_PER_REPORT == 0:
+                    progress(clock.now(), self.counts)
+                continue
+            moment = min((ahead.at or 0.0) if ahead is not None else math.inf, schedule.wakes_at())
+            if moment == math.inf:
+                assert self.counts.turns == self.counts.begun, "somebody waits for nothing"
+                return self.counts
+            assert moment >= clock.now(), "what it waits for has happened"
+            clock.advance_to(moment)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self.counts.begun += 1
+        at = arrival.at or 0.0
+        self.schedule.arrive(
+            Request(self.counts.begun, at, arrival.input_tokens, arrival.output_tokens)
+        )
+
+    def _run(self, batch: Sequence[Request]) -> None:
+        begun = self.clock.now()
+        self.clock.advance(
+            self._cost.iteration_seconds((each.computed, each.length) for each in batch)
+        )
+        now, counts = self.clock.now(), self.counts
+        gaps: dict[float, int] = {}
+        for request in batch:
+            request.computed = request.length
+            request.num_outputs += 1
+            if request.last_token is None:
+                counts.first_tokens.add(now - request.arrived)
+            else:
+                gap = now - request.last_token
+                gaps[gap] = gaps.get(gap, 0) + 1
+            request.last_token = now
+            if request.has_ended:
+                counts.turns += 1
+                counts.input_tokens += request.prompt_tokens
+                counts.output_tokens += request.num_outputs
+                counts.latencies.add((now - request.arrived) / request.num_outputs)
+        for gap, times in gaps.items():
+            counts.gaps.add(gap, times)
+        counts.delivered_tokens += len(batch)
+        counts.iterations += 1
+        counts.seconds = now
+        self.schedule.ran(batch, begun, now)
+
+
+class OrcaSchedule:
+    """Orca's schedule: iterations, first come first served, KV reserved for the longest context.
+
+    An iteration is composed anew each time, of all who run: prompts and turns that generate in one batch
+    (selective batching). A request is admitted when a contiguous piece of KV for its longest length is free,
+    and keeps it until it ends. A request names no limit of its own here, so the longest length is the model's
+    context: all pieces are of one size, and there are `device tokens / context` of them. Nobody overtakes and
+    nobody is preempted.
+    """
+
+    def __init__(self, device_tokens: int, context_max: int, requests_max: int) -> None:
+        self.num_places = min(device_tokens // context_max, requests_max)
+        assert self.num_places >= 1, "not one longest request fits"
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # in the order in which they came
+
+    def arrive(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def plan(self, now: float) -> Sequence[Request]:
+        while self._waiting and len(self._running) < self.num_places:
+            self._running.append(self._waiting.popleft())
+        return self._running
+
+    def ran(self, requests: Sequence[Request], begun: float, ended: float) -> None:
+        self._running = [each for each in self._running if not each.has_ended]
+
+    def wakes_at(self) -> float:
+        return math.inf
+
+    def check(self) -> None:
+        assert len(self._running) <= self.num_places
+        numbers = [each.number for each in (*self._running, *self._waiting)]
+        assert numbers == sorted(numbers), "first come, first served"
+
+
+BLOCK_TOKENS = 16
+SPARE_BLOCKS_SHARE = 0.01  # that a prompt leaves free
+
+
+class VllmSchedule:
+    """vLLM's schedule, of 2023: paged KV, first come first served, prompts first, the latest is preempted.
+
+    KV lies in blocks of 16 tokens, of which a request takes one when its last one is full. An iteration is of
+    one kind:
+
+        prompts    of those who wait, in their order, as long as blocks for them are free (and 1 % of all
+                   blocks beyond) and their tokens are at most `batch_tokens_max` together; whole ones
+        decodes    of all who run, when no prompt can be admitted
+
+    When a decode needs a block and there is none, the latest of those who run is preempted: it gives up its
+    KV, waits in front of all, and computes its prompt and what it has written again (recomputation, vLLM's
+    default for requests with one reply; nothing goes to the host).
+    """
+
+    def __init__(
+        self, device_tokens: int, context_max: int, batch_tokens_max: int, requests_max: int
+    ) -> None:
+        self.num_blocks = device_tokens // BLOCK_TOKENS
+        self._spare = int(SPARE_BLOCKS_SHARE * self.num_blocks)
+        assert self.num_blocks - self._spare >= _blocks(context_max), "not one longest request fits"
+        self._batch_tokens_max = max(batch_tokens_max, context_max)
+        self._requests_max = requests_max
+        self._free = self.num_blocks
+        self._blocks: dict[Request, int] = {}  # of those who run
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # in the order in which they came
+        self.num_preemptions = 0
+
+    def arrive(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def plan(self, now: float) -> Sequence[Request]:
+        prompts = self._admitted()
+        return prompts if prompts else self._decodes()
+
+    def _admitted(self) -> list[Request]:
+        admitted: list[Request] = []
+        tokens = 0
+        while self._waiting and len(self._running) < self._requests_max:
+            request = self._waiting[0]
+            tokens += request.length
+            if self._free - _blocks(request.length) < self._spare:
+                break
+            if tokens > self._batch_tokens_max:
+                break
+            self._take(request)
+            self._running.append(self._waiting.popleft())
+            admitted.append(request)
+        return admitted
+
+    def _decodes(self) -> list[Request]:
+        """All who run; the latest give up their blocks to earlier ones that lack one."""
+        kept: list[Request] = []
+        left = deque(self._running)
+        while left:
+            request = left.popleft()
+            while self._lacking(request) > self._free:
+                latest = left.pop() if left else request
+                self._preempt(latest)
+                if latest is request:
+                    break
+            else:
+                self._take(request)
+                kept.append(request)
+        self._running = kept
+        return kept
+
+    def _lacking(self, request: Request) -> int:
+        return _blocks(request.length) - self._blocks.get(request, 0)
+
+    def _take(self, request: Request) -> None:
+        self._free -= self._lacking(request)
+        self._blocks[request] = _blocks(request.length)
+
+    def _preempt(self, request: Request) -> None:
+        self._free += self._blocks.pop(request)
+        request.computed = 0
+        self._waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def ran(self, requests: Sequence[Request], begun: float, ended: float) -> None:
+        for request in requests:
+            if request.has_ended:
+                self._free += self._blocks.pop(request)
+        self._running = [each for each in self._running if not each.has_ended]
+
+    def wakes_at(self) -> float:
+        return math.inf
+
+    def check(self) -> None:
+        assert set(self._blocks) == set(self._running)
+        assert self._free == self.num_blocks - sum(self._blocks.values()) >= 0
+        for request in self._running:
+            assert request.computed <= self._blocks[request] * BLOCK_TOKENS
+        numbers = [each.number for each in (*self._running, *self._waiting)]
+        assert numbers == sorted(numbers), "first come, first served"
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+STARVING_SECONDS = 10.0
+SPARE_SHARE = 0.1  # of the places
+
+
+class Where(Enum):
+    """Of a job's KV."""
+
+    NEW = auto()  # there is none yet
+    DEVICE = auto()
+    OUT = auto()  # on its way to the host
+    HOST = auto()
+    IN = auto()
+
+
+ON_DEVICE = (Where.DEVICE, Where.OUT, Where.IN)
+ON_HOST = (Where.HOST, Where.OUT, Where.IN)
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    request: Request
+    level: int
+    entered: int  # its level, as the so-manieth
+    last_ran: float
+    used_seconds: float = 0.0  # in its level
+    where: Where = Where.NEW
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.level, self.entered)
+
+
+class FastServeSchedule:
+    """FastServe's schedule: a skip-join multi-level feedback queue, with KV that goes to the host and back.
+
+    Nobody knows how long a reply will be. So whoever has had little time goes first (which approximates the
+    shortest remaining time): there are levels with quanta that double, the first of one iteration of a turn
+    that generates alone.
+
+        joins      the highest level whose quantum its prompt's iteration fits into (it skips those above, in
+                   which it would only be demoted)
+        demoted    to the end of the next level, when it has used its level's quantum
+        promoted   to the end of the first level, when it has not run for `STARVING_SECONDS`
+
+    Preemption is between iterations.  KV is reserved as Orca's is, for the longest context, in places on the
+    device; whoever loses its place keeps its KV on the host:
+
+        NEW → DEVICE ⇄ (copied OUT, HOST, copied IN)
+
+    Who would run soonest is known from the queue's order. The first of it, as many as there are places but
+    for a few (`SPARE_SHARE`), are `wanted`; a place is kept for each wanted one that has none, and a few for
+    whoever comes (proactive swapping): while too few are free, the last in the order that is not wanted is
+    copied out. Copies take the link, one after another each way, beside iterations; whose KV is being copied
+    does not run, and its place is free when it is out. All others with a place run, wanted or not: nothing is
+    idle while there is work. On the host KV takes what it is long, and who finds no room there loses no
+    place.
+    """
+
+    def __init__(
+        self,
+        cost: IterationCost,
+        copy_seconds: Callable[[int], float],
+        device_tokens: int,
+        host_tokens: int,
+        context_max: int,
+        requests_max: int,
+    ) -> None:
+        self.num_places = min(device_tokens // context_max, requests_max)
+        assert self.num_places >= 1, "not one longest request fits"
+        self.host_tokens = host_tokens
+        self._host_free = host_tokens
+        self._num_spare = int(SPARE_SHARE * self.num_places)
+        self._cost, self._copy_seconds = cost, copy_seconds
+        self.quanta = _quanta(cost, context_max)
+        self._jobs: dict[Request, Job] = {}
+        self._counts = dict.fromkeys(Where, 0)
+        self._copies: list[tuple[float, Job]] = []  # when they are through
+        self._out_free = self._in_free = 0.0
+        self._num_entered = 0
+        self.num_preemptions = 0
+
+    def arrive(self, request: Request) -> None:
+        prompt_seconds = self._cost.iteration_seconds([(0, request.prompt_tokens)])
+        last = len(self.quanta) - 1
+        level = next((n for n in range(last) if self.quanta[n] >= prompt_seconds), last)
+        job = Job(request, level, self._next_entry(), request.arrived)
+        self._jobs[request] = job
+        self._counts[Where.NEW] += 1
+
+    def plan(self, now: float) -> Sequence[Request]:
+        self._end_copies(now)
+        self._promote(now)
+        ordered = sorted(self._jobs.values(), key=lambda job: job.order)
+        wanted = ordered[: self.num_places - self._num_spare]
+        lacking = [job for job in wanted if job.where in (Where.NEW, Where.HOST)]
+        num_placed = 0
+        for job in lacking:
+            if not self._num_free:
+                break
+            self._give_place(job, now)
+            num_placed += 1
+        if len(ordered) > self.num_places - self._num_spare:
+            self._make_room(ordered, set(wanted), len(lacking) - num_placed, now)
+        return [job.request for job in ordered if job.where is Where.DEVICE]
+
+    @property
+    def _num_free(self) -> int:
+        return self.num_places - sum(self._counts[where] for where in ON_DEVICE)
+
+    def _give_place(self, job: Job, now: float) -> None:
+        if job.where is Where.NEW:
+            self._move(job, Where.DEVICE)
+            return
+        self._in_free = max(now, self._in_free) + self._copy_seconds(job.request.computed)
+        self._copies.append((self._in_free, job))
+        self._move(job, Where.IN)
+
+    def _make_room(
+        self, ordered: Sequence[Job], wanted: set[Job], num_lacking: int, now: float
+    ) -> None:
+        """Copies out those that run last, until there is room for who lacks a place and for who comes."""
+        room = self._num_free + self._counts[Where.OUT]
+        needed = max(num_lacking, self._num_spare)
+        for job in reversed(ordered):
+            if room >= needed or job in wanted:
+                break  # wanted ones are the first: from here on there are only those
+            tokens = job.request.computed
+            if job.where is Where.DEVICE and tokens <= self._host_free:
+                self._host_free -= tokens
+                self._out_free = max(now, self._out_free) + self._copy_seconds(tokens)
+                self._copies.append((self._out_free, job))
+                self._move(job, Where.OUT)
+                self.num_preemptions += 1
+                room += 1
+
+    def _end_copies(self, now: float) -> None:
+        for ended, job in self._copies:
+            if ended <= now and job.where is Where.IN:
+                self._host_free += job.request.computed
+                self._move(job, Where.DEVICE)
+            elif ended <= now:
+                self._move(job, Where.HOST)
+        self._copies = [copy for copy in self._copies if copy[0] > now]
+
+    def _promote(self, now: float) -> None:
+        for job in self._jobs.values():
+            if job.level and now - job.last_ran >= STARVING_SECONDS:
+                job.last_ran = now  # it waits anew
+                self._enter(job, 0)
+
+    def ran(self, requests: Sequence[Request], begun: float, ended: float) -> None:
+        for request in requests:
+            job = self._jobs[request]
+            if request.has_ended:
+                self._counts[job.where] -= 1
+                del self._jobs[request]
+                continue
+            job.last_ran = ended
+            job.used_seconds += ended - begun
+            if job.used_seconds >= self.quanta[job.level] and job.level < len(self.quanta) - 1:
+                self._enter(job, job.level + 1)
+
+    def _enter(self, job: Job, level: int) -> None:
+        job.level, job.used_seconds, job.entered = level, 0.0, self._next_entry()
+
+    def _next_entry(self) -> int:
+        self._num_entered += 1
+        return self._num_entered
+
+    def _move(self, job: Job, where: Where) -> None:
+        self._counts[job.where] -= 1
+        self._counts[where] += 1
+        job.where = where
+
+    def wakes_at(self) -> float:
+        return min((ended for ended, _ in self._copies), default=math.inf)
+
+    def level_of(self, request: Request) -> int:
+        return self._jobs[request].level
+
+    def check(self) -> None:
+        places = [job.where for job in self._jobs.values()]
+        assert all(self._counts[where] == places.count(where) for where in Where)
+        assert sum(self._counts[where] for where in ON_DEVICE) <= self.num_places
+        on_host = sum(job.request.computed for job in self._jobs.values() if job.where in ON_HOST)
+        assert self._host_free == self.host_tokens - on_host >= 0
+        copied = {job for _, job in self._copies}
+        assert all(
+            (job.where in (Where.OUT, Where.IN)) == (job in copied) for job in self._jobs.values()
+        )
+        for request, job in self._jobs.items():
+            assert job.where is not Where.NEW or not request.computed
+
+
+def _quanta(cost: IterationCost, context_max: int) -> list[float]:
+    """Double until a longest prompt and a longest reply fit into the last, alone."""
+    quanta = [cost.decode_seconds(1, 1)]
+    longest = cost.iteration_seconds([(0, context_max)]) + context_max * quanta[0]
+    while quanta[-1] < longest:
+        quanta.append(2 * quanta[-1])
+    return quanta
