@@ -28,9 +28,8 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.bench.checks import check_close
-from pensieve.bench.machine import machine
 from pensieve.bench.plots import Sheet
-from pensieve.bench.report import Report, progress
+from pensieve.bench.report import Report, machine, progress
 from pensieve.errors import InvalidArgument
 from pensieve.kernels import cpu_library, multi_token_attention
 from pensieve.kernels.attention import reference

@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 
 from pensieve.bench.attention import COPIES_BYTES, SLOTS, build
-from pensieve.bench.machine import machine
-from pensieve.bench.report import Report, progress
+from pensieve.bench.report import Report, machine, progress
 from pensieve.core.iteration import Slice
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.kernels import multi_token_attention

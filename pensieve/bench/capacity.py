@@ -48,9 +48,8 @@ from pensieve.bench.capacity_report import (
 )
 from pensieve.bench.capacity_search import RATE_MOST, Impossible, Slo, capacity
 from pensieve.bench.chat import check
-from pensieve.bench.machine import machine
 from pensieve.bench.measured_model import measured_model, model_in_words
-from pensieve.bench.report import Report, progress
+from pensieve.bench.report import Report, machine, progress
 from pensieve.errors import InvalidArgument
 
 DEFAULT_MODEL = "0.37B"  # random weights of that shape

@@ -25,11 +25,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from pensieve.bench.bench_daemon import serving
-from pensieve.bench.machine import machine
 from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.plot_scale import plain, time_unit
 from pensieve.bench.plots import Sheet
-from pensieve.bench.report import Report, percentile
+from pensieve.bench.report import Report, machine, percentile
 from pensieve.bench.workload import Script, Shape, scripts_of
 from pensieve.client.admin import Admin
 from pensieve.client.aio import AsyncClient

@@ -1,4 +1,4 @@
-"""How a bench reports, in lines for a person or in one JSON object for a script."""
+"""How a bench reports: what it ran on, and figures, as lines for people or as one JSON object."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from pensieve.config.machine import num_cores, processor_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,3 +66,13 @@ def progress(text: str) -> None:
 def percentile(values: Sequence[float], share: float) -> float:
     """The value that this share of them does not exceed."""
     return sorted(values)[int(share * (len(values) - 1))]
+
+
+def machine(device: str = "cpu") -> str:
+    """The processor and how many CPUs of it this process may use, or the GPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return str(torch.cuda.get_device_name(device))
+    count = num_cores()
+    return f"{processor_name()}, {count} CPU{'s' * (count != 1)}"

@@ -12,6 +12,10 @@ their keys and values were computed by the same model.
 With --weights int8, or KV kept as --kv-dtype says, the logits of a few prompts are first compared with those
 of the checkpoint's own weights and KV. Before anything is timed, several turns of the largest batch must get,
 token for token, the reply that they get when they are alone.
+
+--parts says what each part of a CPU's layers takes of an iteration, added up over the layers; what is left is
+embeddings, the last norm, sampling and Python. A product is bound by the speed at which its weights arrive
+while rows are few, so that speed stands beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,14 +32,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pensieve.bench.machine import machine
 from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.plots import Sheet
-from pensieve.bench.report import Report, percentile, progress
-from pensieve.bench.step_parts import PartRow, check_measurable, part_rows, weight_bytes
+from pensieve.bench.report import Report, machine, percentile, progress
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.kernels.layer.cpu import Layer
+from pensieve.kernels.layer.cpu_parts import PARTS, measured_parts
 from pensieve.launch.memory_nodes import spread_memory
 from pensieve.model.attention import PagedPass
 from pensieve.model.batch import Batch
@@ -365,3 +369,66 @@ def plot(rows: Sequence[Row], path: Path, facts: Sequence[str]) -> None:
             p90s = [row.p90_seconds / row.floor_seconds for row in some]
             panel.line(name, [row.batch for row in some], ratios, ratios, p90s)
     sheet.save(path)
+
+
+REST = "the rest"
+
+
+@dataclass(frozen=True)
+class PartRow:
+    batch: int
+    name: str
+    seconds: float  # median over the steps
+    share: float  # of the step
+    weight_bytes: int
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.weight_bytes / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        speed = f", {self.bytes_per_second / 1e9:5.1f} GB/s of weights" if self.weight_bytes else ""
+        return f"    {self.name:13} {self.seconds * 1e3:7.2f} ms, {self.share:4.0%}{speed}"
+
+
+def check_measurable(model: LoadedModel) -> None:
+    if not _layers(model):
+        raise InvalidArgument("parts", "only layers that run in C++ are measured by their parts")
+
+
+def weight_bytes(model: LoadedModel) -> dict[str, int]:
+    """Of all layers, by part."""
+    found = dict.fromkeys(PARTS, 0)
+    for layer in _layers(model):
+        for name, num_bytes in layer.bytes_of_parts.items():
+            found[name] += num_bytes
+    found["output matrix"] += sum(
+        each.weight_bytes for each in model.flat.module.modules() if isinstance(each, PackedProduct)
+    )
+    return found
+
+
+def part_rows(
+    batch: int, step: Callable[[], float], repeats: int, weights: Mapping[str, int]
+) -> list[PartRow]:
+    """`step` returns the seconds that it took."""
+    times: list[float] = []
+    parts: list[Mapping[str, float]] = []
+    for _ in range(repeats):
+        with measured_parts() as found:
+            times.append(step())
+        parts.append(found)
+    rest = [whole - sum(each.values()) for whole, each in zip(times, parts, strict=True)]
+    named: dict[str, Sequence[float]] = {name: [each[name] for each in parts] for name in PARTS}
+    whole = statistics.median(times)
+    return [
+        PartRow(batch, name, median, median / whole, weights.get(name, 0))
+        for name, seconds in {**named, REST: rest}.items()
+        if (median := statistics.median(seconds))
+    ]
+
+
+def _layers(model: LoadedModel) -> list[Layer]:
+    modules = model.flat.module.modules()
+    fused = [each.dense for each in modules if isinstance(each, FusedLayer)]
+    return [each for each in fused if isinstance(each, Layer)]

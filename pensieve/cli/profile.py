@@ -67,7 +67,5 @@ def run(arguments: argparse.Namespace) -> int:
     options = profile.Options(quick=arguments.quick, output=arguments.output)
     found = profile.run(resolved.settings, options, report)
     if arguments.plot is not None:
-        from pensieve.bench import profile_sheet
-
-        profile_sheet.plot(found, arguments.plot, report.facts)
+        profile.plot(found, arguments.plot, report.facts)
     return 0

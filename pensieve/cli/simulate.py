@@ -141,7 +141,7 @@ def _simulated(
     setting: Setting, point: Point, problems: Problems, name: str, record: Path | None
 ) -> dict[str, Any]:
     """The row of one point; with `record` its journal is written, too."""
-    from pensieve.sim.recording import recorded
+    from pensieve.sim.sweep import recorded
 
     simulator = setting.simulator(point)
     recording = nullcontext() if record is None else recorded(record, simulator, setting, point)

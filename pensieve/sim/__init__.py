@@ -9,9 +9,8 @@ simulator           runs a trace through the engine
 series              figures over time, and quantiles, in a fixed amount of memory
 report              the figures of a run, as a row and as a table
 clairvoyant         a retention policy that knows the trace
-sweep               one load with every combination of policies, rates and sizes of the tiers
-recording           the journal of a simulation
+sweep               one load with every combination of policies, rates and sizes of the tiers; its journal
 observed            what a replayed journal shows of each iteration
-fit                 what iterations cost on a machine, from that: fit_compute, fit_link, least_squares
+fit                 what iterations cost on a machine, from that: fit_compute, least_squares
 fit_points          the same from a profile's iterations, as points that were measured
 """

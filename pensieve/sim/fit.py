@@ -1,16 +1,20 @@
 """What iterations cost on a machine, fitted to the journal of a daemon that ran there.
 
 A replay gives each iteration's slices and how long it took (observed.py).  From those the costs of
-computing are fitted (fit_compute.py) and then the rate of the link between the tiers (fit_link.py).  Half
+computing are fitted (fit_compute.py) and then the rate of the link between the tiers.  Half
 of the iterations, every other one, is fitted; the error is that of the other half.
 
 **What was not observed is not made up.**  A number counts as found if leaving it out explains the
 iterations clearly worse.  Any other keeps the proportion to the found ones that it has in `assumed` (the
 model's shape on a data sheet), within what the iterations allow, and `Fit.assumed` lists it.
+
+The rate of the link is found where copies took longer than the computation beside them, or where an iteration
+waited for a copy and for nothing else.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +22,6 @@ from typing import Any, NamedTuple
 
 from pensieve.sim.cost import CostModel, HardwarePreset, ModelPreset
 from pensieve.sim.fit_compute import fit_compute
-from pensieve.sim.fit_link import fit_link
 from pensieve.sim.observed import KINDS, Observation, Observations, expected_seconds
 
 FITTED_MAX = 1000  # of each kind
@@ -113,3 +116,42 @@ def error_of(kind: str, seen: int, rows: Sequence[Observation], cost: CostModel)
         return FitError(kind, seen, 0, None, None)
     p90 = errors[min(int(0.9 * len(errors)), len(errors) - 1)]
     return FitError(kind, seen, len(errors), statistics.median(errors), p90)
+
+
+LINK_ROWS_MIN = 10
+
+
+def fit_link(
+    cost: CostModel, rows: Sequence[Observation], rates: Sequence[float]
+) -> tuple[CostModel, str]:
+    """The costs with the link's rate, and a note if it was not found."""
+    rows = [row for row in rows if row.slots_in]
+
+    def error(rate: float) -> float:
+        model = replace(cost, link_bytes_per_second=rate)
+        return statistics.median(
+            abs(expected_seconds(model, row) / row.seconds - 1) for row in rows
+        )
+
+    at_least = 0.0
+    if len(rows) >= LINK_ROWS_MIN:
+        hidden = error(math.inf)
+        grid = [10 ** (5 + i / 8) for i in range(65)]
+        best = min(grid, key=error)
+        if error(best) < 0.9 * hidden:
+            closer = [best * 10 ** (i / 64) for i in range(-8, 9)]
+            return replace(cost, link_bytes_per_second=min(closer, key=error)), ""
+        at_least = next((rate for rate in grid if error(rate) <= 1.05 * hidden), 0.0)
+    if len(rates) >= LINK_ROWS_MIN:
+        rate = statistics.median(rates) * cost.kv_bytes_per_token
+        return replace(cost, link_bytes_per_second=max(rate, at_least)), ""
+    taken = max(cost.link_bytes_per_second, at_least)
+    why = "no copy was waited for"
+    if at_least:
+        why = f"copies hid behind the computation, so it is at least {at_least:.3g}"
+    return (
+        replace(cost, link_bytes_per_second=taken),
+        f"link_bytes_per_second: {why}; {taken:.3g} is that of {cost.source}"
+        if taken > at_least
+        else f"link_bytes_per_second: {why}; that is taken",
+    )

@@ -7,6 +7,7 @@ bounded by the machine (`Room`), and wrong values are refused with the name of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,8 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.errors import InvalidArgument
+from pensieve.engine.journal import Journal, opened
+from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.sim import report
 from pensieve.sim.clairvoyant import ClairvoyantPolicy
 from pensieve.sim.cost import (
@@ -164,3 +166,32 @@ class Setting:
         if simulator.series is not None:
             row["series"] = simulator.series.means()
         return row
+
+
+@contextmanager
+def recorded(path: Path, simulator: Simulator, setting: Setting, point: Point) -> Iterator[None]:
+    """Inside, what this simulator's engine does is appended to the journal at `path`."""
+    cost, scheduler = setting.cost, simulator.scheduler
+    computed_by = {
+        "name": cost.source,
+        "device": "simulated",
+        "layers": cost.layers,
+        "kv_bytes_per_token": cost.kv_bytes_per_token,
+    }
+    try:
+        file = opened(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    with file:
+        simulator.engine.observe(
+            Journal(
+                file,
+                simulator.config,
+                scheduler.cache.config,
+                scheduler.config,
+                point.policy,
+                setting.recompute,
+                computed_by,
+            )
+        )
+        yield

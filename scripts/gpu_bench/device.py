@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from pensieve.bench.machine import machine
+from pensieve.bench.report import machine
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import choices, cuda_launch, nvrtc

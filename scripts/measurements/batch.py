@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from pensieve.bench.machine import machine
 from pensieve.bench.measured_model import measured_model, model_in_words
-from pensieve.bench.report import progress
+from pensieve.bench.report import machine, progress
 from pensieve.config import Settings, resolve
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.prefix_groups import saving_of_tree

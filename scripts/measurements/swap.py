@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pensieve.bench.bench_daemon import serving
-from pensieve.bench.machine import machine
 from pensieve.bench.measured_model import measured_model, model_in_words
-from pensieve.bench.report import percentile
+from pensieve.bench.report import machine, percentile
 from pensieve.bench.workload import Shape, scripts_of
 from pensieve.client.admin import Admin
 from pensieve.client.client import Client

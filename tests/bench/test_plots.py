@@ -15,9 +15,9 @@ from pensieve.bench import attention as bench_attention
 from pensieve.bench import chat as bench_chat
 from pensieve.bench import plots, simulate_sheet
 from pensieve.bench import step as bench_step
-from pensieve.bench.machine import machine
 from pensieve.bench.plot_scale import plain, scale_of, spread
 from pensieve.bench.plots import Sheet
+from pensieve.bench.report import machine
 
 FACTS = ["opt-13b on 1 x h200", "sharegpt conversations", "seeds 0, 1, 2"]
 

@@ -9,8 +9,7 @@ import pytest
 
 from pensieve.bench import step as bench_step
 from pensieve.bench.random_model import RandomShape
-from pensieve.bench.step import Generating
-from pensieve.bench.step_parts import REST, weight_bytes
+from pensieve.bench.step import REST, Generating, weight_bytes
 from pensieve.cli.main import main
 from pensieve.core.iteration import Slice
 from pensieve.errors import PensieveError
