@@ -97,16 +97,6 @@ class ServingSetting:
         decodes = OUTPUT_TOKENS * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
         return 1 / (decodes / self.turns_held + self.cost.piece_seconds(0, PROMPT_TOKENS))
 
-    @property
-    def turns_linked(self) -> float:
-        """How many more have KV that the link brings while those that are held generate a token each.
-
-        So many could be streamed before an iteration takes longer for its copies.
-        """
-        iteration = self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
-        copying = self.cost.copy_seconds(MEAN_CONTEXT)
-        return iteration / copying if copying else math.inf
-
     def rates(self) -> list[float]:
         """Some around it."""
         return [float(f"{factor * self.rate_held:.2g}") for factor in FACTORS]
