@@ -36,7 +36,6 @@ ROWS = (
     Row(
         "pensieve admin explain trip-42 --tenant acme", (r"device",), ("guarded",), beside="guarded"
     ),
-    Row("pensieve admin tenants", (r"acme",), ("guarded",), beside="guarded"),
     Row("pensieve admin tenants --json", (r'"acme"',), ("guarded",), beside="guarded"),
     Row(
         "pensieve batch requests.jsonl -o answers.jsonl --address 127.0.0.1:50051",

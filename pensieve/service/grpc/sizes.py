@@ -14,7 +14,7 @@ receive by default, and so does the largest conversation that can be created (wi
 take up to the 8 MiB that our SDK receives).  Pages end before the store's PAGE_BYTES_MAX, in
 the store and again on the wire, where numbers are five times as large; one of a single item may be larger.
 
-docs/operating.md repeats these limits, and the comments of the proto do.
+The comments of the proto repeat these limits, and docs/operating.md the most important.
 """
 
 from __future__ import annotations
