@@ -176,8 +176,10 @@ class _Log:
             self._wrong(event, f"session {found.session} has it, in epoch {found.epoch}")
         else:
             self._new_epoch(event, key, found)
-        self._conversations[key] = _Conversation(event["session"], event["epoch"])
-        return self._conversations[key]
+        # Its claim is missing, so the beginning of its turn may be missing, too.
+        claimed = _Conversation(event["session"], event["epoch"], is_certain=False)
+        self._conversations[key] = claimed
+        return claimed
 
     def _begun(self, event: Mapping[str, Any]) -> None:
         key, turn_id = _key(event), event["turn_id"]

@@ -149,6 +149,8 @@ TURN = [claimed(A, 3), begun(A, 3, 10), ended(A, 3, 10)]
         [begun(A, 3, 11), gone(A), claimed(B, 4, A), begun(B, 4, 11), ended(B, 4, 11)],
         [begun(A, 3, 11), started(s1="a", s2="b"), ended(A, 3, 11)],
         [started(s2="b"), begun(B, 9, 11), ended(B, 9, 11)],  # the claim's line was lost
+        # A turn is tried again by another session, whose claim and beginning were both lost.
+        [begun(A, 3, 11), started(s1="a", s2="b"), ended(B, 9, 11)],
         [begun(A, 3, 11), started(s1="a", s2="b"), begun(A, 3, 12)],  # and the end's
         [gone(A), opened(5, "a"), claimed(5, 6, A), begun(5, 6, 11)],
         [claimed(B, 4, 0, "another"), begun(B, 4, 11, "another"), begun(A, 3, 12)],

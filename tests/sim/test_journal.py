@@ -11,6 +11,7 @@ import pytest
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.policies.registry import POLICIES
 from pensieve.engine.journal import (
+    VERSION,
     JournalError,
     NotAJournal,
     Replay,
@@ -139,9 +140,14 @@ def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
         (5, '"copies":[]', '"copies":[3]', "line 5: cannot be replayed"),
         (5, '"samples":', '"sample":', "line 5: cannot be replayed"),
         (1, '"chunk_tokens":32', '"chunk_tokens":0', "line 1: cannot be replayed"),
-        (1, '"version":4', '"version":9', "line 1: a journal of version 9; this reads 4"),
-        (1, '{"version":4,', "{", "line 1: not a journal"),
-        (1, '{"version":4,', "", "line 1: not a journal"),
+        (
+            1,
+            f'"version":{VERSION}',
+            '"version":9',
+            f"line 1: a journal of version 9; this reads {VERSION}",
+        ),
+        (1, f'{{"version":{VERSION},', "{", "line 1: not a journal"),
+        (1, f'{{"version":{VERSION},', "", "line 1: not a journal"),
     ],
 )
 def test_a_journal_that_was_changed_is_refused_by_its_line(
