@@ -15,23 +15,29 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import queue
 import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from scripts.import_graph import affected_tests
-from tests.protections.taken_out import Copy, copy_of_the_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"\A(#.*\n)*(\"\"\"|#)[^\n]*generated", re.IGNORECASE)
@@ -55,6 +61,15 @@ OPERATORS = {
     "-": "+",
 }
 _OPERATOR = re.compile(r"is\s+not\b|not\s+in\b|\b(?:is|in|and|or)\b|[<>!=]=|[<>+-]")
+TEST_SECONDS = 90  # of a test; some have more by a mark of their own
+EXIT_SECONDS = 10  # of a process whose tests have ended
+PATIENCE_SECONDS = 30  # with which a test waits for what may never happen
+# Python reads it when it starts. An editable installation has a finder that comes before every path.
+HERE_FIRST = """
+import sys
+
+sys.meta_path[:] = [each for each in sys.meta_path if "_editable_" not in type(each).__module__]
+"""
 Span = tuple[int, int]  # bytes of a source
 Edit = tuple[Span, str]
 
@@ -315,16 +330,115 @@ class Trial:
             file.write_bytes(before)
         if not run.in_time:
             return Result(broken, Verdict.UNDECIDED, f"{self.limit_seconds:.0f} s were not enough")
-        if not run.failed and run.mistake is None:
+        if not run.failed:
             return Result(broken, Verdict.SURVIVED, f"{len(tests)} test files: {' '.join(tests)}")
-        noticed = [
-            each for each in run.failed if (copy.root / "tests" / each.partition("::")[0]).is_file()
-        ]
-        noticed = noticed or tests[:1]  # which cannot be imported, or the break ended the process
-        plain = copy.run(noticed, limit_seconds=self.limit_seconds)
-        if plain.failed or plain.mistake is not None:
+        noticed = run.failed
+        if copy.run(noticed, limit_seconds=self.limit_seconds).failed:
             return Result(broken, Verdict.UNDECIDED, f"{noticed[0]} fails without the break, too")
         return Result(broken, Verdict.NOTICED, f"by {noticed[0]}")
+
+
+class TestRun(NamedTuple):
+    failed: list[str]  # as `service/test_a.py::test_one`; a file that could not be imported
+    in_time: bool = True  # False: it was ended before the last test
+
+
+class Copy:
+    """A copy of a tree. Its tests import the code of the copy."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def run(self, tests: Sequence[str], *options: str, limit_seconds: float) -> TestRun:
+        """Run tests, each a path below tests/. If the tests end the process, the first one failed."""
+        report = self.root / "report.xml"
+        report.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"),
+            *(f"--timeout={TEST_SECONDS}", f"--junitxml={report}", *options),
+            *(f"tests/{each}" for each in tests),
+        ]
+        output, in_time = self._ran(command, report, limit_seconds)
+        if report.exists():
+            cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+            failed = [_test(each) for each in cases if {"failure", "error"} & {e.tag for e in each}]
+            there = [each for each in failed if self._has(each)]
+            return TestRun(there or ([] if cases and not failed else list(tests[:1])))
+        timed_out = "Timeout" in "".join(output.splitlines()[-40:])  # which ends the process
+        return TestRun(list(tests[:1]), in_time or timed_out)
+
+    def imports_from(self) -> Path:
+        """Return the folder that a process here has its code from."""
+        program = "import pensieve; print(pensieve.__path__[0])"
+        command, environment = [sys.executable, "-c", program], self._environment()
+        printed = subprocess.check_output(command, cwd="/", env=environment, text=True)
+        return Path(printed.strip()).resolve().parent
+
+    def _has(self, test: str) -> bool:
+        return (self.root / "tests" / test.partition("::")[0]).is_file()
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONPATH": str(self.root),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PENSIEVE_TEST_PATIENCE": str(PATIENCE_SECONDS),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def _ran(self, command: list[str], report: Path, limit_seconds: float) -> tuple[str, bool]:
+        """Return what it wrote, and whether it ended in time.
+
+        What it started ends with it. Once there is a report, it need not end by itself.
+        """
+        written = self.root / "output"
+        with written.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=self._environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                end = time.monotonic() + limit_seconds
+                while process.poll() is None and time.monotonic() < end:
+                    time.sleep(0.05)
+                    if report.exists():
+                        end = min(end, time.monotonic() + EXIT_SECONDS)
+                in_time = process.poll() is not None or report.exists()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return written.read_text(errors="replace"), in_time
+
+
+@contextmanager
+def copy_of_the_tree(tree: Path) -> Iterator[Copy]:
+    """Copy every file that git does not ignore to a temporary folder."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output(command, cwd=tree, text=True)
+    with tempfile.TemporaryDirectory(prefix="pensieve-copy-") as name:
+        root = Path(name)
+        for file in filter(None, listed.split("\0")):
+            if (tree / file).is_file():
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(tree / file, root / file)
+        (root / "sitecustomize.py").write_text(HERE_FIRST)
+        copy = Copy(root)
+        found = copy.imports_from()
+        assert found == root.resolve(), f"the copy would import pensieve from {found}"
+        yield copy
+
+
+def _test(case: ElementTree.Element) -> str:
+    """A test with parameters fails where one of its cases does."""
+    module, name = case.get("classname", ""), case.get("name", "")
+    file = (module or name).removeprefix("tests.").replace(".", "/") + ".py"
+    return f"{file}::{name.partition('[')[0]}" if module else file
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:

@@ -1,4 +1,4 @@
-"""What is done by night: the same searches as in the suite, each for longer, and every protection taken out.
+"""What is done by night: the same searches as in the suite, each for longer.
 
     scripts/nightly FOLDER                            # everything: some hours
     scripts/nightly FOLDER --only faults,bytes        # some parts
@@ -130,22 +130,6 @@ def scaled(*files: str, whole: int, unit: str = "", per_scale: int = 1) -> Part:
     return part
 
 
-def protections(night: Night, log: Path, outcome: Outcome) -> None:
-    """Each protection is taken out, and its tests must notice."""
-    results = log.with_suffix(".jsonl")
-    words = () if night.share >= 1 else ("queue estimate", "synchronous")
-    command = [sys.executable, "-m", "tests.protections", "--results", str(results), *words]
-    status = run(command, log)
-    with contextlib.suppress(FileNotFoundError):
-        lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-        outcome.counts["protections"] = len(lines)
-        outcome.failures += [
-            f"{line['protection']}: {line['why']}" for line in lines if line["verdict"] != "noticed"
-        ]
-    if status and not outcome.failures:
-        outcome.failures.append("a test fails though nothing is taken out: see the log")
-
-
 def newcomer(night: Night, log: Path, outcome: Outcome) -> None:
     """README and docs are walked in an empty folder."""
     with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
@@ -240,7 +224,6 @@ PARTS: Mapping[str, Part] = {
     "newcomer": newcomer,
     "clients": clients,
     "real-model": real_model,
-    "protections": protections,
 }
 
 

@@ -88,6 +88,23 @@ def test_every_path_that_a_page_names_is_there(page: str) -> None:
     assert not missing, f"{page} names {', '.join(missing)}"
 
 
+def test_every_row_of_faults_names_tests_that_are_there() -> None:
+    table = PAGES["docs/reliability.md"].partition("| fault | what happens | tests |\n")[2]
+    rows = [line for line in table.partition("\n\n")[0].splitlines()[1:] if line.startswith("|")]
+    assert len(rows) > 50
+    for row in rows:
+        cell = row.strip("|").rpartition(" | ")[2]
+        named = re.findall(r"([\w/]+\.py) \(([^)]+)\)", cell)
+        assert named, f"no test shows what happens: {row}"
+        assert len(named) == cell.count(".py"), f"which tests of these files? {cell}"
+        for file, names in named:
+            source = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            for name in re.findall(r"`(\w+)`", names):
+                assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), (
+                    f"{file}: {name}"
+                )
+
+
 def test_every_test_that_a_script_names_is_there() -> None:
     for script in (ROOT / "scripts").iterdir():
         if script.is_file():

@@ -23,7 +23,6 @@ MODULES = (
     "tests/newcomer.py",
     "tests/clients/__main__.py",
     "tests/faults/__main__.py",
-    "tests/protections/__main__.py",
 )
 JOINTS = ("&&", "||", ";", "|")
 REDIRECTIONS = (">>", ">", "<")
