@@ -9,23 +9,27 @@ import pytest
 
 from pensieve.cli.main import main
 from pensieve.config import (
-    REACHING,
+    ENGINE,
+    REACH,
     REMOVED,
-    SERVING,
-    SETTINGS,
-    TABLES,
-    TALKING,
+    SERVE,
+    TALK,
     Setting,
     TierSize,
     print_settings,
     resolve,
+    settings_for,
+    settings_named,
     shown_store,
     without_secrets,
 )
+from pensieve.config.settings import ALL, INTERNAL
 from pensieve.core.policies.registry import DEFAULT, POLICIES
 from pensieve.errors import ConfigError
 
-SERVE = (SERVING, SETTINGS)
+SERVED = settings_for(SERVE, ENGINE)
+TALKED = settings_for(REACH, TALK, ENGINE)
+WITH_FLAGS = tuple(each for each in ALL if INTERNAL not in each.of)
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "pensieve.toml"
     path.write_text(
         'address = "[::1]:7000"\n'
-        "grace = 0.5\n"
+        "drain_timeout = 0.5\n"
         "turns_max = 9\n"
         "insecure = true\n"
         'device_cache = "2GiB"\n'
@@ -47,67 +51,69 @@ def file(tmp_path: Path) -> Path:
 def test_a_flag_beats_the_environment_the_environment_the_file_and_the_file_the_default(
     file: Path,
 ) -> None:
-    environ = {"PENSIEVE_GRACE": "2", "PENSIEVE_TURNS_MAX": "8"}
-    resolved = resolve({"turns_max": "7"}, environ, file, SERVE)
-    names = ("turns_max", "grace", "address", "drain_timeout")
-    assert [resolved.values[name] for name in names] == [7, 2.0, "[::1]:7000", 30.0]
+    environ = {"PENSIEVE_DRAIN_TIMEOUT": "2", "PENSIEVE_TURNS_MAX": "8"}
+    resolved = resolve({"turns_max": "7"}, environ, file, SERVED)
+    names = ("turns_max", "drain_timeout", "address", "ttft")
+    assert [getattr(resolved.settings, name) for name in names] == [7, 2.0, "[::1]:7000", 0.0]
     sources = [resolved.sources[name] for name in names]
-    assert sources == ["flag", "PENSIEVE_GRACE", str(file), "default"]
+    assert sources == ["flag", "PENSIEVE_DRAIN_TIMEOUT", str(file), "default"]
 
 
 def test_a_file_may_hold_what_other_commands_need(file: Path) -> None:
-    serve = resolve({}, {}, file, SERVE)
-    assert serve.values["insecure"] is True
+    serve = resolve({}, {}, file, SERVED)
+    assert serve.settings.insecure is True
     assert serve.settings.device_cache == TierSize(2 * 2**30, "bytes")
-    assert "daemon" not in serve.values
-    talk = resolve({}, {}, file, (REACHING, TALKING, SETTINGS))
-    assert (talk.values["daemon"], talk.values["temperature"]) == ("unix:/run/p.sock", 0.0)
-    assert "address" not in talk.values
+    assert "daemon" not in serve.sources
+    talk = resolve({}, {}, file, TALKED)
+    assert (talk.settings.daemon, talk.settings.temperature) == ("unix:/run/p.sock", 0.0)
+    assert "address" not in talk.sources
 
 
 def test_only_the_engines_settings_travel_to_it(file: Path) -> None:
-    written = resolve({}, {}, file, SERVE).written
+    written = resolve({}, {}, file, SERVED).written
     assert written["turns_max"] == "9"
-    assert not {"address", "grace", "insecure"} & set(written)
+    assert not {"address", "drain_timeout", "insecure"} & set(written)
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
         ('adress = "a"', "there is no setting 'adress'; 'address' is one"),
-        ("[serve]\ngrace = 1", "there is no setting 'serve'"),
-        ("grace = [1]", "grace is a string, a number, true or false"),
-        ("grace = nan", r"grace \(.*\) is a number in 0..86400, not 'nan'"),
+        ("[serve]\ndrain_timeout = 1", "there is no setting 'serve'"),
+        ("drain_timeout = [1]", "drain_timeout is a string, a number, true or false"),
+        ("drain_timeout = nan", r"drain_timeout \(.*\) is a number in 0..86400, not 'nan'"),
         ('insecure = "perhaps"', r"insecure \(.*\) is true or false, not 'perhaps'"),
         ("turns_max = 1.5", r"turns_max \(.*\) is a whole number in 0..65536, not '1.5'"),
-        ("grace = ", "is not valid TOML"),
+        ("drain_timeout = ", "is not valid TOML"),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(line + "\n")
     with pytest.raises(ConfigError, match=problem):
-        resolve({}, {}, path, SERVE)
+        resolve({}, {}, path, SERVED)
 
 
 def test_a_wrong_variable_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"grace \(PENSIEVE_GRACE\) is a number in 0..86400"):
-        resolve({}, {"PENSIEVE_GRACE": "-1"}, None, SERVE)
+    with pytest.raises(
+        ConfigError, match=r"drain_timeout \(PENSIEVE_DRAIN_TIMEOUT\) is a number in 0..86400"
+    ):
+        resolve({}, {"PENSIEVE_DRAIN_TIMEOUT": "-1"}, None, SERVED)
 
 
 def test_a_removed_setting_is_an_error_that_says_what_replaces_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "old.toml"
-    file.write_text("echo_seconds = 0.1\n")
-    instead = "echo_seconds was removed: write --engine echo:SECONDS"
+    file.write_text("grace = 0.1\n")
+    instead = "grace was removed: a turn whose connection broke"
     with pytest.raises(ConfigError, match=instead):
-        resolve({}, {}, file, SERVE)
+        resolve({}, {}, file, SERVED)
     with pytest.raises(ConfigError, match="PENSIEVE_HEARTBEAT was removed: an engine"):
-        resolve({}, {"PENSIEVE_HEARTBEAT": "2"}, None, SERVE)
-    assert main(["serve", "--echo-seconds", "0.1"]) == ConfigError.exit_code
-    assert "--echo-seconds was removed: write --engine" in capsys.readouterr().err
-    assert not REMOVED.keys() & {each.name for table in TABLES for each in table}
+        resolve({}, {"PENSIEVE_HEARTBEAT": "2"}, None, SERVED)
+    assert main(["serve", "--grace", "0.1"]) == ConfigError.exit_code
+    assert "--grace was removed: a turn" in capsys.readouterr().err
+    assert not REMOVED.keys() & {each.name for each in WITH_FLAGS}
 
 
 def test_print_config_says_where_values_come_from_and_keeps_secrets(
@@ -124,13 +130,13 @@ def test_print_config_says_where_values_come_from_and_keeps_secrets(
     assert main(["serve", "--config", str(file), "--insecure", "--print-config"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "insecure = true  # flag" in lines
-    assert f"grace = 0.5  # {file}" in lines
+    assert f"drain_timeout = 0.5  # {file}" in lines
     assert main(["admin", "stats", "--config", str(file), "--print-config"]) == 0
     assert "# token is set and not shown  # PENSIEVE_TOKEN" in capsys.readouterr().out.splitlines()
 
 
 def test_a_daemon_and_a_plan_have_the_same_policy_by_default() -> None:
-    (setting,) = (each for table in TABLES for each in table if each.name == "policy")
+    (setting,) = settings_named("policy")
     assert setting.default == DEFAULT
     assert set(POLICIES) == {"lru", "value", "return"}
 
@@ -142,7 +148,7 @@ ODD_TEXTS = (
 )
 
 
-@pytest.mark.parametrize("setting", [each for table in TABLES for each in table if not each.secret])
+@pytest.mark.parametrize("setting", [each for each in WITH_FLAGS if not each.secret])
 def test_what_print_config_prints_loads_as_the_same_settings(
     setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +156,7 @@ def test_what_print_config_prints_loads_as_the_same_settings(
     num_taken, path = 0, tmp_path / "printed.toml"
     for text in ODD_TEXTS:
         try:
-            given = resolve({setting.name: text}, {}, None, TABLES)
+            given = resolve({setting.name: text}, {}, None, WITH_FLAGS)
         except ConfigError:
             continue
         num_taken += 1
@@ -158,27 +164,48 @@ def test_what_print_config_prints_loads_as_the_same_settings(
         printed = capsys.readouterr().out
         tomllib.loads(printed)
         path.write_text(printed, encoding="utf-8")
-        again = resolve({}, {}, path, TABLES)
-        assert again.values == given.values, text
+        again = resolve({}, {}, path, WITH_FLAGS)
+        assert again.settings == given.settings, text
         assert again.written == given.written | again.written, text
     assert num_taken >= 2
 
 
-def test_no_two_settings_share_a_name_or_a_flag_of_one_command() -> None:
-    names = [setting.name for table in TABLES for setting in table]
-    assert len(names) == len(set(names))
-    for tables in (SERVE, (REACHING, TALKING, SETTINGS)):
-        flags = [setting.flag for table in tables for setting in table]
-        assert len(flags) == len(set(flags))
+@pytest.mark.parametrize("table", [SERVED, TALKED])
+def test_no_two_settings_of_a_command_share_a_flag(table: tuple[Setting, ...]) -> None:
+    flags = [setting.flag for setting in table]
+    assert len(flags) == len(set(flags))
+
+
+def test_help_is_short_and_help_all_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    helps = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", flag])
+        assert ended.value.code == 0
+        helps.append(capsys.readouterr().out)
+    short, whole = helps
+    assert len(short.splitlines()) <= 100
+    for setting in SERVED:
+        named = "MODEL" if setting.name == "model" else f"\n  {setting.flag}"
+        assert (named in short) == setting.common, named
+        assert named in whole
+
+
+def test_what_is_for_tests_has_a_variable_and_neither_flag_nor_key(tmp_path: Path) -> None:
+    assert resolve({}, {"PENSIEVE_CHUNK_TOKENS": "8"}).settings.chunk_tokens == 8
+    file = tmp_path / "pensieve.toml"
+    file.write_text("chunk_tokens = 8\n")
+    with pytest.raises(ConfigError, match="chunk_tokens was removed"):
+        resolve({}, {}, file)
 
 
 def test_the_name_of_a_daemon_among_several_fits_into_labels_and_lists() -> None:
     for name in ("a", "replica-1.eu~2_x", "A" * 128):
-        assert resolve({"replica": name}, {}, None, SERVE).values["replica"] == name
-    assert resolve({}, {}, None, SERVE).values["replica"] is None
+        assert resolve({"replica": name}, {}, None, SERVED).settings.replica == name
+    assert resolve({}, {}, None, SERVED).settings.replica is None
     for name in ("a b", "a=b", "a,b", "a/b", "A" * 129, "ä", "a\n"):
         with pytest.raises(ConfigError, match="has 1 to 128 of the characters"):
-            resolve({"replica": name}, {}, None, SERVE)
+            resolve({"replica": name}, {}, None, SERVED)
 
 
 def test_where_a_history_is_may_be_shown() -> None:

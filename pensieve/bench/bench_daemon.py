@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +27,10 @@ class BenchDaemon(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(flags: Sequence[str]) -> Iterator[BenchDaemon]:
-    """A daemon with these flags, from when it is ready."""
+def serving(
+    flags: Sequence[str], variables: Mapping[str, str] | None = None
+) -> Iterator[BenchDaemon]:
+    """A daemon with these flags and variables, from when it is ready."""
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         data, ready = Path(folder) / "data", Path(folder) / "ready"
         process = subprocess.Popen(
@@ -37,6 +40,7 @@ def serving(flags: Sequence[str]) -> Iterator[BenchDaemon]:
             ],
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(variables or {})},
         )
         lines: list[str] = []
         reader = _reader(process, lines)

@@ -108,18 +108,13 @@ class Scheduling(NamedTuple):
     def flags(self) -> list[str]:
         """Of its daemon."""
         budget = OURS_TOKENS if self.tbt else WHOLE_TOKENS
+        return ["--tbt", f"{self.aim * self.tbt:g}", "--token-budget", str(budget)]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of its daemon."""
         engine = "separate" if self.name == FIRST else "model"
-        return [
-            *(
-                "--tbt",
-                f"{self.aim * self.tbt:g}",
-                "--prompt-seconds",
-                "0",
-                "--token-budget",
-                str(budget),
-            ),
-            *("--engine", engine),
-        ]
+        return {"PENSIEVE_ENGINE": engine, "PENSIEVE_PROMPT_SECONDS": "0"}
 
     def __str__(self) -> str:
         return f"{self.name}, {in_time(self.tbt)}" if self.tbt else self.name
@@ -205,7 +200,7 @@ Trial = Callable[[float, int, float | None], Played]  # rate, seed, cut off afte
 def trials(folder: Path, scheduling: Scheduling, options: Options) -> Iterator[Trial]:
     """What plays a load to a daemon of its own, which has been checked."""
     progress(f"{scheduling}: starting a daemon")
-    with serving([str(folder), *scheduling.flags]) as daemon:
+    with serving([str(folder), *scheduling.flags], scheduling.variables) as daemon:
         asyncio.run(check(daemon.address, daemon.admin_address, options.seed))
         yield partial(_play, daemon, options)
 

@@ -252,7 +252,9 @@ def _print(profile: Profile, limits: Limits, path: Path, options: Options, repor
         f"{aims['iteration_seconds'] * 1e3:.0f} ms: objectives for the time between tokens (Sarathi) are "
         f"strict {aims['strict_seconds']:.2f} s, relaxed {aims['relaxed_seconds']:.2f} s"
     )
-    used = "`--cost FILE` uses it" if options.output else "daemons of this model use it from now on"
+    used = "daemons of this model use it from now on"
+    if options.output:
+        used = "`pensieve simulate --cost FILE` uses it"
     report.line(f"written to {path}; {used}")
 
 

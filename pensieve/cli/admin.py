@@ -19,8 +19,7 @@ from pensieve.cli.admin_stats import MIB, seconds_text, stats_table
 from pensieve.cli.flags import add_settings, tls_to, with_settings
 from pensieve.cli.plain_values import plain
 from pensieve.cli.reaching import address_of
-from pensieve.config import DATA, LOOKING, REACHING, Resolved
-from pensieve.config.sharing import HISTORY_CA, HISTORY_SECRET
+from pensieve.config import LOOK, REACH, Resolved, settings_for, settings_named
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,7 +40,7 @@ def add_parser(commands: Any) -> None:
     def command(name: str, act: Callable[[Admin, argparse.Namespace], int], text: str) -> Any:
         sub = kinds.add_parser(name, help=text, description=text)
         sub.add_argument("--json", action="store_true", help="print JSON")
-        add_settings(sub, REACHING, LOOKING, (DATA, HISTORY_SECRET, HISTORY_CA))
+        add_settings(sub, (*settings_for(REACH, LOOK), *settings_named("data")))
         admin_fleet.add_arguments(sub, name)
         sub.set_defaults(
             run=with_settings(lambda arguments, resolved: _run(act, arguments, resolved))
@@ -118,7 +117,7 @@ def _run(
     else:
         admin_fleet.check_alone(arguments)
         address, tls = address_of(resolved)
-    token = resolved.values["token"]
+    token = resolved.settings.token
     with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
         return act(admin, arguments)
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.cli import admin_fleet_tables as tables
 from pensieve.cli.plain_values import plain
-from pensieve.config import Resolved
-from pensieve.config.shared_secret import read_secret
+from pensieve.config import Resolved, read_secret
 from pensieve.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
@@ -61,12 +60,14 @@ def several(resolved: Resolved) -> Discovery | None:
     from pensieve.client.fleet import FixedReplicas, HistoryReplicas, replicas_of
     from pensieve.client.fleet.discovery import SCHEMES
 
-    replicas, address = resolved.values["replicas"], resolved.values["daemon"]
+    replicas, address = resolved.settings.replicas, resolved.settings.daemon
     if replicas and resolved.sources["daemon"] == "flag":
         raise InvalidArgument("--address", "names daemons and so does --replicas: leave out one")
     if replicas and replicas.startswith(SCHEMES):
-        secret, ca = (resolved.values[name] for name in ("history_secret", "history_ca"))
-        return HistoryReplicas(replicas, secret=read_secret(secret), ca=ca or True)
+        settings = resolved.settings
+        return HistoryReplicas(
+            replicas, secret=read_secret(settings.cluster_secret), ca=settings.history_ca or True
+        )
     if replicas:
         return FixedReplicas(replicas_of(replicas, "--replicas"))
     if address and "," in address:
@@ -106,8 +107,8 @@ def run(arguments: argparse.Namespace, resolved: Resolved, discovery: Discovery)
     async def go() -> int:
         from pensieve.client.fleet import Fleet, HistoryReplicas
 
-        tls = resolved.values["tls_ca"] or bool(resolved.values["tls"])
-        token = resolved.values["token"]
+        tls = resolved.settings.tls_ca or bool(resolved.settings.tls)
+        token = resolved.settings.token
         locate = discovery.locate if isinstance(discovery, HistoryReplicas) else None
         async with Fleet(
             discovery, token=token, tls=tls, seconds=arguments.wait, locate=locate

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.cli.flags import add_settings, with_settings
-from pensieve.config import DATA, Resolved
+from pensieve.config import Resolved, settings_named
 from pensieve.errors import BackupDamaged, ConfigError, InvalidArgument, StoreLocked
 
 
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     )
     backup.add_argument("folder", type=Path, metavar="FOLDER", help="where to; made if missing")
     backup.add_argument("--json", action="store_true", help="print JSON")
-    add_settings(backup, (DATA,))
+    add_settings(backup, settings_named("data"))
     backup.set_defaults(run=with_settings(back_up))
     restoring = commands.add_parser(
         "restore",
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
         "--replace", action="store_true", help="overwrite the history that --data has"
     )
     restoring.add_argument("--json", action="store_true", help="print JSON")
-    add_settings(restoring, (DATA,))
+    add_settings(restoring, settings_named("data"))
     restoring.set_defaults(run=with_settings(restore))
 
 
@@ -61,7 +61,7 @@ def back_up(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.store.backup.restoring import check_database
     from pensieve.store.folder import DATABASE_NAME
 
-    folder, data = arguments.folder.absolute(), resolved.values["data"]
+    folder, data = arguments.folder.absolute(), resolved.settings.data
     if not (data / DATABASE_NAME).exists():
         raise ConfigError(f"{data} has no history; see --data (PostgreSQL has backups of its own)")
     generation = _copied(data, folder)
@@ -101,7 +101,7 @@ def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
         return _list(arguments)
     restored = restoring.restore(
         arguments.folder,
-        resolved.values["data"],
+        resolved.settings.data,
         None if arguments.at is None else _time(arguments.at),
         to_last_good=arguments.last_good,
         replace=arguments.replace,
@@ -113,7 +113,7 @@ def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
     print(
         f"restored {restored.conversations:,} conversations with {restored.messages:,} messages as of "
         f"{_shown(restored.time)} (generation {restored.generation}, segment {restored.segment}) "
-        f"to {resolved.values['data']}"
+        f"to {resolved.settings.data}"
     )
     if restored.damage:
         print(f"what came later is damaged or missing: {restored.damage}")

@@ -28,7 +28,7 @@ from pensieve.cli.batch_progress import Progress, summary_of
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import add_settings, tls_to, with_settings
 from pensieve.cli.reaching import check_reaching, check_whose, daemon_of, reached, start_daemon
-from pensieve.config import ENGINE, REACHING, SETTINGS, Resolved
+from pensieve.config import ENGINE, REACH, Resolved, settings_for
 from pensieve.errors import (
     AlreadyExists,
     ConfigError,
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
         "--check", action="store_true", help="only say what is wrong with the lines"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_settings(parser, REACHING, ENGINE, SETTINGS)
+    add_settings(parser, settings_for(REACH, ENGINE))
     parser.set_defaults(run=with_settings(run))
 
 
@@ -177,7 +177,7 @@ def _reach(
 ) -> Reached:
     from pensieve.client import Client, Retry
 
-    data, address = resolved.settings.data, resolved.values["daemon"]
+    data, address = resolved.settings.data, resolved.settings.daemon
     if address is None:
         check_reaching(resolved)
         address = daemon_of(data)
@@ -186,7 +186,7 @@ def _reach(
         client = stack.enter_context(Client(daemon.address))
         goes_on = f"it stays in {data} and is not computed meanwhile"
         return Reached(client, "the engine", goes_on)
-    token, tls = resolved.values["token"], tls_to(address, resolved)
+    token, tls = resolved.settings.token, tls_to(address, resolved)
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
         info = reached(first)
     check_whose(resolved, address, info)

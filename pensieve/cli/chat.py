@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     messages, started = _messages(arguments.message or ()), time.monotonic()
     quiet = bool(messages)
     with CtrlC() as ctrl_c, contextlib.ExitStack() as stack:
-        address = resolved.values["daemon"]
+        address = resolved.settings.daemon
         if address is None:
             check_reaching(resolved)
             address = daemon_of(resolved.settings.data)
@@ -104,12 +104,12 @@ def _with_daemon_here(
     from pensieve.client import Client
     from pensieve.client.admin import Admin
 
-    screen = Screen(bool(resolved.values["plain"]))
+    screen = Screen(bool(resolved.settings.plain))
     waiting = Waiting(ctrl_c, screen, "the engine")
     client = stack.enter_context(Client(daemon.address, sleep=waiting))
     info = client.server_info()
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
-    if resolved.values["engine"].startswith("echo"):
+    if resolved.settings.engine.startswith("echo"):
         name = info.model
     parts = (client, lambda _: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
     return _chat(resolved, quiet, info, *parts), name
@@ -123,12 +123,12 @@ def _with_daemon_at(
     from pensieve.client import Client, Retry
     from pensieve.client.admin import Admin
 
-    data, token = resolved.settings.data, resolved.values["token"]
+    data, token = resolved.settings.data, resolved.settings.token
     tls = tls_to(address, resolved)
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
         info = reached(first)
     check_whose(resolved, address, info)
-    screen = Screen(bool(resolved.values["plain"]))
+    screen = Screen(bool(resolved.settings.plain))
     waiting = Waiting(ctrl_c, screen, address)
     client = stack.enter_context(
         Client(address, token=token, tls=tls, retry=Retry(retries=12), sleep=waiting)
@@ -157,8 +157,8 @@ def _chat(
     from pensieve.cli.chat_talk import Manner
     from pensieve.cli.chat_terminal import Chat
 
-    values = resolved.values
+    settings = resolved.settings
     of_the_model = info.sampling if info is not None else None
     sampling = ChatSampling(resolved, of_the_model, is_talk=not quiet)
-    manner = Manner(sampling, values["system"] or "", bool(values["stats"]))
+    manner = Manner(sampling, settings.system or "", bool(settings.stats))
     return Chat(client, admin, manner, ended, ctrl_c, screen)

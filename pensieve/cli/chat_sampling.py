@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pensieve.config import TALKING, Resolved
+from pensieve.config import TALK, Resolved, settings_for
 from pensieve.errors import InvalidArgument
 
-SETTINGS = {each.name: each for each in TALKING if each.group == "sampling"}
+SETTINGS = {each.name: each for each in settings_for(TALK) if each.group == "sampling"}
 UNSET = {
     "max_tokens": "1024, the daemon's default",
     "seed": "another one for each reply",
@@ -37,7 +37,7 @@ class ChatSampling:
     ) -> None:
         self._of_the_model = of_the_model or {}
         self._of_chat = FOR_A_TALK if is_talk and of_the_model == {} else {}
-        self._values = {name: resolved.values[name] for name in SETTINGS}
+        self._values = {name: getattr(resolved.settings, name) for name in SETTINGS}
         self._sources = {name: resolved.sources[name] for name in SETTINGS}
 
     @property

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.cli.reaching import address_of
-from pensieve.config import DATA, REACHING, Resolved
+from pensieve.config import REACH, Resolved, settings_for, settings_named
 from pensieve.errors import AlreadyExists, ConfigError, InvalidArgument, NotFound, PensieveError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
         name: str, act: Callable[[Client, argparse.Namespace], int], text: str, more: str = ""
     ) -> Any:
         sub = kinds.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}")
-        add_settings(sub, REACHING, (DATA,))
+        add_settings(sub, (*settings_for(REACH), *settings_named("data")))
         sub.set_defaults(
             run=with_settings(lambda arguments, resolved: _run(act, arguments, resolved))
         )
@@ -104,7 +104,7 @@ def _run(
     from pensieve.client import Client
 
     address, tls = address_of(resolved)
-    with Client(address, token=resolved.values["token"], tls=tls, timeout=60.0) as client:
+    with Client(address, token=resolved.settings.token, tls=tls, timeout=60.0) as client:
         return act(client, arguments)
 
 

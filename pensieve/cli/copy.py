@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from pensieve.cli.flags import add_settings, with_settings
-from pensieve.config import DATA, STORE, Resolved
+from pensieve.config import Resolved, settings_named
 from pensieve.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
     )
     copying.add_argument("--back", action="store_true", help="from --store to --data")
     copying.add_argument("--json", action="store_true", help="print JSON")
-    add_settings(copying, (DATA, STORE))
+    add_settings(copying, settings_named("data", "store"))
     copying.set_defaults(run=with_settings(copy))
 
 
@@ -28,7 +28,7 @@ def copy(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.store.copying import copy_history, opened
     from pensieve.store.folder import DATABASE_NAME
 
-    data, url = resolved.values["data"], resolved.values["store"]
+    data, url = resolved.settings.data, resolved.settings.store
     if not url:
         raise ConfigError("where the PostgreSQL database is: --store postgresql://USER@HOST/NAME")
     if not arguments.back and not (data / DATABASE_NAME).exists():

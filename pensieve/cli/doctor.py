@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve import __version__
-from pensieve.config import SETTINGS, default_data_folder, resolve
+from pensieve.config import default_data_folder, resolve, settings_named
 from pensieve.config.machine import available_memory_bytes, cpu_quota, num_cores
 from pensieve.errors import PensieveError, one_line
 from pensieve.extras import PACKAGES
@@ -23,11 +23,7 @@ from pensieve.extras import PACKAGES
 UNKNOWN = "unknown: "
 REFUSED = "cannot be loaded: "
 # The settings that decide how a model is loaded.
-LOADING = [
-    s
-    for s in SETTINGS
-    if s.name in ("device", "dtype", "context_max", "weights", "kv_dtype", "chat_template")
-]
+LOADING = settings_named("device", "dtype", "context_max", "weights", "kv_dtype", "chat_template")
 OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate", "gguf")
 
 

@@ -6,13 +6,13 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pensieve.config import (
+    ENGINE,
     GROUPS,
     HISTORY,
     REMOVED,
-    SETTINGS,
     Resolved,
     Table,
     print_settings,
@@ -23,41 +23,78 @@ from pensieve.config import (
 if TYPE_CHECKING:
     from pensieve.client.channel import Tls
 
+REMOVED_FLAG = "removed_"  # in front of its name, as another command may have one of that name
 
-def add_settings(command: argparse.ArgumentParser, *tables: Table) -> None:
-    """A flag for each setting; what is not given stays None."""
-    groups = {}
-    for setting in (each for table in tables for each in table):
+
+def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
+    """A flag for each setting; what is not given stays None.
+
+    Where the engine's are among them, --help shows the common ones, and --help-all all.
+    """
+    is_long = any(ENGINE in setting.of and not setting.common for setting in table)
+    groups = {name: command.add_argument_group(name, GROUPS.get(name)) for name in _groups(table)}
+    hidden: list[tuple[argparse.Action, str]] = []
+    for setting in table:
         default = f" (default: {setting.default})" if setting.default else ""
-        text = (setting.help + default).replace("%", "%%") or None
+        text = (setting.help + default).replace("%", "%%")
+        shown = text if setting.common or not is_long else argparse.SUPPRESS
         if setting.name == "model":
-            command.add_argument("model", nargs="?", help=text)
+            command.add_argument("model", nargs="?", metavar="MODEL", help=text)
             continue
-        if setting.group not in groups:
-            described = GROUPS.get(setting.group)
-            groups[setting.group] = command.add_argument_group(setting.group, described)
-        group = groups[setting.group]
+        form: dict[str, Any] = {"action": "store_const", "const": "true"}
         if setting.metavar:
-            group.add_argument(setting.flag, dest=setting.name, metavar=setting.metavar, help=text)
-        else:
-            group.add_argument(
-                setting.flag, dest=setting.name, action="store_const", const="true", help=text
-            )
-    if SETTINGS in tables or HISTORY in tables:
+            form = {"metavar": setting.metavar}
+        action = groups[setting.group].add_argument(
+            setting.flag, dest=setting.name, help=shown, **form
+        )
+        if shown != text:
+            hidden.append((action, text))
+    if any({ENGINE, HISTORY} & set(setting.of) for setting in table):
         for name in REMOVED:
             command.add_argument(
                 "--" + name.replace("_", "-"),
-                dest=name,
+                dest=REMOVED_FLAG + name,
                 nargs="?",
                 const="",
                 help=argparse.SUPPRESS,
             )
-    group = groups.get("settings") or command.add_argument_group("settings", GROUPS["settings"])
-    group.add_argument("--config", type=Path, metavar="FILE", help="read settings from this file")
+    group = command.add_argument_group(
+        "settings", "each flag above is also PENSIEVE_<NAME> and a key of the file of --config"
+    )
+    group.add_argument(
+        "--config", type=Path, metavar="FILE", help="read settings from this TOML file"
+    )
     group.add_argument(
         "--print-config", action="store_true", help="print each setting and where it comes from"
     )
-    command.set_defaults(tables=tables)
+    if hidden:
+        command.usage = f"{command.prog} [MODEL] [options]"
+        group.add_argument(
+            "--help-all",
+            action=_HelpAll,
+            hidden=hidden,
+            help="print all settings, not only the common ones",
+        )
+    command.set_defaults(table=table)
+
+
+def _groups(table: Table) -> list[str]:
+    """Of flags, in the order in which they are shown."""
+    return list(dict.fromkeys(setting.group for setting in table if setting.group))
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with what --help leaves out."""
+
+    def __init__(self, *, hidden: list[tuple[argparse.Action, str]], **rest: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **rest)
+        self._hidden = hidden
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action, text in self._hidden:
+            action.help = text
+        parser.print_help()
+        parser.exit()
 
 
 def tls_to(address: str, resolved: Resolved) -> Tls:
@@ -65,7 +102,7 @@ def tls_to(address: str, resolved: Resolved) -> Tls:
     names = [each.strip().removeprefix("grpc://") for each in address.split(",")]
     if all(name.startswith("unix:") for name in names):
         return False
-    return resolved.values["tls_ca"] or bool(resolved.values["tls"])
+    return resolved.settings.tls_ca or bool(resolved.settings.tls)
 
 
 def with_settings(
@@ -74,13 +111,12 @@ def with_settings(
     """Run a command with its settings, or print them where --print-config is given."""
 
     def run(arguments: argparse.Namespace) -> int:
-        tables: tuple[Table, ...] = arguments.tables
         for name in REMOVED:
-            if getattr(arguments, name, None) is not None:
+            if getattr(arguments, REMOVED_FLAG + name, None) is not None:
                 raise removed("--" + name.replace("_", "-"), name)
-        names = [setting.name for table in tables for setting in table]
-        flags = {name: getattr(arguments, name) for name in names}
-        resolved = resolve(flags, os.environ, arguments.config, tables)
+        table: Table = arguments.table
+        flags = {setting.name: getattr(arguments, setting.name) for setting in table}
+        resolved = resolve(flags, os.environ, arguments.config, table)
         if arguments.print_config:
             print_settings(resolved)
             return 0

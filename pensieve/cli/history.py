@@ -9,7 +9,7 @@ import signal
 from typing import Any
 
 from pensieve.cli.flags import add_settings, with_settings
-from pensieve.config import HISTORY, Resolved
+from pensieve.config import HISTORY, Resolved, settings_for
 
 log = logging.getLogger("pensieve")
 
@@ -22,14 +22,14 @@ def add_parser(commands: Any) -> None:
         "`pensieve serve --store history://HOST:PORT`, and every conversation is served by one of them at a "
         "time. Killed and started again it goes on where it was.",
     )
-    add_settings(service, HISTORY)
+    add_settings(service, settings_for(HISTORY))
     service.set_defaults(run=with_settings(run))
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.launch.log_lines import log_to_stderr
 
-    with log_to_stderr(resolved.values["log_format"], turns=False):
+    with log_to_stderr(resolved.settings.log_format, turns=False):
         return asyncio.run(_serve(resolved))
 
 
@@ -42,8 +42,8 @@ async def _serve(resolved: Resolved) -> int:
 
     def ready(address: str) -> None:
         log.info("ready %s://%s", scheme, address)
-        if resolved.values["ready_file"] is not None:
-            write_ready(resolved.values["ready_file"], address)
+        if resolved.settings.ready_file is not None:
+            write_ready(resolved.settings.ready_file, address)
         systemd.notify("READY=1")
 
     loop = asyncio.get_running_loop()

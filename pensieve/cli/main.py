@@ -27,7 +27,7 @@ from pensieve.cli import (
     token,
 )
 from pensieve.cli.flags import add_settings, with_settings
-from pensieve.config import ENGINE, REACHING, SERVING, SETTINGS, TALKING
+from pensieve.config import ENGINE, REACH, SERVE, TALK, settings_for
 from pensieve.errors import PensieveError
 from pensieve.extras import package_of
 from pensieve.launch.cpu_threads import prepare_threads
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "the data folder. Where lines are piped in, replies are all that is on standard output.",
     )
     chat.add_arguments(talk)
-    add_settings(talk, REACHING, TALKING, ENGINE, SETTINGS)
+    add_settings(talk, settings_for(REACH, TALK, ENGINE))
     talk.set_defaults(run=with_settings(chat.run))
     daemon = commands.add_parser(
         "serve",
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         description="Serve conversations over gRPC. Clients name a conversation and send only what is "
         "new; its tokens and their KV stay between turns.",
     )
-    add_settings(daemon, SERVING, SETTINGS)
+    add_settings(daemon, settings_for(SERVE, ENGINE))
     daemon.set_defaults(run=with_settings(serve.run))
     batch.add_parser(commands)
     conversations.add_parser(commands)

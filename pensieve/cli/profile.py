@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.cli.flags import add_settings
-from pensieve.config import SETTINGS, print_settings, resolve
+from pensieve.config import print_settings, resolve, settings_named
 
 DESCRIPTION = """\
 Measure what iterations of a model and copies of its KV cost on this machine, in a few minutes, and keep it:
@@ -17,14 +17,9 @@ It is what decides which KV is worth keeping, whether it is copied or computed a
 may join an iteration. Nothing else should run meanwhile. The error of the predictions is that of iterations
 which were held out."""
 # The settings that decide what an engine computes with.
-PROFILED = tuple(
-    setting
-    for setting in SETTINGS
-    if setting.name
-    in (
-        *("model", "device", "dtype", "context_max", "weights", "kv_dtype", "device_cache"),
-        *("host_cache", "token_budget", "turns_max", "threads", "tensor_parallel"),
-    )
+PROFILED = settings_named(
+    *("model", "device", "dtype", "context_max", "weights", "kv_dtype", "device_cache"),
+    *("host_cache", "token_budget", "turns_max", "threads", "tensor_parallel"),
 )
 
 
@@ -40,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="write it there, for `--cost`, instead of keeping it for the next start",
+        help="write it there, for `pensieve simulate --cost`, instead of keeping it for the next start",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the errors (needs the extra `bench`)"
@@ -52,7 +47,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     flags = {setting.name: getattr(arguments, setting.name) for setting in PROFILED}
     if arguments.print_config:
-        print_settings(resolve(flags, os.environ, arguments.config, (PROFILED,)))
+        print_settings(resolve(flags, os.environ, arguments.config, PROFILED))
         return 0
     resolved = resolve(flags, os.environ, arguments.config)
     from pensieve.bench.report import Report

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import tls_to
-from pensieve.config import ENGINE, REACHING, SETTINGS, Resolved
+from pensieve.config import ENGINE, REACH, Resolved, settings_for
 from pensieve.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -53,7 +53,7 @@ def address_of(resolved: Resolved) -> tuple[str, Tls]:
     """Of the daemon that runs already, and its TLS; ConfigError if none has the data folder."""
     from pensieve.service.admin_socket import is_listened_to, socket_address, socket_path
 
-    address, data = resolved.values["daemon"], resolved.values["data"]
+    address, data = resolved.settings.daemon, resolved.settings.data
     if address is None:
         path = socket_path(data)
         if not is_listened_to(path):
@@ -76,7 +76,7 @@ def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> No
 
     given = [
         "MODEL" if setting.name == "model" else setting.flag
-        for setting in (*ENGINE, *SETTINGS)
+        for setting in settings_for(ENGINE)
         if setting.name != "data" and resolved.sources[setting.name] == "flag"
     ]
     if "MODEL" in given and info is not None and model_name(resolved.settings.model) == info.model:
@@ -88,7 +88,7 @@ def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> No
 
 def check_reaching(resolved: Resolved) -> None:
     """The daemon of this data folder has neither TLS nor tokens for those who come through its socket."""
-    given = [each.flag for each in REACHING if resolved.sources[each.name] == "flag"]
+    given = [each.flag for each in settings_for(REACH) if resolved.sources[each.name] == "flag"]
     if given:
         raise InvalidArgument(", ".join(given), "is for a daemon at --address")
 

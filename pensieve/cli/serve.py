@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.launch.log_lines import log_to_stderr
     from pensieve.launch.model_folder import resolve_model
 
-    with log_to_stderr(resolved.serving.log_format, turns=True):
+    with log_to_stderr(resolved.settings.log_format, turns=True):
         resolve_model(resolved.settings.model, log.info)  # a signal still ends it at once
         return asyncio.run(_serve(resolved))
 
@@ -31,8 +31,7 @@ async def _serve(resolved: Resolved) -> int:
     from pensieve.launch.ready_file import write_ready
 
     began = time.monotonic()
-    serving = resolved.serving
-    setup = daemon.setup_to_serve(resolved, serving)
+    setup = daemon.setup_to_serve(resolved)
     log.info("model %s", resolved.settings.model or "built-in (for trying the machinery)")
     server = daemon.open_server(setup, log.info)
     hurry = asyncio.Event()
@@ -45,8 +44,8 @@ async def _serve(resolved: Resolved) -> int:
     def ready(address: str) -> None:
         urls = ", ".join([f"grpc://{address}", *(each.url for each in server.beside)])
         log.info("ready %s (%.1f s)", urls, time.monotonic() - began)
-        if serving.ready_file is not None:
-            write_ready(serving.ready_file, address)
+        if resolved.settings.ready_file is not None:
+            write_ready(resolved.settings.ready_file, address)
         systemd.notify("READY=1")
 
     def stopping() -> None:

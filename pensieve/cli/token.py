@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pensieve.config.parsing import number, parse_tier_size, whole
+from pensieve.config.values import number, parse_tier_size, whole
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN
 from pensieve.errors import ConfigError, InvalidArgument
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from pensieve.cluster.homes import LOCATE_TIMEOUT, Locate
-from pensieve.config.shared_secret import read_secret
+from pensieve.config import read_secret
 from pensieve.errors import ConfigError, Unavailable
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc

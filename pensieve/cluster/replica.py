@@ -86,7 +86,7 @@ class Replica:
         """For the routers (locate.py)."""
         return {
             "history": getattr(self, "history", ""),
-            "secret": self.settings.history_secret,
+            "secret": self.settings.cluster_secret,
             "ca": self.settings.history_ca,
         }
 

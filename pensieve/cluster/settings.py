@@ -20,21 +20,32 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pensieve.config import HISTORY as HISTORY_SETTINGS
-from pensieve.config import REMOVED, SERVING, SETTINGS, STORE, default_data_folder, removed
-from pensieve.config.setting import Table
+from pensieve.config import (
+    ENGINE,
+    REMOVED,
+    SERVE,
+    Table,
+    default_data_folder,
+    removed,
+    settings_for,
+    settings_named,
+)
+from pensieve.config import HISTORY as FOR_HISTORY
 from pensieve.errors import ConfigError
 
 REPLICA = "Replica"  # the deployment of replicas
 HISTORY = "History"  # that of the history service
 OURS = frozenset({"model", "address", "http", "ready_file", "data", "store", "replica", "insecure"})
 LOOPBACK = "127.0.0.1"
-DRAIN = next(each for each in SERVING if each.name == "drain_timeout")
+SERVE_SETTINGS = settings_for(SERVE, ENGINE)
+HISTORY_SETTINGS = settings_for(FOR_HISTORY)
+(DRAIN,) = settings_named("drain_timeout")
+(STORE,) = settings_named("store")
 NO_TLS = (
     "Ray's proxies speak no TLS, nor do its replicas to their daemons: put a balancer before them"
 )
 PASSWORD = re.compile(r"//[^/?@]*:[^/?@]*@|[?&](?:ssl)?password=")
-OURS_OF_HISTORY = OURS | {"history_address", "history_secret"}  # the secret is that of `serve`
+OURS_OF_HISTORY = OURS | {"history_address", "cluster_secret"}  # the secret is that of `serve`
 
 
 @dataclass(frozen=True)
@@ -60,8 +71,8 @@ class ClusterSettings:
         return float(self.serve.get("drain_timeout", DRAIN.default))
 
     @property
-    def history_secret(self) -> str:
-        return str(self.serve.get("history_secret") or "")
+    def cluster_secret(self) -> str:
+        return str(self.serve.get("cluster_secret") or "")
 
     @property
     def history_ca(self) -> str:
@@ -101,9 +112,9 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
             "args: history has a password, and Ray shows args to whoever asks it: put that into a file of "
             "Ray's head (~/.pgpass, or PGPASSFILE in its environment; docs/postgresql.md)"
         )
-    _check("serve", settings.serve, (*SERVING, *SETTINGS), OURS)
+    _check("serve", settings.serve, SERVE_SETTINGS, OURS)
     _check("history_serve", settings.history_serve, HISTORY_SETTINGS, OURS_OF_HISTORY)
-    for name in ("token_file", "history_secret", "history_ca"):
+    for name in ("token_file", "cluster_secret", "history_ca"):
         if (file := settings.serve.get(name)) and not Path(str(file)).is_absolute():
             raise ConfigError(f"args: serve.{name} has to be a whole path")
     try:
@@ -121,7 +132,7 @@ def replica_command(
     """`pensieve serve` of one replica.  The only place that knows its flags."""
     command = [*_program("serve"), "--address", f"{host}:0", "--http", f"{host}:0", "--data", data]
     command += ["--store", history, "--replica", name]
-    command += _flags(settings.serve, (*SERVING, *SETTINGS))
+    command += _flags(settings.serve, SERVE_SETTINGS)
     if settings.insecure or host != LOOPBACK:
         command.append("--insecure")
     return [*command, settings.model] if settings.model else command
@@ -130,8 +141,8 @@ def replica_command(
 def history_command(settings: ClusterSettings, host: str, folder: str) -> list[str]:
     """`pensieve history`; without a folder of its own the history is in the user's."""
     command = [*_program("history"), "--address", f"{host}:{settings.history_port}"]
-    if settings.history_secret:
-        command += ["--history-secret", settings.history_secret]
+    if settings.cluster_secret:
+        command += ["--cluster-secret", settings.cluster_secret]
     if host != LOOPBACK:
         command.append("--insecure")  # between nodes of a cluster, whose network is private
     command += _flags(settings.history_serve, HISTORY_SETTINGS)
@@ -159,9 +170,9 @@ def _check_several(settings: ClusterSettings) -> None:
             "args: whoever reaches a node can call its daemon: give serve.token_file, or say "
             "`insecure: true` (`local: true` where all nodes are this machine)"
         )
-    if not settings.insecure and not settings.is_elsewhere and not settings.history_secret:
+    if not settings.insecure and not settings.is_elsewhere and not settings.cluster_secret:
         raise ConfigError(
-            "args: whoever reaches Ray's head can read and write the history: give serve.history_secret, a "
+            "args: whoever reaches Ray's head can read and write the history: give serve.cluster_secret, a "
             "file that all nodes have, or say `insecure: true`"
         )
     if not settings.history:

@@ -12,117 +12,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pensieve.config.parsing import TierSize
-from pensieve.config.setting import Table
-from pensieve.config.tables import INTERNAL, REMOVED, SERVING, SETTINGS, TABLES
+from pensieve.config.settings import (
+    ALL,
+    DATA_FOLDER,
+    ENGINE,
+    ENGINE_SETTINGS,
+    INTERNAL,
+    REMOVED,
+    Settings,
+    Table,
+    settings_for,
+)
 from pensieve.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of the engine and the history, parsed and checked."""
-
-    model: str
-    device: str
-    dtype: str
-    context_max: int | None
-    chat_template: Path | None
-    weights: str
-    kv_dtype: str
-    device_cache: TierSize
-    host_cache: TierSize
-    stream: str
-    check_kv: bool | None
-    policy: str
-    cost: Path | None
-    token_budget: int
-    prompt_seconds: float
-    tbt: float
-    ttft: float
-    share: int
-    turns_max: int
-    threads: int
-    tensor_parallel: int
-    pipeline_stages: int
-    rank_address: str | None
-    ranks_elsewhere: int
-    rank_secret: Path | None
-    rank_wait: float
-    data: Path
-    store: str | None  # with its password, if it has one
-    journal: Path | None
-    chunk_tokens: int
-    staging_tokens: int
-
-
-@dataclass(frozen=True)
-class Serving:
-    """The settings of `pensieve serve` alone."""
-
-    address: str
-    http: str | None
-    http_hosts: tuple[str, ...] | None
-    http_origins: tuple[str, ...] | None
-    ready_file: Path | None
-    token_file: Path | None
-    audit_log: Path | None
-    tls_cert: Path | None
-    tls_key: Path | None
-    tls_client_ca: Path | None
-    insecure: bool | None
-    reflection: bool | None
-    replica: str | None
-    metrics: str | None
-    traces: bool | None
-    turns_waiting_max: int
-    grace: float
-    drain_timeout: float
-    announce: str | None
-    history_secret: Path | None
-    history_ca: Path | None
-    backup: Path | None
-    backup_seconds: float
-    backup_keep: float
-    engine: str
-    tool_calls: str
-    log_format: str
-
-
-@dataclass(frozen=True)
 class Resolved:
-    tables: tuple[Table, ...]
-    values: dict[str, Any]  # by name; None where there is none
+    table: Table
+    settings: Settings
     sources: dict[str, str]  # by name: "flag", "PENSIEVE_…", the file, or "default"
-    written: dict[str, str]  # settings as they were written; without secrets and what is not given
-    texts: dict[str, str]  # of every table, as they were written; "" where nothing was
-
-    @property
-    def settings(self) -> Settings:
-        return Settings(**{each.name: self.values[each.name] for each in (*SETTINGS, *INTERNAL)})
-
-    @property
-    def serving(self) -> Serving:
-        return Serving(**{each.name: self.values[each.name] for each in SERVING})
+    written: dict[
+        str, str
+    ]  # the engine's, as they were written; without secrets and what is not given
+    texts: dict[str, str]  # of all, as they were written; "" where nothing was
 
 
 def resolve(
     flags: Mapping[str, str | None],
     environ: Mapping[str, str],
     file: Path | None = None,
-    tables: tuple[Table, ...] = (SETTINGS,),
+    table: Table = ENGINE_SETTINGS,
 ) -> Resolved:
+    """What `table` and the internal settings come to."""
     in_file = _read(file) if file is not None else {}
-    for name in REMOVED:
+    internal = {each.name for each in settings_for(INTERNAL)}
+    for name in REMOVED.keys() - internal:
         if (variable := f"PENSIEVE_{name.upper()}") in environ:
             raise removed(variable, name)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     written: dict[str, str] = {}
     texts: dict[str, str] = {}
-    for setting in (each for table in (*tables, INTERNAL) for each in table):
+    for setting in (*table, *settings_for(INTERNAL)):
         if (text := flags.get(setting.name)) is not None:
             source = "flag"
-        elif setting not in INTERNAL and setting.variable in environ:
+        elif setting.variable in environ:
             text, source = environ[setting.variable], setting.variable
         elif setting.name in in_file:
             text, source = in_file[setting.name], str(file)
@@ -137,12 +71,12 @@ def resolve(
             but = "" if setting.secret else f", not {text!r}"
             raise ConfigError(f"{named} {error}{but}") from None
         sources[setting.name], texts[setting.name] = source, text
-        if text and setting in (*SETTINGS, *INTERNAL) and not setting.secret:
+        if text and not setting.secret and {ENGINE, INTERNAL} & set(setting.of):
             written[setting.name] = text
     for name, default in (("model", ""), ("data", default_data_folder(environ))):
         if name in values:
             values[name] = values[name] or default
-    return Resolved(tables, values, sources, written, texts)
+    return Resolved(table, Settings(**values), sources, written, texts)
 
 
 def removed(given: str, name: str) -> ConfigError:
@@ -152,8 +86,8 @@ def removed(given: str, name: str) -> ConfigError:
 
 def print_settings(resolved: Resolved) -> None:
     """Print each setting and where it comes from, as TOML that --config reads; a secret is left out."""
-    for setting in (each for table in resolved.tables for each in table):
-        name, value = setting.name, resolved.values[setting.name]
+    for setting in resolved.table:
+        name, value = setting.name, getattr(resolved.settings, setting.name)
         if value is None or value == "":
             line = f"# {name} is not set"
         elif setting.secret:
@@ -182,7 +116,7 @@ def _read(file: Path) -> dict[str, str]:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    known = {setting.name for each in TABLES for setting in each}
+    known = {each.name for each in ALL if INTERNAL not in each.of}
     for name, value in table.items():
         if name in REMOVED:
             raise removed(f"{file}: {name}", name)
@@ -196,7 +130,7 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def default_data_folder(environ: Mapping[str, str]) -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "pensieve"
+    """DATA_FOLDER, or `pensieve` in XDG_DATA_HOME."""
     home = environ.get("XDG_DATA_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "share") / "pensieve"
+    own = Path(DATA_FOLDER).expanduser()
+    return Path(home) / own.name if home and sys.platform != "darwin" else own

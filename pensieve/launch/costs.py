@@ -1,6 +1,6 @@
 """What computing and copying cost, as one value that a start chooses; from the first of
 
-    --cost FILE     of `pensieve profile --output`, or of `pensieve simulate --fit`, which fits a journal
+    PENSIEVE_COST   a file of `pensieve profile --output`, or of `pensieve simulate --fit`; for measurements
     a profile       that `pensieve profile` kept for this model, machine, settings and versions (profiles.py)
     an estimate     from the model's shape and, for iterations, a data sheet
 
@@ -46,12 +46,12 @@ class Costs(NamedTuple):
 def costs_of(
     settings: Settings, folder: Path, model: LoadedModel, computed_by: Mapping[str, Any]
 ) -> Costs:
-    """ConfigError where the file of --cost is of another model."""
+    """ConfigError where the file of PENSIEVE_COST is of another model."""
     if settings.cost is not None:
         found = cost_file.load_all(settings.cost)
         _check_model(settings, found.cost, model)
         kind = "profiled" if found.measured_with else "fitted from a journal"
-        words = f"costs: {kind}, from {settings.cost} (--cost): {found.cost.source}"
+        words = f"costs: {kind}, from {settings.cost}: {found.cost.source}"
         return _measured(settings, found.cost, words, model)
     kept = profiles.kept(profiles.key_of(settings, folder, model))
     if isinstance(kept, profiles.Kept):

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pensieve.config import Resolved, Serving, shown_store
+from pensieve.config import Resolved, Settings, shown_store
 from pensieve.errors import (
     ConfigError,
     InvalidArgument,
@@ -89,33 +89,33 @@ class Hooks:
     stopping: Callable[[], None] = lambda: None
 
 
-def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
+def setup_to_serve(resolved: Resolved) -> DaemonSetup:
     """From the settings of `pensieve serve`; ConfigError if it would be open to others by accident."""
-    if serving.backup is not None and resolved.settings.store:
+    settings = resolved.settings
+    if settings.backup is not None and settings.store:
         raise InvalidArgument(
             "backup",
             "is for a history in the data folder; PostgreSQL has backups of its own, and `pensieve history` "
             "takes the flag",
         )
-    sharing = sharing_of(serving)
+    sharing = sharing_of(settings)
     listening = Listening(
-        address=serving.address,
-        http=_http_address(serving.http),
-        http_hosts=frozenset(serving.http_hosts or ()),
-        http_origins=frozenset(serving.http_origins or ()),
-        socket=socket_path(resolved.settings.data),
-        tls_cert=serving.tls_cert,
-        tls_key=serving.tls_key,
-        tls_client_ca=serving.tls_client_ca,
-        tokens=auth.read_tokens(serving.token_file) if serving.token_file else (),
-        token_file=serving.token_file,
-        audit_log=serving.audit_log,
-        insecure=bool(serving.insecure),
-        reflection=serving.reflection,
-        metrics=serving.metrics or "",
-        peers=sharing.credentials() if serving.tls_cert is not None else None,
-        peer_tokens=sharing.tokens() if serving.token_file else (),
-        hand_over=is_shared(resolved.settings.store),
+        address=settings.address,
+        http=_http_address(settings.http),
+        http_hosts=frozenset(settings.http_hosts or ()),
+        http_origins=frozenset(settings.http_origins or ()),
+        socket=socket_path(settings.data),
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        tls_client_ca=settings.tls_client_ca,
+        tokens=auth.read_tokens(settings.token_file) if settings.token_file else (),
+        token_file=settings.token_file,
+        audit_log=settings.audit_log,
+        insecure=bool(settings.insecure),
+        metrics=settings.metrics or "",
+        peers=sharing.credentials() if settings.tls_cert is not None else None,
+        peer_tokens=sharing.tokens() if settings.token_file and is_shared(settings.store) else (),
+        hand_over=is_shared(settings.store),
     )
     check_exposure(listening)
     return DaemonSetup(
@@ -123,28 +123,26 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         "pensieve serve",
         listening,
         DaemonConfig(
-            turns_max=serving.turns_waiting_max,
-            grace_seconds=serving.grace,
-            ttft_seconds=resolved.settings.ttft,
+            ttft_seconds=settings.ttft,
             limits=auth.limits_of(listening.tokens),
-            backup=_backup(serving),
+            backup=_backup(settings),
             scrub_seconds=SCRUB_SECONDS,
             request_keep_seconds=REQUEST_KEEP_SECONDS,
             chain_keep_seconds=CHAIN_KEEP_SECONDS,
-            replica=serving.replica or "",
-            history=shown_store(resolved.settings.store or ""),
+            replica=settings.replica or "",
+            history=shown_store(settings.store or ""),
         ),
         engine_program(resolved),
-        serving.drain_timeout,
-        traces=open_traces(serving.replica or "") if serving.traces else None,
-        tool_calls=serving.tool_calls,
+        settings.drain_timeout,
+        traces=open_traces(settings.replica or "") if settings.traces else None,
+        tool_calls=settings.tool_calls,
         sharing=sharing,
     )
 
 
 def engine_program(resolved: Resolved) -> tuple[str, ...]:
     """The command line of the engine."""
-    engine, _, seconds = resolved.values["engine"].partition(":")
+    engine, _, seconds = resolved.settings.engine.partition(":")
     if engine == "echo" and resolved.settings.journal is not None:
         raise InvalidArgument(
             "journal", "the echo engine keeps none: it records what a model's took"
@@ -163,11 +161,11 @@ def _http_address(given: str | None) -> str:
     return f"127.0.0.1:{given}" if given.isdigit() else given
 
 
-def _backup(serving: Serving) -> BackupConfig | None:
-    if serving.backup is None:
+def _backup(settings: Settings) -> BackupConfig | None:
+    if settings.backup is None:
         return None
-    keep_seconds = serving.backup_keep * DAY_SECONDS
-    return BackupConfig(serving.backup.absolute(), serving.backup_seconds, keep_seconds)
+    keep_seconds = settings.backup_keep * DAY_SECONDS
+    return BackupConfig(settings.backup.absolute(), settings.backup_seconds, keep_seconds)
 
 
 def open_server(setup: DaemonSetup, report: Report) -> Server:

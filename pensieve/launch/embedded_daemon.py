@@ -50,7 +50,7 @@ class EmbeddedDaemon:
         self._setup = DaemonSetup(
             resolved,
             holder,
-            Listening(address="", socket=path, reflection=False),
+            Listening(address="", socket=path),
             DaemonConfig(ttft_seconds=resolved.settings.ttft),
             engine_program,
             check_history_first=True,  # a person at a terminal waits, and sees what it finds

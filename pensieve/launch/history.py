@@ -23,8 +23,7 @@ from typing import Any
 
 import grpc
 
-from pensieve.config import Resolved
-from pensieve.config.shared_secret import read_secret
+from pensieve.config import Resolved, read_secret
 from pensieve.errors import AddressInUse, ConfigError
 from pensieve.history.connection import MESSAGE_BYTES_MAX
 from pensieve.history.guard import Guard
@@ -79,29 +78,29 @@ class HistorySetup:
 
 def setup_of(resolved: Resolved) -> HistorySetup:
     """From the settings of `pensieve history`; ConfigError if it would be open to others by accident."""
-    given = resolved.values
-    address, secret = given["history_address"], read_secret(given["history_secret"])
+    given = resolved.settings
+    address, secret = given.history_address, read_secret(given.cluster_secret)
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--address {address!r} is not HOST:PORT")
-    store = given["store"] or ""
+    store = given.store or ""
     if store.startswith("history"):
         raise ConfigError("--store of `pensieve history` is a database, and not another service")
-    if given["backup"] is not None and store:
+    if given.backup is not None and store:
         raise ConfigError("--backup is for SQLite; PostgreSQL has backups of its own")
-    tls = _tls(given["tls_cert"], given["tls_key"])
-    if not is_loopback(host) and not given["insecure"] and not (tls and secret):
+    tls = _tls(given.tls_cert, given.tls_key)
+    if not is_loopback(host) and not given.insecure and not (tls and secret):
         raise ConfigError(
             f"--address {address} can be reached by others: give --tls-cert, --tls-key and "
-            "--history-secret, or say --insecure where the network is private"
+            "--cluster-secret, or say --insecure where the network is private"
         )
     backup = None
-    if given["backup"] is not None:
-        keep_seconds = given["backup_keep"] * DAY_SECONDS
-        backup = BackupConfig(given["backup"].absolute(), given["backup_seconds"], keep_seconds)
+    if given.backup is not None:
+        keep_seconds = given.backup_keep * DAY_SECONDS
+        backup = BackupConfig(given.backup.absolute(), given.backup_seconds, keep_seconds)
     return HistorySetup(
-        *(given["data"], store, address, HistoryConfig(given["lease"]), secret, tls),
-        given["event_log"],
+        *(given.data, store, address, HistoryConfig(given.lease), secret, tls),
+        given.event_log,
         backup,
     )
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from pensieve.config import Settings
+from pensieve.config import Settings, read_secret
 from pensieve.errors import ConfigError, ModelError
 from pensieve.launch import programs
 from pensieve.launch.device import usable_device
@@ -17,9 +17,11 @@ from pensieve.launch.memory_nodes import spread_memory
 from pensieve.launch.model_folder import Report, weights_fingerprint
 from pensieve.model.loader import LoadedModel, check_divisible, check_stages, load
 from pensieve.model.parallel.arrivals import Elsewhere, split_address
-from pensieve.model.parallel.handshake import described, read_secret
+from pensieve.model.parallel.handshake import described
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.ranks import check_devices, check_machine
+
+RANK_WAIT_SECONDS = 300.0  # for ranks of other machines when an engine starts
 
 
 class ModelRanks(NamedTuple):
@@ -97,7 +99,7 @@ def _start_ranks(
         "kv_dtype": settings.kv_dtype,
         "context_max": settings.context_max,
         "num_threads": num_threads,
-        "check_kv": bool(settings.check_kv),
+        "check_kv": device.type == "cpu",
         "int8": settings.weights == "int8",
     }
     leader = Leader(
@@ -109,13 +111,13 @@ def _start_ranks(
 
 def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> Elsewhere | None:
     """The ranks of other machines; those of all stages but the last one, if no number is given."""
-    address, secret = settings.rank_address, settings.rank_secret
+    address, secret = settings.rank_address, settings.cluster_secret
     if not address:
-        if settings.ranks_elsewhere:
-            raise ConfigError("--ranks-elsewhere needs --rank-address, where they connect to")
         return None
     if secret is None:
-        raise ConfigError("--rank-address needs --rank-secret, a file that each rank's machine has")
+        raise ConfigError(
+            "--rank-address needs --cluster-secret, a file that each rank's machine has"
+        )
     num_shards, num_stages = settings.tensor_parallel, settings.pipeline_stages
     num_others = num_shards * num_stages - 1
     num_ranks = settings.ranks_elsewhere
@@ -123,10 +125,10 @@ def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> Elsewh
         num_ranks = num_shards * (num_stages - 1) if num_stages > 1 else num_others
     if num_ranks > num_others:
         raise ConfigError(
-            f"--ranks-elsewhere {num_ranks}: of {num_others + 1} ranks {num_others} can be elsewhere"
+            f"{num_ranks} ranks elsewhere: of {num_others + 1} ranks {num_others} can be elsewhere"
         )
     expected = described(device.type, weights_fingerprint(folder), str(folder), 0, 0)
     return Elsewhere(
         *(num_ranks, *split_address(address)),
-        *(read_secret(secret), expected, settings.rank_wait),
+        *(read_secret(secret).encode(), expected, RANK_WAIT_SECONDS),
     )

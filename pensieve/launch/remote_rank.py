@@ -27,9 +27,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
+from pensieve.config import Settings, read_secret
 from pensieve.errors import ConfigError
 from pensieve.launch import programs
 from pensieve.launch.model_folder import resolve_model, weights_fingerprint
@@ -41,7 +42,6 @@ from pensieve.model.parallel.handshake import (
     Refused,
     described,
     present,
-    read_secret,
     tuned,
 )
 from pensieve.model.parallel.rank_messages import RankPipe
@@ -141,21 +141,21 @@ class RemoteRank:
         return -signal.SIGKILL
 
 
-def rank_of(values: Mapping[str, Any], report: Callable[[str], None]) -> RemoteRank:
+def rank_of(settings: Settings, report: Callable[[str], None]) -> RemoteRank:
     """By the settings of `pensieve rank`."""
     import torch
 
-    secret = read_secret(values["rank_secret"])
-    host, port = split_address(values["leader"], "--leader")
-    folder = resolve_model(values["model"], report)
-    device = values["device"]
+    secret = read_secret(settings.cluster_secret).encode()
+    host, port = split_address(settings.leader or "", "--leader")
+    folder = resolve_model(settings.model, report)
+    device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = device.partition(":")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {device}: there are {torch.cuda.device_count()} GPUs")
     fingerprint = weights_fingerprint(folder)
-    threads = values["threads"] or torch.get_num_threads()
+    threads = settings.threads or torch.get_num_threads()
     own = described(kind, fingerprint, str(folder.resolve()), int(index or 0), threads)
     report(f"a rank of {host}:{port}: {folder}, fingerprint {fingerprint}")
     return RemoteRank(Leader(host, port, secret), own, report)

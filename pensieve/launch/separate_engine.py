@@ -1,6 +1,6 @@
 """An engine process that computes prompts in passes of their own, to compare ours with.
 
-Started as `python -m pensieve.launch.separate_engine FD`, by `--engine separate`; `pensieve bench capacity`
+Started as `python -m pensieve.launch.separate_engine FD` by PENSIEVE_ENGINE=separate; `bench capacity`
 uses it.  All is that of an engine that runs a model but its executor, which computes an iteration in two
 passes, the prompts' and then that of the turns that generate: the weights are read twice, and who generates
 waits for whole prompts, as in engines that give prompts precedence and batch the phases apart (vLLM v0).  The

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from pensieve.config import Serving
-from pensieve.config.shared_secret import read_secret
+from pensieve.config import Settings, read_secret
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.history.connection import Connection, Replica
 from pensieve.service.grpc.auth import Token
@@ -46,10 +45,10 @@ class Sharing:
         return grpc.ssl_channel_credentials(self.certificates)
 
 
-def sharing_of(serving: Serving) -> Sharing:
+def sharing_of(settings: Settings) -> Sharing:
     """From the settings of `pensieve serve`."""
-    replica, ca = serving.replica or "", serving.history_ca
-    announced = serving.announce or ""
+    replica, ca = settings.replica or "", settings.history_ca
+    announced = settings.announce or ""
     host, _, port = announced.rpartition(":")
     if announced and not (host and port.isdigit()):
         raise InvalidArgument("announce", f"{announced!r} is not HOST:PORT")
@@ -59,7 +58,7 @@ def sharing_of(serving: Serving) -> Sharing:
         certificates = None if ca is None else ca.read_bytes()
     except OSError as error:
         raise ConfigError(f"--history-ca {ca}: {error.strerror}") from error
-    return Sharing(replica, read_secret(serving.history_secret), certificates, announced)
+    return Sharing(replica, read_secret(settings.cluster_secret), certificates, announced)
 
 
 def is_shared(url: str | None) -> bool:

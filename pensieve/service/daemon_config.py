@@ -8,12 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pensieve.config import (
-    BACKUP_KEEP_DAYS,
-    BACKUP_SECONDS,
-    GRACE_SECONDS,
-    TURNS_WAITING_MAX,
-)
 from pensieve.service.limits import Limits
 
 DAY_SECONDS = 86_400.0
@@ -34,15 +28,15 @@ class Sources:
 @dataclass(frozen=True)
 class BackupConfig:
     folder: Path
-    seconds: float = BACKUP_SECONDS  # between two shipments
-    keep_seconds: float = BACKUP_KEEP_DAYS * DAY_SECONDS  # 0: for ever
+    seconds: float = 60.0  # between two shipments
+    keep_seconds: float = 7 * DAY_SECONDS  # 0: for ever
     generation_seconds: float = DAY_SECONDS
 
 
 @dataclass(frozen=True)
 class DaemonConfig:
-    turns_max: int = TURNS_WAITING_MAX  # begun and not ended, queued ones included
-    grace_seconds: float = GRACE_SECONDS  # that a turn lives after its client disconnected
+    turns_max: int = 1024  # begun and not ended, queued ones included
+    grace_seconds: float = 5.0  # that a turn lives after its client disconnected
     stall_seconds: float = 40.0
     undelivered_tokens_max: int = 16_384
     answer_seconds: float = 30.0

@@ -85,7 +85,7 @@ def compared(num_rounds: int, seconds: float) -> Found:
         token_file.write_text(quiet_entry + "".join(entry for _, entry in noisy))
         token_file.chmod(0o600)
         flags = ["--token-file", str(token_file), "--turns-max", "16"]
-        with pinned([*flags, "--engine", f"echo:{ITERATION_SECONDS}"]) as daemon:
+        with pinned(flags, ITERATION_SECONDS) as daemon:
             asyncio.run(measure(daemon.address, quiet, QUIET_SECONDS, Times()))
             for token, _ in noisy:
                 asyncio.run(measure(daemon.address, quiet, seconds, found.alone))

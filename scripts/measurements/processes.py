@@ -11,10 +11,10 @@ from pensieve.bench.bench_daemon import BenchDaemon, serving
 
 
 @contextlib.contextmanager
-def pinned(flags: Sequence[str]) -> Iterator[BenchDaemon]:
+def pinned(flags: Sequence[str], iteration_seconds: float = 0.0) -> Iterator[BenchDaemon]:
     """A daemon without a model on the first core; its engine and this process have the others."""
     cores = sorted(os.sched_getaffinity(0))
-    with serving(["--engine", "echo", *flags]) as daemon:
+    with serving(flags, {"PENSIEVE_ENGINE": f"echo:{iteration_seconds}"}) as daemon:
         try:
             for pid, allowed in ((daemon.pid, cores[:1]), (_child(daemon.pid), cores[1:])):
                 for thread in os.listdir(f"/proc/{pid}/task"):

@@ -16,7 +16,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import grpc
@@ -47,14 +46,14 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--history", type=counts, metavar="N,N,…", help="tokens of conversations")
     arguments = parser.parse_args(given)
     if arguments.history is not None:
-        with _serving(16, 0.0) as daemon:
+        with pinned(["--turns-max", "16"]) as daemon:
             for cost in turn_costs(daemon, arguments.history, arguments.tokens):
                 print(
                     f"history of {cost.history_tokens:7,} tokens: {cost.service_cpu_seconds * 1e3:6.2f} ms "
                     f"of the service's CPU a turn, first token after {cost.first_token_seconds * 1e3:6.2f} ms"
                 )
         return
-    with _serving(arguments.streams, arguments.iteration_seconds) as daemon:
+    with pinned(["--turns-max", str(arguments.streams)], arguments.iteration_seconds) as daemon:
         found = asyncio.run(delivered(daemon, arguments.streams, arguments.tokens))
     p50, p99 = (percentile(found.gaps, share) * 1e3 for share in (0.5, 0.99))
     print(
@@ -62,15 +61,6 @@ def main(given: Sequence[str] | None = None) -> None:
         f"{found.tokens / found.messages:.2f} tokens a message, "
         f"gap p50 {p50:.1f} ms, p99 {p99:.1f} ms; "
         f"the service used {found.cpu_seconds:.1f} s of CPU in {found.seconds:.1f} s"
-    )
-
-
-def _serving(turns_max: int, iteration_seconds: float) -> AbstractContextManager[BenchDaemon]:
-    return pinned(
-        [
-            *("--turns-max", str(turns_max), "--turns-waiting-max", str(4 * turns_max)),
-            *("--engine", f"echo:{iteration_seconds}"),
-        ]
     )
 
 

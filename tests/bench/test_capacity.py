@@ -66,7 +66,7 @@ def test_what_clients_see_is_counted_from_the_warm_up_on() -> None:
 
 def test_a_load_that_is_cut_off_leaves_nothing_behind() -> None:
     """An iteration takes 0.2 s, and a reply sixty of them."""
-    with serving(["--engine", "echo:0.2"]) as daemon:
+    with serving([], {"PENSIEVE_ENGINE": "echo:0.2"}) as daemon:
         scripts = Load(1, 8, 60, 0.0, 40, 0.0).scripts(20.0, 1.0, 0)
         cut = asyncio.run(play(daemon.address, scripts, 60, 2.0))
         assert len(cut.turns) == len(scripts)
@@ -134,11 +134,11 @@ def test_what_does_not_depend_on_the_objective_is_one_daemon() -> None:
         (Scheduling(FIRST), (0.1, 0.5)),
     ]
     flags = Scheduling(FIRST).flags
-    assert flags[flags.index("--engine") + 1] == "separate"
+    assert Scheduling(FIRST).variables["PENSIEVE_ENGINE"] == "separate"
     assert flags[flags.index("--tbt") + 1] == "0"
     flags = Scheduling(OURS, 0.5, 0.5).flags
     assert flags[flags.index("--tbt") + 1] == "0.25"
-    assert flags[flags.index("--engine") + 1] == "model"
+    assert Scheduling(OURS, 0.5, 0.5).variables["PENSIEVE_ENGINE"] == "model"
 
 
 def test_without_an_objective_there_are_two_by_a_measured_iteration(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.cli.chat_sampling import FOR_A_TALK, ChatSampling
-from pensieve.config import SETTINGS, TALKING, resolve
+from pensieve.config import ENGINE, TALK, resolve, settings_for
 from pensieve.store import ConversationStore
 from tests.service.rig import write_model
 from tests.text.families import QWEN_2_5
@@ -20,7 +20,7 @@ from tests.text.families import QWEN_2_5
 def sampling(
     of_the_model: Mapping[str, float] | None, *, is_talk: bool = True, **flags: str
 ) -> ChatSampling:
-    return ChatSampling(resolve(flags, {}, None, (SETTINGS, TALKING)), of_the_model, is_talk)
+    return ChatSampling(resolve(flags, {}, None, settings_for(ENGINE, TALK)), of_the_model, is_talk)
 
 
 def test_a_talk_with_a_model_that_names_nothing_has_values_of_its_own_and_says_so() -> None:

@@ -150,7 +150,7 @@ def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path) ->
 
 
 def test_a_daemon_that_does_not_stop_the_reply_is_given_up_by_a_later_press(tmp_path: Path) -> None:
-    daemon = ServeProcess(tmp_path / "data", "--engine", "echo:0.02")
+    daemon = ServeProcess(tmp_path / "data", engine="echo:0.02")
     daemon.start()
     arguments = ("chat", "--address", daemon.address, "--conversation=c", "--max-tokens=5000")
     try:

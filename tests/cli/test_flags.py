@@ -137,11 +137,12 @@ def test_the_socket_that_a_killed_daemon_left_is_no_daemon(
 
 
 def test_an_engine_that_keeps_no_journal_is_not_asked_for_one(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
     journal = tmp_path / "journal"
     data = ["--data", str(tmp_path / "data"), "--address", "127.0.0.1:0"]
-    assert main(["serve", *data, "--engine", "echo", "--journal", str(journal)]) == 2
+    assert main(["serve", *data, "--journal", str(journal)]) == 2
     assert "journal: the echo engine keeps none" in capfd.readouterr().err
     assert not journal.exists()
 

@@ -68,10 +68,10 @@ def test_a_profile_is_kept_and_the_next_start_says_that_it_uses_it(
         "costs: estimated from the model's shape: no profile of this model on this machine; "
         "`pensieve profile` makes one"
     )
-    process = ServeProcess(tmp_path / "named", *SMALL, "--cost", str(path), engine="model")
-    assert line_of_costs(process).startswith(
-        f"costs: profiled, from {path} (--cost): a profile of "
+    process = ServeProcess(
+        tmp_path / "named", *SMALL, engine="model", environment={"PENSIEVE_COST": str(path)}
     )
+    assert line_of_costs(process).startswith(f"costs: profiled, from {path}: a profile of ")
     simulated = ["simulate", "--workload", "sharegpt", "--seconds", "20", "--cost", str(path)]
     assert main([*simulated, "--device-tokens", "4k", "--host-tokens", "8k"]) == 0
 
@@ -85,7 +85,7 @@ def test_a_profile_is_written_where_it_is_asked_for(
     told = capsys.readouterr().out
     assert "error of the prediction, of held-out iterations" in told
     assert "objectives for the time between tokens (Sarathi) are strict" in told
-    assert f"written to {path}; `--cost FILE` uses it" in told
+    assert f"written to {path}; `pensieve simulate --cost FILE` uses it" in told
     assert cost_file.load_all(path).measured_with["chunk_tokens"] == 32
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    process = ServeProcess(tmp_path_factory.mktemp("serve") / "data", "--engine", "echo:0.002")
+    process = ServeProcess(tmp_path_factory.mktemp("serve") / "data", engine="echo:0.002")
     process.start()
     yield process
     assert process.stop() == 0
@@ -167,7 +167,7 @@ def test_a_second_daemon_is_told_who_holds_the_folder_and_the_port(
 ) -> None:
     assert run("serve", "--data", str(daemon.data), "--address", "127.0.0.1:0") == 3
     assert "pensieve serve" in capfd.readouterr().err
-    arguments = ("--data", str(tmp_path / "other"), "--engine", "echo")
+    arguments = ("--data", str(tmp_path / "other"))
     assert run("serve", *arguments, "--address", daemon.address) == 5
     assert "cannot listen on" in capfd.readouterr().err
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_served_is_one_line(
 
 
 def test_sigterm_drains_and_the_second_one_hurries(tmp_path: Path) -> None:
-    process = ServeProcess(tmp_path / "data", "--engine", "echo:0.01", "--drain-timeout", "60")
+    process = ServeProcess(tmp_path / "data", "--drain-timeout", "60", engine="echo:0.01")
     address = process.start()
     with Client(address, retry=Retry(retries=0)) as client:
         turn = client.conversation("c").send("hi", max_tokens=50, ignore_eos=True)
@@ -427,7 +427,7 @@ def test_a_tenants_limits_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str
     limits = ("--turns-max", "1", "--tokens-per-second", "4")
     assert run("token", "--tenant", "a", *limits, "--file", str(file)) == 0
     token = capsys.readouterr().out.strip()
-    process = ServeProcess(tmp_path / "data", "--token-file", str(file), "--engine", "echo:0.005")
+    process = ServeProcess(tmp_path / "data", "--token-file", str(file), engine="echo:0.005")
     address = process.start()
     with Client(address, token=token, retry=Retry(retries=0)) as client:
         running = iter(client.conversation("c").send("hi", max_tokens=10**5, ignore_eos=True))

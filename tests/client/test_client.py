@@ -152,7 +152,7 @@ def test_a_turn_survives_the_death_of_the_engine(tmp_path: Path) -> None:
 
 
 def test_a_turn_survives_kill_9_of_the_daemon(tmp_path: Path) -> None:
-    process = ServeProcess(tmp_path / "data", "--engine", "echo:0.005")
+    process = ServeProcess(tmp_path / "data", engine="echo:0.005")
     address = process.start()
     process.arguments = (*process.arguments, "--address", address)
     slept: list[float] = []

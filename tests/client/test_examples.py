@@ -34,9 +34,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     folder = tmp_path_factory.mktemp("examples")
     template = folder / "tools.jinja"
     template.write_text(TEMPLATE)
-    process = ServeProcess(
-        folder / "data", "--chat-template", str(template), "--engine", "echo:0.002"
-    )
+    process = ServeProcess(folder / "data", "--chat-template", str(template), engine="echo:0.002")
     process.start()
     yield process
     assert process.stop() == 0

@@ -18,7 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,7 +171,8 @@ class Node:
 class Nodes:
     """A bridge with an address for this process, and nodes on it; the first one is the head."""
 
-    def __init__(self, folder: Path, num_nodes: int) -> None:
+    def __init__(self, folder: Path, num_nodes: int, variables: Mapping[str, str]) -> None:
+        self._variables = variables
         self._bridge = f"pns{os.getpid()}"
         self._network = f"10.{97 + os.getpid() // 250 % 100}.{os.getpid() % 250}"
         self._token = folder / "ray.token"
@@ -193,6 +194,7 @@ class Nodes:
         """Of Ray's processes, and of whoever talks to it."""
         return {
             **os.environ,
+            **self._variables,
             "PYTHONPATH": str(ROOT),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),

@@ -144,7 +144,7 @@ class RayWorld:
         self.event_log = folder / "events.jsonl"
         self.data = folder / "h" / "history"
         self._folder = folder
-        self._nodes = Nodes(folder, kind.num_replicas)
+        self._nodes = Nodes(folder, kind.num_replicas, kind.engine_variables)
         self._config = folder / "serve.yaml"  # JSON is YAML, too
 
     @property
@@ -247,11 +247,6 @@ class RayWorld:
                         "history_serve": {
                             "lease": self.kind.lease_seconds,
                             "event_log": str(self.event_log),
-                        },
-                        "serve": {
-                            "engine": f"echo:{self.kind.echo_seconds}"
-                            if self.kind.engine == "echo"
-                            else self.kind.engine,
                         },
                     },
                 }

@@ -64,15 +64,14 @@ def test_the_daemon_takes_the_command_line_of_a_replica(tmp_path: Path, host: st
     for found in (serve_yaml(), yaml.safe_load(manifests()[0]["spec"]["serveConfigV2"])):
         args = found["applications"][0]["args"]
         args["serve"]["token_file"] = str(token_file(tmp_path))
-        args["serve"]["history_secret"] = str(secret)
+        args["serve"]["cluster_secret"] = str(secret)
         command = replica_command(
             settings_of(args), "ada", host, str(tmp_path), f"history://{host}:50060"
         )
         arguments = parser().parse_args(command[3:])
-        names = [setting.name for table in arguments.tables for setting in table]
-        flags = {name: getattr(arguments, name) for name in names}
-        resolved = resolve(flags, {}, None, arguments.tables)
-        setup = setup_to_serve(resolved, resolved.serving)
+        flags = {each.name: getattr(arguments, each.name) for each in arguments.table}
+        resolved = resolve(flags, {}, None, arguments.table)
+        setup = setup_to_serve(resolved)
         assert setup.listening.address == setup.listening.http == f"{host}:0"
         assert len(setup.listening.tokens) == 1
 

@@ -54,6 +54,7 @@ class RayCluster:
             text=True,
             timeout=200,
             check=False,
+            env={**os.environ, "PENSIEVE_ENGINE": "echo:0.01"},
         )
         assert done.returncode in codes, done.stdout + done.stderr
         return done.stdout
@@ -96,7 +97,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
                     "local": True,
                     "history": str(folder / "history"),
                     "history_port": free_port(),
-                    "serve": {"engine": "echo:0.01", "drain_timeout": 10},
+                    "serve": {"drain_timeout": 10},
                 },
             }
         ],

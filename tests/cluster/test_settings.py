@@ -44,7 +44,7 @@ from pensieve.errors import ConfigError
         ({}, "args: whoever reaches a node can call its daemon: give serve.token_file, or say"),
         (
             {"serve": {"token_file": "/tokens"}, "history": "/data"},
-            "args: whoever reaches Ray's head can read and write the history: give serve.history_sec",
+            "args: whoever reaches Ray's head can read and write the history: give serve.cluster_sec",
         ),
         ({"serve": {"history_ca": "ca.pem"}}, "args: serve.history_ca has to be a whole path"),
         ({"insecure": True}, "args: history: say where it is kept: a folder of Ray's head"),
@@ -66,7 +66,7 @@ def test_a_replica_is_an_ordinary_daemon() -> None:
         {
             "model": "smollm2",
             "local": True,
-            "serve": {"threads": 2, "check_kv": True, "reflection": False},
+            "serve": {"threads": 2, "traces": True},
         }
     )
     history = "history://127.0.0.1:50060"
@@ -75,7 +75,7 @@ def test_a_replica_is_an_ordinary_daemon() -> None:
     assert command[4:] == [
         *("--address", "127.0.0.1:0", "--http", "127.0.0.1:0"),
         *("--data", "/data/ada", "--store", history, "--replica", "ada"),
-        *("--threads", "2", "--check-kv", "smollm2"),
+        *("--threads", "2", "--traces", "smollm2"),
     ]
 
 
@@ -96,12 +96,12 @@ def test_the_history_service_gets_settings_of_its_own() -> None:
 
 
 def test_the_secret_of_the_history_is_the_daemons_and_the_services() -> None:
-    serve = {"token_file": "/etc/tokens.toml", "history_secret": "/etc/history"}
+    serve = {"token_file": "/etc/tokens.toml", "cluster_secret": "/etc/history"}
     settings = settings_of({"history": "/data", "serve": serve})
     service = history_command(settings, "10.0.0.5", "/elsewhere")
     daemon = replica_command(settings, "ada", "10.0.0.6", "/data/ada", "history://10.0.0.5:50060")
     for command in (service, daemon):
-        at = command.index("--history-secret")
+        at = command.index("--cluster-secret")
         assert command[at + 1] == "/etc/history"
 
 
@@ -117,5 +117,5 @@ def test_the_address_of_a_database_is_in_no_command_line() -> None:
     environment = history_environment(settings)
     assert environment == {"PENSIEVE_STORE": "postgresql://ada@db:5432/pensieve"}
     arguments = parser().parse_args(command[3:])
-    assert resolve({}, environment, None, arguments.tables).values["store"] == settings.history
+    assert resolve({}, environment, None, arguments.table).settings.store == settings.history
     assert history_environment(settings_of({"local": True, "history": "/data"})) == {}

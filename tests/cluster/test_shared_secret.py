@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.config.shared_secret import read_secret
+from pensieve.config import read_secret
 from pensieve.errors import ConfigError
 
 SECRET = "0123456789abcdef"
@@ -35,3 +35,12 @@ def test_a_secret_is_its_owners_or_of_root_and_a_group(
 def test_a_secret_that_others_read_is_none(tmp_path: Path, mode: int, owner: int) -> None:
     with pytest.raises(ConfigError, match="can be read by others: `chmod 600` it"):
         read_secret(file(tmp_path, mode, owner))
+
+
+def test_a_secret_is_there_and_long(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_secret(tmp_path / "secret")
+    path = file(tmp_path, 0o600, os.geteuid())
+    path.write_text("short")
+    with pytest.raises(ConfigError, match="has no secret of at least 16 characters"):
+        read_secret(path)

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +39,25 @@ class Kind:
     store: str = ""  # of the history: the address of a database
     has_ray: bool = False  # ray_world.py
 
+    @property
+    def engine_variables(self) -> dict[str, str]:
+        """Of the environment of its daemons."""
+        is_echo = self.engine == "echo"
+        return {"PENSIEVE_ENGINE": f"echo:{self.echo_seconds}" if is_echo else self.engine}
+
 
 class Part:
     """A process of the cluster."""
 
-    def __init__(self, name: str, folder: Path, command: list[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        command: list[str],
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
+        self._variables = variables or {}
         self.log = folder / f"{name}.log"
         self.num_starts = 0
         self._ready = folder / f"{name}.ready"
@@ -62,7 +76,7 @@ class Part:
                 [sys.executable, "-m", "pensieve", *self._command],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": str(ROOT), **self._variables},
             )
         if waits:
             await self.ready()
@@ -103,13 +117,11 @@ class Replica(Part):
         self.history_link = Link(history)
         self.peer_link = Link(address, free_port())
         self.client_link = Link(address)
-        engine = f"echo:{kind.echo_seconds}" if kind.engine == "echo" else kind.engine
         self._arguments = [
             *("serve", "--data", str(self.data), "--replica", f"replica-{number}"),
             *("--address", address, "--announce", self.peer_link.address),
-            *("--engine", engine),
         ]
-        super().__init__(f"replica-{number}", folder, self._arguments)
+        super().__init__(f"replica-{number}", folder, self._arguments, kind.engine_variables)
 
     async def open(self) -> None:
         for link in (self.history_link, self.peer_link, self.client_link):

@@ -301,9 +301,9 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             "pensieve serve MODEL --pipeline-stages 2 --rank-address 10.0.0.5:50060"
-            " --rank-secret /etc/pensieve/rank-secret",
-            "pensieve rank MODEL --leader 10.0.0.5:50060 --rank-secret /etc/pensieve/rank-secret",
-            "pensieve rank MODEL --leader 10.0.0.5:50060 --rank-secret rank-secret --device cuda:1",
+            " --cluster-secret /etc/pensieve/cluster-secret",
+            "pensieve rank MODEL --leader 10.0.0.5:50060 --cluster-secret /etc/pensieve/cluster-secret",
+            "pensieve rank MODEL --leader 10.0.0.5:50060 --cluster-secret cluster-secret --device cuda:1",
         ),
         "needs another machine; tests/launch/test_remote_rank.py has one in another network",
     ),

@@ -89,10 +89,10 @@ def test_the_file_of_cost_wins_over_a_kept_profile(place: Place, tmp_path: Path)
     found = place.costs(cost=str(path))
     assert found.iterations == fitted.computing
     assert found.retention.chunk_seconds(0) == pytest.approx(0.008)
-    assert found.in_words == f"costs: fitted from a journal, from {path} (--cost): run.jsonl"
+    assert found.in_words == f"costs: fitted from a journal, from {path}: run.jsonl"
     profiles.write(path, profiles.text_of(place.key(), COST, "2026-11-23", ERRORS))
     words = place.costs(cost=str(path)).in_words
-    assert words == f"costs: profiled, from {path} (--cost): a profile"
+    assert words == f"costs: profiled, from {path}: a profile"
 
 
 @pytest.mark.parametrize(

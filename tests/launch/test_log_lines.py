@@ -36,9 +36,10 @@ def test_a_log_that_nobody_reads_holds_up_no_turn_and_no_end(tmp_path: Path) -> 
     daemon = subprocess.Popen(
         [
             *(sys.executable, "-m", "pensieve", "serve", "--data", str(tmp_path / "data")),
-            *("--address", "127.0.0.1:0", "--ready-file", str(ready), "--engine", "echo"),
+            *("--address", "127.0.0.1:0", "--ready-file", str(ready)),
         ],
         stderr=ours,
+        env={**os.environ, "PENSIEVE_ENGINE": "echo"},
     )
     os.close(ours)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -117,13 +118,14 @@ def test_a_model_that_was_measured_replies_as_before(tmp_path: Path) -> None:
 
 
 def test_a_daemon_does_not_start_with_it_and_starts_with_what_is_named(tmp_path: Path) -> None:
-    arguments = ("--engine", "echo:0.05", "--data", str(tmp_path / "data"))
+    arguments = ("--data", str(tmp_path / "data"))
     ran = subprocess.run(
         [*(sys.executable, "-m", "pensieve", "serve", "--tbt", "0.01"), *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
+        env={**os.environ, "PENSIEVE_ENGINE": "echo:0.05"},
     )
     assert ran.returncode == ConfigError.exit_code, ran.stderr
     last = ran.stderr.splitlines()[-1]
@@ -133,8 +135,6 @@ def test_a_daemon_does_not_start_with_it_and_starts_with_what_is_named(tmp_path:
     named = float(found[1])
     assert named >= 0.051
     assert "ready grpc" not in ran.stderr
-    process = ServeProcess(
-        tmp_path / "data", "--engine", "echo:0.05", "--tbt", str(max(2 * named, 1.0))
-    )
+    process = ServeProcess(tmp_path / "data", "--tbt", str(max(2 * named, 1.0)), engine="echo:0.05")
     process.start()
     assert process.stop() == 0

@@ -43,7 +43,7 @@ class RankProcess:
     ) -> None:
         self.log = log
         command = [*within, sys.executable, "-m", "pensieve", "rank", str(folder)]
-        command += ["--leader", leader, "--rank-secret", str(secret), "--threads", "1"]
+        command += ["--leader", leader, "--cluster-secret", str(secret), "--threads", "1"]
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 command, stderr=file, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -76,7 +76,7 @@ class Pair:
             self.there, self.leader, self.secret, tmp_path / "rank.log", within=within
         )
         stages = ("--pipeline-stages", "2", "--rank-address", self.leader)
-        secret = ("--rank-secret", str(self.secret))
+        secret = ("--cluster-secret", str(self.secret))
         self.daemon = ServeProcess(
             tmp_path / "data",
             *(str(self.here), *stages, *secret, *SIZES),

@@ -28,7 +28,7 @@ def test_planning_is_timed_under_pressure(policy: str) -> None:
 
 
 def test_each_history_is_at_least_as_long_as_was_asked() -> None:
-    with pinned(["--engine", "echo:0.01"]) as daemon:
+    with pinned([], 0.01) as daemon:
         short, long = service.turn_costs(daemon, (40, 400), 10)
         assert 40 <= short.history_tokens < 400 <= long.history_tokens
         assert short.first_token_seconds > 0

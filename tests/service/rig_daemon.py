@@ -254,15 +254,20 @@ class ServeProcess:
         *arguments: str,
         engine: str = "echo",
         environment: Mapping[str, str] | None = None,
-        parameters: Mapping[str, Mapping[str, Any]] | None = None,  # see serve_with.py
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,  # settings; see serve_with.py
     ) -> None:
         self.data = data
         self.program = ["pensieve", "serve"]
-        if parameters:
-            self.program = ["tests.service.serve_with", json.dumps(parameters)]
-        self.environment = environment or {}
+        internal, config = dict((parameters or {}).get("settings", {})), dict(parameters or {})
+        config.pop("settings", None)
+        if config:
+            self.program = ["tests.service.serve_with", json.dumps(config)]
+        self.environment = {
+            **{f"PENSIEVE_{name.upper()}": value for name, value in internal.items()},
+            "PENSIEVE_ENGINE": engine,
+            **(environment or {}),
+        }
         self.arguments = arguments
-        self.engine = engine
         self.log = data.with_suffix(".log")
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self._kill_what_is_left)
@@ -280,7 +285,7 @@ class ServeProcess:
                 [
                     *(sys.executable, "-m", *self.program, "--data", str(self.data)),
                     *("--address", f"127.0.0.1:{free_port()}", "--ready-file", str(ready)),
-                    *("--engine", self.engine, *self.arguments),
+                    *self.arguments,
                 ],
                 stderr=log,
                 stdout=log,

@@ -79,7 +79,7 @@ def test_a_backup_under_load_restores_to_exactly_the_acknowledged_turns(tmp_path
     """Of the shipped moment, whichever it is, also when the daemon was killed; and what was restored is
     served, and goes on."""
     backup = tmp_path / "backup"
-    flags = ("--backup", str(backup), "--backup-seconds", "0.2", "--engine", "echo:0.001")
+    flags = ("--backup", str(backup), "--backup-seconds", "0.2")
     process = serving(tmp_path / "data", *flags)
     talkers = [Talker(process.address, number) for number in range(6)]
     for talker in talkers:

@@ -49,13 +49,13 @@ def test_daemon_and_engine_are_killed_and_each_line_is_answered_once(tmp_path: P
     model = "echo (arithmetic instead of a model)"
     file = file_of(line(number, body={"model": model}) for number in range(LINES))
     choose = random.Random(SEED)
-    alone = ServeProcess(tmp_path / "alone", "--engine", "echo:0.001")
+    alone = ServeProcess(tmp_path / "alone", engine="echo:0.001")
     with Client(alone.start()) as client:
         client.jobs.create(file, job_id="j")
         until(client, "j", LINES)
         right = answers(client, "j")
     assert alone.stop() == 0
-    daemon = ServeProcess(tmp_path / "data", "--engine", "echo:0.01", "--turns-max", "6")
+    daemon = ServeProcess(tmp_path / "data", "--turns-max", "6", engine="echo:0.01")
     address = daemon.start()
     with Client(address) as client:
         client.jobs.create(file, job_id="j")

@@ -68,9 +68,12 @@ async def healthy(address: str, name: str) -> list[float]:
 def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_path: Path) -> None:
     process = ServeProcess(
         tmp_path / "data",
-        *("--engine", "echo:0.05", "--turns-max", "512", "--turns-waiting-max", "2000"),
-        *("--grace", "0.5"),
-        parameters={"listening": {"keepalive_seconds": 3.0, "ping_timeout_seconds": 1.0}},
+        *("--turns-max", "512"),
+        engine="echo:0.05",
+        parameters={
+            "config": {"turns_max": 2000, "grace_seconds": 0.5},
+            "listening": {"keepalive_seconds": 3.0, "ping_timeout_seconds": 1.0},
+        },
     )
     address = process.start()
     with Admin(f"unix:{tmp_path / 'data' / 'admin.sock'}", retry=Retry(retries=0)) as admin:

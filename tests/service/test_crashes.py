@@ -106,8 +106,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
     choose = random.Random(5 + SEED)
     process = ServeProcess(
         tmp_path / "data",
-        "--engine",
-        "echo:0.002",
+        engine="echo:0.002",
         parameters={"config": {"heartbeat_seconds": 2.0}},
     )
     address = process.start()

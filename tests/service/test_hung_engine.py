@@ -217,13 +217,13 @@ def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) 
     )
     process = subprocess.Popen(
         [
-            *(sys.executable, "-c", program, "serve", "--engine", "echo"),
+            *(sys.executable, "-c", program, "serve"),
             *("--data", str(tmp_path / "data"), "--address", "127.0.0.1:0"),
             *("--ready-file", str(ready)),
         ],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PENSIEVE_ENGINE": "echo"},
     )
     wait_for(lambda: ready.exists() or process.poll() is not None)
     (engine,) = fork_server.children_of(process.pid)

@@ -85,8 +85,9 @@ def rss_bytes(pid: int) -> int:
 def test_ten_times_the_load_costs_the_carried_ones_nothing(tmp_path: Path) -> None:
     process = ServeProcess(
         tmp_path / "data",
-        *("--engine", "echo:0.02", "--turns-max", str(CARRIED)),
-        *("--turns-waiting-max", str(2 * CARRIED + 8)),
+        *("--turns-max", str(CARRIED)),
+        engine="echo:0.02",
+        parameters={"config": {"turns_max": 2 * CARRIED + 8}},
     )
     address = process.start()
     pid = process.process.pid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,8 +37,14 @@ def server() -> Iterator[PostgresServer]:
 
 def serve(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A daemon that does not come to serve."""
-    command = (sys.executable, "-m", "pensieve", "serve", "--data", str(data), "--engine", "echo")
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    command = (sys.executable, "-m", "pensieve", "serve", "--data", str(data))
+    return subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PENSIEVE_ENGINE": "echo"},
+    )
 
 
 def test_a_conversation_goes_on_after_either_process_was_killed(
@@ -49,7 +56,7 @@ def test_a_conversation_goes_on_after_either_process_was_killed(
     url = server.new_database().replace(f"{USER}@", f"{USER}:{SECRET}@")
     for name, secret in (("PENSIEVE_STORE", url), ("PGPASSWORD", SECRET)):
         monkeypatch.setenv(name, secret)
-    daemon = ServeProcess(tmp_path / "data", "--engine", "echo:0.002")
+    daemon = ServeProcess(tmp_path / "data", engine="echo:0.002")
 
     def ask(text: str) -> str:
         with Client(daemon.address, retry=ENOUGH) as client:

@@ -12,9 +12,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from pensieve.service.grpc.server import Listening
 from pensieve.v1 import status_pb2
 from tests.service.rig_daemon import DaemonRig, ServeProcess
+from tests.service.test_tenants import TokensRig
 
 SERVICES = {
     "pensieve.v1.ConversationService",
@@ -34,14 +34,17 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonRig]:
 
 
 def ask(
-    channel: grpc.Channel, *requests: Request, version: str = "v1"
+    channel: grpc.Channel,
+    *requests: Request,
+    version: str = "v1",
+    metadata: tuple[tuple[str, str], ...] = (),
 ) -> list[status_pb2.ServerReflectionResponse]:
     call = channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         request_serializer=Request.SerializeToString,
         response_deserializer=status_pb2.ServerReflectionResponse.FromString,
     )
-    return list(call(iter(requests), timeout=60))
+    return list(call(iter(requests), timeout=60, metadata=metadata))
 
 
 def files(
@@ -123,9 +126,13 @@ def test_what_is_not_there_is_an_answer_and_the_stream_goes_on(rig: DaemonRig) -
     assert answers[7].list_services_response.service
 
 
-def test_there_is_no_reflection_where_it_is_not_wanted(tmp_path: Path) -> None:
-    listening = Listening("127.0.0.1:0", tmp_path / "data" / "admin.sock", reflection=False)
-    with DaemonRig(tmp_path / "data", listening=listening) as rig:
+def test_reflection_needs_a_token_where_calls_do(tmp_path: Path) -> None:
+    with (
+        TokensRig(tmp_path, {"ada": {}}) as rig,
+        grpc.insecure_channel(rig.server.address) as channel,
+    ):
         with pytest.raises(grpc.RpcError) as error:
-            ask(rig.channel, Request(list_services=""))
-        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            ask(channel, Request(list_services=""))
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        metadata = (("authorization", f"Bearer {rig.secrets['ada']}"),)
+        assert ask(channel, Request(list_services=""), metadata=metadata)

@@ -28,7 +28,7 @@ FIRED = (
     ("family", "kind", "depth", "settings"),
     [
         (QWEN_2_5, "llama-gqa", 1, {"staging_tokens": "640"}),
-        (LLAMA_3, "qwen3", 1, {"staging_tokens": "400", "policy": "lru", "check_kv": "1"}),
+        (LLAMA_3, "qwen3", 1, {"staging_tokens": "400", "policy": "lru"}),
         (
             QWEN_2_5,
             "llama-gqa",
@@ -46,7 +46,7 @@ FIRED = (
             LLAMA_3,
             "llama-gqa",
             1,
-            {"chunk_tokens": "32", "device_cache": "640t", "host_cache": "1600t", "check_kv": "1"},
+            {"chunk_tokens": "32", "device_cache": "640t", "host_cache": "1600t"},
         ),
     ],
 )

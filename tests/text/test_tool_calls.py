@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.config.tables import SERVING
+from pensieve.config import settings_named
 from pensieve.errors import InvalidArgument
 from pensieve.text import Message, Part, PartMarker, Setting, ToolCall
 from pensieve.text.tool_calls import NAMES, STYLES, style_named, style_of
@@ -310,7 +310,7 @@ def test_a_setting_names_a_style() -> None:
     assert not hermes.mark_is_token
     with pytest.raises(InvalidArgument, match="pythonic"):
         style_named("xml", template)
-    (setting,) = (each for each in SERVING if each.name == "tool_calls")
+    (setting,) = settings_named("tool_calls")
     assert setting.metavar == "|".join(NAMES)
     assert [setting.parse(each) for each in NAMES] == list(NAMES)
 

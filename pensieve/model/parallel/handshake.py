@@ -25,20 +25,17 @@ import hmac
 import platform
 import secrets
 import socket
-import stat
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from pensieve import __version__
-from pensieve.errors import ConfigError, DeviceError
+from pensieve.errors import DeviceError
 from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe
 
 PROTOCOL = 1
 HANDSHAKE_SECONDS = 10.0
 FRAME_BYTES_MAX = 4096  # of one frame, until it is known who sends it
-SECRET_BYTES_MIN = 16
 NONCE_BYTES = 32
 KEEPALIVE_SECONDS = 5  # a machine that does not answer for four times as long is gone
 COMPARED = ("protocol", "pensieve", "torch", "transformers", "device", "model")
@@ -74,23 +71,6 @@ def described(device: str, model: str, folder: str, device_index: int, threads: 
     )
 
 
-def read_secret(path: Path) -> bytes:
-    """The secret that all ranks share; ConfigError where it is none."""
-    try:
-        mode = path.stat().st_mode
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"--rank-secret {path} cannot be read: {error.strerror}") from error
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"--rank-secret {path} can be written by others: chmod go-w {path}")
-    if len(secret) < SECRET_BYTES_MIN:
-        raise ConfigError(
-            f"--rank-secret {path} has {len(secret)} bytes; {SECRET_BYTES_MIN} are needed "
-            f"(openssl rand -hex 32 > {path})"
-        )
-    return secret
-
-
 def tuned(sock: socket.socket) -> socket.socket:
     """A connection between ranks: frames are small and go at once, and a dead machine is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -113,7 +93,7 @@ def receive_rank(pipe: RankPipe, secret: bytes, expected: Arrival) -> Arrival:
     values = _next(pipe, "proof")
     theirs = _from_hex(values, "nonce")
     if not hmac.compare_digest(_from_hex(values, "mac"), _mac(secret, b"rank", ours, theirs)):
-        raise Refused("it does not know the secret of --rank-secret")
+        raise Refused("it does not know the secret of --cluster-secret")
     pipe.send("proof", mac=_mac(secret, b"rank 0", ours, theirs).hex())
     values = _next(pipe, "arrival")
     try:
@@ -131,7 +111,7 @@ def present(pipe: RankPipe, secret: bytes, own: Arrival) -> None:
     pipe.send("proof", nonce=ours.hex(), mac=_mac(secret, b"rank", theirs, ours).hex())
     values = _next(pipe, "proof")
     if not hmac.compare_digest(_from_hex(values, "mac"), _mac(secret, b"rank 0", theirs, ours)):
-        raise Refused("what listens there does not know the secret of --rank-secret")
+        raise Refused("what listens there does not know the secret of --cluster-secret")
     pipe.send("arrival", **own._asdict())
     _next(pipe, "accepted")
 

@@ -90,7 +90,6 @@ class Listening:
     token_file: Path | None = None  # that they were read from, to be read again when it changes
     audit_log: Path | None = None
     insecure: bool = False
-    reflection: bool | None = None  # None: unless tokens are needed
     hand_over: bool = False  # offer KV to other daemons of a cluster
     keepalive_seconds: float = 30.0  # between pings of a silent connection
     ping_timeout_seconds: float = 10.0  # one that does not answer is closed
@@ -251,9 +250,7 @@ class Server:
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
         daemon.on_serving = self.health.set
         daemon.on_failure = self._fail
-        wanted = listening.reflection
-        if wanted or (wanted is None and not listening.tokens):
-            self._server.add_generic_rpc_handlers(Reflection(more).handlers())
+        self._server.add_generic_rpc_handlers(Reflection(more).handlers())
 
     async def listen(self) -> str:
         """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""

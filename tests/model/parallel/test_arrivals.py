@@ -7,7 +7,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,6 @@ from pensieve.model.parallel.handshake import (
     Refused,
     described,
     present,
-    read_secret,
     receive_rank,
 )
 from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe
@@ -263,20 +261,6 @@ def test_an_address_is_of_one_interface() -> None:
     there_is_none = elsewhere(1)._replace(host="192.0.2.7")
     with pytest.raises(ConfigError, match=r"--rank-address 192.0.2.7:0"):
         Arrivals(there_is_none, lambda line: None)
-
-
-def test_a_secret_is_long_and_its_owners(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_secret(path)
-    path.write_text("short\n")
-    with pytest.raises(ConfigError, match="has 5 bytes; 16 are needed"):
-        read_secret(path)
-    path.write_bytes(SECRET + b"\n")
-    assert read_secret(path) == SECRET
-    path.chmod(0o622)
-    with pytest.raises(ConfigError, match="can be written by others"):
-        read_secret(path)
 
 
 def test_keys_are_those_of_all_ranks_until_one_of_them_ends() -> None:

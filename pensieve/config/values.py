@@ -92,6 +92,11 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def automatic(parse: Callable[[str], int]) -> Callable[[str], int]:
+    """A number, or `auto`, which is 0."""
+    return lambda text: 0 if text == "auto" else parse(text)
+
+
 def device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
         raise ValueError("is one of auto, cpu, cuda, cuda:N")

@@ -1,0 +1,699 @@
+# ruff: noqa: RUF009 - a field whose default is made by a function of ours
+"""The settings, each defined once: flag, variable, key of the TOML file, help and type are made from here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pensieve.config.values import (
+    TierSize,
+    automatic,
+    choice,
+    device,
+    engine,
+    file,
+    names,
+    number,
+    parse_tier_size,
+    replica_name,
+    store_url,
+    switch,
+    whole,
+)
+
+# Whom a setting concerns.
+ENGINE = "engine"  # what computes, and what is kept: the engine process gets these
+SERVE = "serve"  # `pensieve serve` alone
+HISTORY = "history"  # `pensieve history`
+REACH = "reach"  # whoever talks to a daemon
+LOOK = "look"  # `pensieve admin`
+TALK = "talk"  # `pensieve chat`
+RANK = "rank"  # `pensieve rank`
+INTERNAL = (
+    "internal"  # the engine's, for tests and measurements: a variable, and neither flag nor key
+)
+
+DATA_FOLDER = (
+    "~/Library/Application Support/pensieve"
+    if sys.platform == "darwin"
+    else "~/.local/share/pensieve"
+)
+GROUPS = {
+    "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",
+    "sampling": "defaults come from the model's own files; where they name none, a talk has values of its "
+    "own and -q is greedy (docs/operating.md, Sampling)",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of them, as commands and files see it."""
+
+    parse: Callable[[str], Any]  # raises ValueError with what it wants
+    default: str  # as it would be written; "" for none
+    help: str
+    metavar: str = ""  # its unit or form; "" for a switch
+    of: tuple[str, ...] = (ENGINE,)
+    group: str = ""
+    common: bool = False  # in `serve --help`, and not only in --help-all
+    spelled: str = ""  # the flag, where it is not the name
+    secret: bool = False
+    name: str = ""
+
+    @property
+    def flag(self) -> str:
+        return self.spelled or "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "PENSIEVE_" + self.name.upper()
+
+
+Table = tuple[Setting, ...]
+
+
+def _setting(*given: Any, **more: Any) -> Any:
+    return field(default=None, metadata={"setting": Setting(*given, **more)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The values, parsed; None for what a command does not have, and for what has no default."""
+
+    # The model.
+    model: str = _setting(
+        str,
+        "",
+        "a folder, a hub id, a GGUF file, or smollm2, which pip fetches (default: the tiny built-in model)",
+        "MODEL",
+        common=True,
+    )
+    device: str = _setting(
+        device,
+        "auto",
+        "where to compute; auto: a GPU if there is one",
+        "auto|cpu|cuda[:N]",
+        group="model",
+        common=True,
+    )
+    dtype: str = _setting(
+        choice("auto", "float32", "bfloat16", "float16"),
+        "auto",
+        "type of weights and KV; auto: the checkpoint's",
+        "TYPE",
+        group="model",
+        common=True,
+    )
+    context_max: int | None = _setting(
+        whole(16, 1 << 31),
+        "",
+        "maximum tokens of a conversation (default: the model's maximum; of a model with a sliding window, "
+        "the window)",
+        "N",
+        group="model",
+        common=True,
+    )
+    chat_template: Path | None = _setting(
+        file,
+        "",
+        "a Jinja file that replaces the model's chat template, or adds a missing one",
+        "FILE",
+        group="model",
+    )
+    tool_calls: str = _setting(
+        choice("auto", "hermes", "llama", "mistral", "pythonic", "none"),
+        "auto",
+        "how the model writes tool calls; auto: found from its template and tokenizer; none: they stay text",
+        "auto|hermes|llama|mistral|pythonic|none",
+        of=(SERVE,),
+        group="model",
+    )
+    weights: str = _setting(
+        choice("native", "int8"),
+        "native",
+        "int8 halves the bytes read per step and changes replies (`pensieve bench step` measures both)",
+        "native|int8",
+        group="model",
+    )
+    kv_dtype: str = _setting(
+        choice("auto", "int8", "fp8"),
+        "auto",
+        "type of cached KV; auto: that of --dtype; int8 (CPU) and fp8 (GPU) take half the memory of 16 bits "
+        "and change replies",
+        "auto|int8|fp8",
+        group="model",
+    )
+    # Memory and scheduling.
+    device_cache: TierSize = _setting(
+        parse_tier_size,
+        "auto",
+        "size of the device tier, such as 6GiB, 60% or 20000t (tokens); auto: a quarter of memory; on a GPU, "
+        "all that is left",
+        "SIZE",
+        group="cache and scheduling",
+        common=True,
+    )
+    host_cache: TierSize = _setting(
+        parse_tier_size,
+        "auto",
+        "size of the host tier; auto: a quarter of memory",
+        "SIZE",
+        group="cache and scheduling",
+        common=True,
+    )
+    policy: str = _setting(
+        choice("return", "value", "lru"),
+        "return",
+        "eviction policy; return learns which conversations come back (`pensieve simulate` compares them)",
+        "return|value|lru",
+        group="cache and scheduling",
+    )
+    stream: str = _setting(
+        choice("auto", "on", "off"),
+        "auto",
+        "run turns that do not fit on the device with their KV in the host tier; auto: where it pays",
+        "auto|on|off",
+        group="cache and scheduling",
+    )
+    token_budget: int = _setting(
+        whole(1, 1 << 20),
+        "512",
+        "maximum tokens of an iteration",
+        "N",
+        group="cache and scheduling",
+    )
+    turns_max: int = _setting(
+        automatic(whole(0, 1 << 16)),
+        "auto",
+        "maximum turns that run at once; auto: as many as the device tier and --token-budget have room for",
+        "N",
+        group="cache and scheduling",
+        common=True,
+    )
+    tbt: float = _setting(
+        number(0, 3600),
+        "0",
+        "objective for the time between two tokens of a reply, in seconds: prompts are computed in pieces "
+        "that keep it; 0: none",
+        "SECONDS",
+        group="cache and scheduling",
+    )
+    ttft: float = _setting(
+        number(0, 3600),
+        "0",
+        "objective for the time to the first token, in seconds: a turn that would wait longer is refused at "
+        "once and told when to retry; 0: none",
+        "SECONDS",
+        group="cache and scheduling",
+    )
+    threads: int = _setting(
+        automatic(whole(0, 1024)),
+        "auto",
+        "threads that compute; auto: one per core",
+        "N",
+        of=(ENGINE, RANK),
+        group="cache and scheduling",
+    )
+    # Several GPUs or machines.
+    tensor_parallel: int = _setting(
+        whole(1, 64),
+        "1",
+        "ranks that share each layer: one GPU each, or processes on a CPU",
+        "N",
+        group="several GPUs",
+    )
+    pipeline_stages: int = _setting(
+        whole(1, 64),
+        "1",
+        "ranks that have some of the layers each: one GPU each, or processes on a CPU",
+        "N",
+        group="several GPUs",
+    )
+    rank_address: str | None = _setting(
+        str,
+        "",
+        "where ranks on other machines connect (`pensieve rank`), in a private network: activations are "
+        "neither encrypted nor authenticated; all stages but the last one are there",
+        "HOST:PORT",
+        group="several GPUs",
+    )
+    cluster_secret: Path | None = _setting(
+        file,
+        "",
+        "a file with the secret of the processes of a cluster: daemons, `pensieve history`, ranks",
+        "FILE",
+        of=(ENGINE, HISTORY, LOOK, RANK),
+        group="several daemons",
+    )
+    # The history.
+    data: Path = _setting(
+        file,
+        "",
+        f"folder of the history (default: {DATA_FOLDER})",
+        "DIR",
+        of=(ENGINE, HISTORY),
+        group="history",
+        common=True,
+    )
+    store: str | None = _setting(  # with its password, if it has one
+        store_url,
+        "",
+        "where else the history is: postgresql://USER@HOST/NAME (docs/postgresql.md), or history://HOST:PORT "
+        "of a `pensieve history` that several daemons share (historys:// with TLS)",
+        "URL",
+        of=(ENGINE, HISTORY),
+        group="history",
+        secret=True,
+    )
+    backup: Path | None = _setting(
+        file,
+        "",
+        "back the history up into this folder all the time (see `pensieve restore`)",
+        "DIR",
+        of=(SERVE, HISTORY),
+        group="history",
+        common=True,
+    )
+    backup_seconds: float = _setting(
+        number(0.1, 86_400),
+        "60",
+        "time between what is written there, and so the most that a lost disk takes with it",
+        "SECONDS",
+        of=(SERVE, HISTORY),
+        group="history",
+    )
+    backup_keep: float = _setting(
+        number(0, 36_500),
+        "7",
+        "how long any moment can be restored; deleted text lies there a day longer; 0: for ever",
+        "DAYS",
+        of=(SERVE, HISTORY),
+        group="history",
+    )
+    # Who may reach the daemon.
+    address: str = _setting(
+        str,
+        "127.0.0.1:50051",
+        "where to listen for gRPC; port 0: any free one",
+        "HOST:PORT",
+        of=(SERVE,),
+        group="listening",
+        common=True,
+    )
+    http: str | None = _setting(
+        str,
+        "",
+        "serve the OpenAI and Anthropic APIs and the web page too: a port of this machine, or HOST:PORT",
+        "[HOST:]PORT",
+        of=(SERVE,),
+        group="listening",
+        common=True,
+    )
+    http_hosts: tuple[str, ...] | None = _setting(
+        names,
+        "",
+        "host names by which HTTP may be reached without tokens, beside IP addresses and localhost; *: any",
+        "NAME,…",
+        of=(SERVE,),
+        group="listening",
+    )
+    http_origins: tuple[str, ...] | None = _setting(
+        names,
+        "",
+        "sites whose pages may call (CORS), such as https://chat.example.org; *: any",
+        "URL,…",
+        of=(SERVE,),
+        group="listening",
+    )
+    token_file: Path | None = _setting(
+        file,
+        "",
+        "tokens that clients need (see `pensieve token`)",
+        "FILE",
+        of=(SERVE,),
+        group="listening",
+        common=True,
+    )
+    tls_cert: Path | None = _setting(
+        file,
+        "",
+        "certificate chain, PEM",
+        "FILE",
+        of=(SERVE, HISTORY),
+        group="listening",
+        common=True,
+    )
+    tls_key: Path | None = _setting(
+        file,
+        "",
+        "the certificate's key, PEM",
+        "FILE",
+        of=(SERVE, HISTORY),
+        group="listening",
+        common=True,
+    )
+    tls_client_ca: Path | None = _setting(
+        file,
+        "",
+        "clients need a certificate of this authority, PEM",
+        "FILE",
+        of=(SERVE,),
+        group="listening",
+    )
+    insecure: bool | None = _setting(
+        switch,
+        "",
+        "let other machines connect without TLS or tokens",
+        of=(SERVE, HISTORY),
+        group="listening",
+    )
+    drain_timeout: float = _setting(
+        number(0, 86_400),
+        "30",
+        "how long running turns may go on when the daemon stops",
+        "SECONDS",
+        of=(SERVE,),
+        group="listening",
+    )
+    ready_file: Path | None = _setting(
+        file,
+        "",
+        "write the address to this file when ready",
+        "FILE",
+        of=(SERVE, HISTORY),
+        group="listening",
+    )
+    # Several daemons that share a history.
+    replica: str | None = _setting(
+        replica_name,
+        "",
+        "name of this daemon among several; a label of its metrics",
+        "NAME",
+        of=(SERVE,),
+        group="several daemons",
+    )
+    announce: str | None = _setting(
+        str,
+        "",
+        "where the others and routers reach this daemon, if not at --address (which may be 0.0.0.0); HTTP "
+        "and metrics: the same host and their own ports",
+        "HOST:PORT",
+        of=(SERVE,),
+        group="several daemons",
+    )
+    history_ca: Path | None = _setting(
+        file,
+        "",
+        "with historys://…, the certificate authority of the history service, PEM",
+        "FILE",
+        of=(SERVE, HISTORY, LOOK),
+        group="several daemons",
+    )
+    # What operators watch.
+    metrics: str | None = _setting(
+        str,
+        "",
+        "serve GET /metrics for Prometheus and GET /health there; port 0: any free one",
+        "HOST:PORT",
+        of=(SERVE,),
+        group="watching",
+        common=True,
+    )
+    traces: bool | None = _setting(
+        switch,
+        "",
+        "an OpenTelemetry span for each turn, exported as the OTEL_* variables say; never text",
+        of=(SERVE,),
+        group="watching",
+    )
+    audit_log: Path | None = _setting(
+        file,
+        "",
+        "append what operators do, deletions and uses of tokens to this file, as JSON lines",
+        "FILE",
+        of=(SERVE,),
+        group="watching",
+    )
+    log_format: str = _setting(
+        choice("auto", "text", "json"),
+        "auto",
+        "auto: text on a terminal, else JSON lines",
+        "auto|text|json",
+        of=(SERVE, HISTORY),
+        group="watching",
+    )
+    journal: Path | None = _setting(
+        file,
+        "",
+        "append a journal of all iterations to this file (`pensieve simulate --journal` replays it)",
+        "FILE",
+        group="watching",
+    )
+    # `pensieve history`.
+    history_address: str = _setting(
+        str,
+        "127.0.0.1:50060",
+        "where to listen (port 0: any free one)",
+        "HOST:PORT",
+        of=(HISTORY,),
+        group="listening",
+        spelled="--address",
+    )
+    lease: float = _setting(
+        number(0.5, 3600),
+        "10",
+        "a daemon that is not heard of for so long has left: its conversations are anybody's",
+        "SECONDS",
+        of=(HISTORY,),
+        group="history",
+    )
+    event_log: Path | None = _setting(
+        file,
+        "",
+        "append who has which conversation, and since when, to this file, as JSON lines without text",
+        "FILE",
+        of=(HISTORY,),
+        group="history",
+    )
+    # `pensieve rank`.
+    leader: str | None = _setting(
+        str, "", "the engine's --rank-address", "HOST:PORT", of=(RANK,), group="several GPUs"
+    )
+    # Whoever talks to a daemon.
+    daemon: str | None = _setting(
+        str,
+        "",
+        "a daemon's HOST:PORT or unix:PATH; several that have one history with commas between",
+        "A",
+        of=(REACH,),
+        group="daemon",
+        spelled="--address",
+        common=True,
+    )
+    token: str | None = _setting(
+        str,
+        "",
+        "token for that daemon",
+        "TOKEN",
+        of=(REACH,),
+        group="daemon",
+        secret=True,
+        common=True,
+    )
+    tls: bool | None = _setting(
+        switch,
+        "",
+        "connect with TLS, and trust the authorities that this system trusts",
+        of=(REACH,),
+        group="daemon",
+        common=True,
+    )
+    tls_ca: Path | None = _setting(
+        file,
+        "",
+        "connect with TLS, and trust this authority alone, PEM",
+        "FILE",
+        of=(REACH,),
+        group="daemon",
+        common=True,
+    )
+    replicas: str | None = _setting(
+        str,
+        "",
+        "several daemons that are looked at as one; a name may be left out. Or history://HOST:PORT: those "
+        "that share this history",
+        "NAME=A,…",
+        of=(LOOK,),
+        group="daemon",
+    )
+    system: str | None = _setting(
+        str,
+        "",
+        "system prompt of new conversations",
+        "TEXT",
+        of=(TALK,),
+        group="talking",
+        common=True,
+    )
+    stats: bool | None = _setting(
+        switch,
+        "",
+        "print after each reply where its tokens came from",
+        of=(TALK,),
+        group="talking",
+        common=True,
+    )
+    plain: bool | None = _setting(
+        switch,
+        "",
+        "show replies as they come, and not as Markdown",
+        of=(TALK,),
+        group="talking",
+        common=True,
+    )
+    temperature: float | None = _setting(
+        number(0, 100),
+        "",
+        "temperature; 0 is greedy",
+        "T",
+        of=(TALK,),
+        group="sampling",
+        common=True,
+    )
+    top_p: float | None = _setting(
+        number(0, 1),
+        "",
+        "keep the likeliest tokens up to this share",
+        "P",
+        of=(TALK,),
+        group="sampling",
+        common=True,
+    )
+    min_p: float | None = _setting(
+        number(0, 1),
+        "",
+        "leave out tokens less likely than this share of the likeliest",
+        "P",
+        of=(TALK,),
+        group="sampling",
+        common=True,
+    )
+    top_k: int | None = _setting(
+        whole(0, 1 << 31),
+        "",
+        "keep so many of the likeliest tokens (0: all)",
+        "K",
+        of=(TALK,),
+        group="sampling",
+        common=True,
+    )
+    max_tokens: int | None = _setting(
+        whole(1, 1 << 31),
+        "",
+        "maximum tokens of a reply (default: 1024)",
+        "N",
+        of=(TALK,),
+        group="sampling",
+        common=True,
+    )
+    seed: int | None = _setting(
+        whole(0, (1 << 64) - 1),
+        "",
+        "of the random numbers",
+        "N",
+        of=(TALK,),
+        group="sampling",
+        common=True,
+    )
+    # For tests and measurements.
+    engine: str = _setting(
+        engine,
+        "model",
+        "echo: arithmetic instead of a model, with SECONDS for each iteration; separate: prompts in passes "
+        "of their own",
+        "model|echo[:SECONDS]|separate",
+        of=(INTERNAL,),
+    )
+    chunk_tokens: int = _setting(whole(1, 1024), "32", "tokens per chunk", of=(INTERNAL,))
+    staging_tokens: int = _setting(
+        whole(0, 1 << 31),
+        "0",
+        "of one layer, in both staging arenas (0: a tenth of the device tier; on a CPU no arenas)",
+        of=(INTERNAL,),
+    )
+    prompt_seconds: float = _setting(
+        number(0, 3600),
+        "0.05",
+        "how much longer an iteration may take for prompts beside replies, in seconds (0: no limit)",
+        of=(INTERNAL,),
+    )
+    share: int = _setting(
+        whole(0, 1 << 20),
+        "0",
+        "tokens of a reply after which a turn gives its place to one that waits (0: it keeps its place)",
+        of=(INTERNAL,),
+    )
+    cost: Path | None = _setting(
+        file,
+        "",
+        "a file of `pensieve profile --output`, in the place of the profile that was kept",
+        of=(INTERNAL,),
+    )
+    ranks_elsewhere: int = _setting(
+        whole(0, 4096),
+        "0",
+        "so many of the ranks are on other machines (0: those of all stages but the last one)",
+        of=(INTERNAL,),
+    )
+
+
+ALL: Table = tuple(replace(each.metadata["setting"], name=each.name) for each in fields(Settings))
+
+
+def settings_for(*concerned: str) -> Table:
+    """Those that concern one of these."""
+    return tuple(each for each in ALL if not set(concerned).isdisjoint(each.of))
+
+
+ENGINE_SETTINGS = settings_for(ENGINE)
+
+
+def settings_named(*names: str) -> Table:
+    return tuple(each for each in ALL if each.name in names)
+
+
+# Settings of earlier versions, and what to do instead.
+REMOVED = {
+    "chain_keep": "a conversation is found by its history for 30 days after its last reply",
+    "check_kv": "KV of the host tier is checked on CPUs",
+    "chunk_tokens": "a chunk has 32 tokens",
+    "connections_max": "there may be 512 connections; limit those of each peer in a firewall or proxy",
+    "cost": "run `pensieve profile`; what it keeps is used",
+    "echo_seconds": "it was for tests",
+    "engine": "it was for tests",
+    "grace": "a turn whose connection broke can be attached to for 5 seconds",
+    "heartbeat": "an engine that is silent for 30 seconds is started again",
+    "history_secret": "write cluster_secret",
+    "iteration_timeout": "an iteration may take 300 seconds; lower token_budget if it takes longer",
+    "keepalive": "connections are pinged every 30 seconds",
+    "log_turns": "each turn is logged; filter the logger pensieve.turns out with log_format json",
+    "metrics_alias": "metrics have one name each",
+    "prefill_ahead": "it gained nothing; raise turns_max for earlier first tokens",
+    "prompt_seconds": "prompts make an iteration at most 0.05 seconds longer; tbt sets an objective",
+    "rank_secret": "write cluster_secret",
+    "rank_wait": "the engine waits 300 seconds for ranks of other machines",
+    "ranks_elsewhere": "all stages but the last one are on other machines",
+    "reflection": "gRPC reflection is always offered; where clients need tokens, it needs one",
+    "request_keep": "a request_id is known for 7 days after its turn",
+    "scrub": "the whole history is read once in 7 days",
+    "share": "it made replies end later; raise turns_max for earlier first tokens",
+    "staging": "the arenas take a tenth of the device tier; stream off has none",
+    "staging_tokens": "the arenas take a tenth of the device tier; stream off has none",
+    "statement_timeout": "a job of the history may compute for 10 seconds",
+    "turns_waiting_max": "1024 turns may wait; token_file limits those of each tenant",
+    "vllm_engine": "routers speak to the APIs of --http",
+}
