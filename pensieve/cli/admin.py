@@ -14,17 +14,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pensieve.cli import admin_fleet, admin_jobs
+from pensieve.cli import admin_fleet
 from pensieve.cli.admin_stats import MIB, seconds_text, stats_table
 from pensieve.cli.flags import add_settings, tls_to, with_settings
 from pensieve.cli.plain_values import plain
 from pensieve.cli.reaching import address_of
 from pensieve.config import LOOK, REACH, Resolved, settings_for, settings_named
+from pensieve.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from pensieve.client import Job
     from pensieve.client.admin import Admin
+
+ACTIONS = ("list", "pause", "resume", "cancel", "delete")
 
 
 def add_parser(commands: Any) -> None:
@@ -85,8 +89,8 @@ def add_parser(commands: Any) -> None:
             )
     command("check", check, "recompute every invariant; exit code 1 if something is wrong")
     command("tenants", tenants, "what each tenant has taken, and its limits")
-    admin_jobs.add_arguments(
-        command("jobs", admin_jobs.jobs, "the batch jobs of all tenants: list them, or steer some")
+    add_job_arguments(
+        command("jobs", jobs, "the batch jobs of all tenants: list them, or steer some")
     )
     listed = command("prefixes", prefixes, "the declared prefixes of all tenants")
     listed.add_argument(
@@ -334,3 +338,101 @@ def _print(what: RenderableType) -> None:
     from pensieve.bench.report import print_whole
 
     print_whole(what)
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=ACTIONS,
+        default="list",
+        metavar="ACTION",
+        help="list (the default), pause, resume, cancel (what was answered stays) or delete (nothing stays)",
+    )
+    parser.add_argument(
+        "jobs", nargs="*", metavar="ID", help="ids of the jobs; for list: only these"
+    )
+    parser.add_argument(
+        "--tenant",
+        default="",
+        metavar="NAME",
+        help="the tenant that owns them, where several have one with this ID; for list: only its own",
+    )
+
+
+def jobs(admin: Admin, arguments: argparse.Namespace) -> int:
+    action, wanted, tenant = arguments.action, arguments.jobs, arguments.tenant
+    found = list(admin.jobs.list(all_tenants=True))
+    if tenant:
+        found = [job for job in found if job.tenant == tenant]
+    if action == "list":
+        shown = [job for job in found if not wanted or job.job_id in wanted]
+        _print_jobs(shown, arguments.json)
+        return 0
+    if not wanted:
+        raise InvalidArgument("ID", f"is needed: which jobs to {action}")
+    chosen = [_one(found, job_id) for job_id in wanted]  # all of them, before anything is done
+    done = [_act(admin, action, job) for job in chosen]
+    if arguments.json:
+        print(json.dumps({"jobs": done}))
+    else:
+        for each in done:
+            print(f"{each['job_id']}: {each['state']}")
+    return 0
+
+
+def _one(found: list[Job], job_id: str) -> Job:
+    """The job of this id; of several tenants' it must be said whose."""
+    matching = [job for job in found if job.job_id == job_id]
+    if not matching:
+        raise NotFound(f"there is no job {job_id!r}")
+    if len(matching) > 1:
+        tenants = ", ".join(sorted(job.tenant or "(none)" for job in matching))
+        raise InvalidArgument("--tenant", f"must be given: these have a job {job_id!r}: {tenants}")
+    return matching[0]
+
+
+def _act(admin: Admin, action: str, job: Job) -> dict[str, Any]:
+    if action == "delete":
+        admin.jobs.delete(job.job_id, tenant=job.tenant)
+        return {"job_id": job.job_id, "tenant": job.tenant, "state": "deleted"}
+    act = {"pause": admin.jobs.pause, "resume": admin.jobs.resume, "cancel": admin.jobs.cancel}
+    return _plain(act[action](job.job_id, tenant=job.tenant))
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    """With times in seconds."""
+    return {
+        name: value.timestamp() if hasattr(value, "timestamp") else value
+        for name, value in asdict(job).items()
+    }
+
+
+def _print_jobs(shown: list[Job], is_json: bool) -> None:
+    if is_json:
+        print(json.dumps({"jobs": [_plain(each) for each in shown]}))
+        return
+    if not shown:
+        print("no jobs")
+        return
+    from rich.table import Table
+
+    from pensieve.bench.report import print_whole
+
+    table = Table("job", "tenant", "name", "state", "lines", "answered", "refused", "saved", "left")
+    for column in table.columns[4:]:
+        column.justify = "right"
+    for job in shown:
+        saved = job.saved_tokens / job.prompt_tokens if job.prompt_tokens else 0.0
+        table.add_row(
+            job.job_id,
+            job.tenant,
+            job.name,
+            job.outcome or job.state,
+            f"{job.num_lines:,}",
+            f"{job.num_answered:,}",
+            f"{job.num_refused:,}",
+            f"{saved:.0%}" if job.prompt_tokens else "",
+            "" if job.seconds_left is None else seconds_text(job.seconds_left),
+        )
+    print_whole(table)

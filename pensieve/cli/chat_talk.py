@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -15,12 +17,13 @@ from typing import Any
 from pensieve.cli.chat_sampling import ChatSampling
 from pensieve.cli.chat_screen import Screen
 from pensieve.cli.ctrl_c import CtrlC
-from pensieve.cli.repetition import Repetition
 from pensieve.client import Client, Conversation, Message, Reply, Restarted, Turn, Usage
 from pensieve.client.requests import MessageInput
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnInterrupted
 
 NO_TURN = "there is no turn yet"
+PERIOD_TOKENS_MAX = 200  # a long paragraph
+REPEATED_TOKENS_MIN = 40
 
 
 @dataclass(frozen=True)
@@ -170,3 +173,28 @@ def cost_line(usage: Usage) -> str:
         f"first token {usage.first_token_seconds * 1e3:.0f} ms | "
         f"{usage.output_tokens} tokens at {rate:.1f}/s]"
     )
+
+
+class Repetition:
+    """Notices a reply that says the same over and over, while it streams.
+
+    For each period p it counts for how long each token has been the one p tokens before.  A reply repeats
+    itself once that has lasted for two more periods (so the same came three times) and for
+    REPEATED_TOKENS_MIN tokens (so that a row of dashes is none).  Lists and tables that differ in an item
+    break every count.
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque(maxlen=PERIOD_TOKENS_MAX)  # the newest first
+        self._lasted = [0] * PERIOD_TOKENS_MAX  # of period p at p - 1: equal tokens in a row
+
+    def push(self, token_ids: Iterable[int]) -> bool:
+        """Whether the reply repeats itself, with these tokens."""
+        found = False
+        for token in token_ids:
+            for index, before in enumerate(self._last):
+                lasted = self._lasted[index] + 1 if before == token else 0
+                self._lasted[index] = lasted
+                found |= lasted >= max(2 * (index + 1), REPEATED_TOKENS_MIN)
+            self._last.appendleft(token)
+        return found

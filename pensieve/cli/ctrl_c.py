@@ -24,7 +24,7 @@ readline begins to wait wakes nobody; a timer ends that wait a few times a secon
 (A line that is typed, or pasted, and entered in between is cleared with it.)
 
 *Why no word is lost.*  On Ctrl-C a terminal throws away what was written and not shown yet, unless NOFLSH
-is set, and so it is.  Nor does it write ^C, which would stand in rows that are written again (live_rows.py).
+is set, and so it is.  Nor does it write ^C, which would stand in rows that are written again (reply_view.py).
 
 When the program is about to end, SIGINT is ignored: a press must not disturb that.
 """

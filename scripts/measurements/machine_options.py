@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pensieve.cli.simulate_options import AUTO, tokens
+from pensieve.cli.simulate import AUTO, tokens
 from pensieve.sim import cost_file
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel
 from pensieve.sim.sweep import Room

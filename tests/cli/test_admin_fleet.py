@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pensieve.cli import admin_fleet_tables as tables
+from pensieve.cli import admin_fleet
 from pensieve.cli.main import main
 from pensieve.client.fleet import Answer, Replica
 from pensieve.errors import DeadlineExceeded, Unavailable
@@ -41,7 +41,7 @@ def admin(world: Replicas, *arguments: str, whole: bool = False) -> int:
 
 def shown(what: Any) -> str:
     out = io.StringIO()
-    Console(file=out, width=tables.WIDTH).print(what)
+    Console(file=out, width=admin_fleet.WIDTH).print(what)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -69,7 +69,7 @@ FOUND: tuple[Answer[Any], ...] = (
 
 def test_the_table_has_a_row_for_each_and_one_for_all() -> None:
     FOUND[0].value.replica = "z"  # type: ignore[union-attr]
-    assert shown(tables.stats(FOUND)) == (
+    assert shown(admin_fleet.stats_table(FOUND)) == (
         "replica          state          up  run  wait   cached  device  host   first p99     gap p99\n"
         "a                serving    12.3 d    3     0       17     64%   64%     12.3 ms     12.3 ms\n"
         "10.0.0.17:50051  serving    12.3 d  200    50  100,000     64%   64%  1,500.0 ms  1,500.0 ms\n"
@@ -88,7 +88,7 @@ def test_the_table_has_a_row_for_each_and_one_for_all() -> None:
 
 def test_a_long_name_takes_lines_and_not_columns() -> None:
     long = Answer(Replica("r" * 128, "h:1"), FOUND[1].value)
-    lines = shown(tables.stats([long, FOUND[0]])).splitlines()
+    lines = shown(admin_fleet.stats_table([long, FOUND[0]])).splitlines()
     assert max(len(line) for line in lines) <= 100
     assert sum(line.count("r" * 10) for line in lines) >= 2
     assert any("100,000" in line and "1,500.0 ms" in line for line in lines)
@@ -96,7 +96,7 @@ def test_a_long_name_takes_lines_and_not_columns() -> None:
 
 def test_markup_in_a_name_is_no_markup() -> None:
     odd: Answer[Any] = Answer(Replica("[red]a[/]", "h:1"), error=Unavailable("[bold]no[/bold]"))
-    text = shown(tables.stats([odd]))
+    text = shown(admin_fleet.stats_table([odd]))
     assert "[red]a[/] does not answer: [bold]no[/bold]" in text
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.cli.batch_progress import CLEAR, Progress, line_of, summary_of
+from pensieve.cli.batch import CLEAR, Progress, line_of, summary_of
 from pensieve.cli.main import main
 from pensieve.client import Client, Job
 from pensieve.launch import daemon as launch_daemon

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.cli.chat_commands import HELP, Commands
+from pensieve.cli.chat_terminal import HELP, Commands
 from pensieve.client import Message
 from tests.cli.terminal import CTRL_C, PROMPT, Terminal, text_of
 from tests.cli.test_chat_terminal import leave, said

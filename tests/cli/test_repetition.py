@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pensieve.cli.repetition import PERIOD_TOKENS_MAX, REPEATED_TOKENS_MIN, Repetition
+from pensieve.cli.chat_talk import PERIOD_TOKENS_MAX, REPEATED_TOKENS_MIN, Repetition
 
 
 def noticed_after(tokens: list[int]) -> int | None:

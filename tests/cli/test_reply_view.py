@@ -8,10 +8,9 @@ import re
 
 import pytest
 
-from pensieve.cli.live_rows import LiveRows
 from pensieve.cli.markdown import without_control
 from pensieve.cli.reply_blocks import BLOCK_CHARACTERS_MAX, CODE_LINES_MAX, Blocks
-from pensieve.cli.reply_view import ReplyView
+from pensieve.cli.reply_view import LiveRows, ReplyView
 from tests.cli.screen import TerminalScreen
 
 REPLY = """# A title

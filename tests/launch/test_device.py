@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from pensieve.errors import ConfigError, DeviceError
-from pensieve.launch import device as device_module
 from pensieve.launch import model_ranks
-from pensieve.launch.device import chosen_device, usable_device
+from pensieve.launch.model_ranks import chosen_device, usable_device
 from tests.launch.settings import settings_of
 
 
@@ -42,7 +41,7 @@ def test_auto_falls_back_to_the_cpu_where_the_gpu_cannot_be_used(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(device_module, "_check_kernels", refuse)
+    monkeypatch.setattr(model_ranks, "_check_kernels", refuse)
     monkeypatch.setattr(model_ranks, "load", lambda folder, device, **_: loaded.append(device))
     lines: list[str] = []
     with ExitStack() as undo:
@@ -78,7 +77,7 @@ def test_fp8_on_a_cpu_is_said_to_be_slow_also_where_a_gpu_cannot_be_used(
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-        monkeypatch.setattr(device_module, "_check_kernels", refuse)
+        monkeypatch.setattr(model_ranks, "_check_kernels", refuse)
         assert usable_device(settings_of(kv_dtype="fp8"), lines.append) == torch.device("cpu")
         told[has_gpu] = lines
     (slow,) = told[False]
