@@ -1,6 +1,6 @@
 """Which streamed turns of an iteration attend together, and the pages that each group stages.
 
-A group's pages fill a staging arena at most (`packed` says which turns make a group, and in which order).
+A group's pages fill a staging arena at most (`packed` chooses the turns of a group, and the order).
 Turns that begin with the same chunks are kept together as far as an arena holds them, so what they share is
 copied once for all of them.
 
@@ -13,14 +13,15 @@ PACK_EVERY iterations, and once as many turns have come and left as half of them
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from pensieve.core.cache_config import CacheConfig
 from pensieve.core.iteration import PageGroup, Slice
 from pensieve.core.iteration_cost import work_of
 from pensieve.core.prefix_tree import Branch, Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.stream_packing import Item, packed
 from pensieve.core.turn import Turn
 
 PACK_EVERY = 512
@@ -32,6 +33,11 @@ GROWING = (
 SLACK = (
     1 / 16
 )  # of an arena, is left to a group that was full, so that it is not full again at once
+MANY_GROUPS = (
+    40  # finer groups gain nothing: what the ends of the lanes cost is one part in so many
+)
+SOME_GROUPS = 12
+LOOKED_AT = 16  # turns that are looked at for one with few enough pages, from the longest down
 PathOf = Callable[[Turn], list[Branch]]
 
 
@@ -262,3 +268,260 @@ def _is_alone(turn: Turn) -> bool:
 def _length(branch: Branch, stop: int) -> int:
     """How many of its chunks are among the first `stop` of a context."""
     return max(min(branch.end, stop) - branch.start, 0)
+
+
+# -- which turns make a group: the packing --
+
+
+class Item(NamedTuple):
+    """A streamed turn, or turns that share pages, in one layer."""
+
+    pages: int
+    copy_seconds: float  # of its pages in and of what it writes out
+    attention_seconds: float
+
+
+Groups = list[list[int]]  # indexes of items
+
+
+def packed(
+    items: Sequence[Item], pages_max: int, before_seconds: float = 0.0, group_seconds: float = 0.0
+) -> Groups:
+    """Return groups of at most `pages_max` pages each, in an order in which a layer ends early.
+
+    A layer has two lanes.  The copy lane loads one group after the other.  The compute lane is first busy for
+    `before_seconds` (the dense parts, the attention of resident turns), and then attends to one group after
+    the other, each with `group_seconds` more for its launches.  There are two staging arenas, so
+
+        load(g)       begins when load(g - 1) and attention(g - 2) have ended
+        attention(g)  begins when load(g) and attention(g - 1) have ended
+
+    From the second group on, load(g + 1) and attention(g) begin at the same moment, and the next two begin
+    when both have ended.  So a group should copy for as long as the group in front of it attends.
+
+    Some divisions are tried, each in its best order (`_ordered`): groups that are filled so (`_Filling`), the
+    same with two in front that fill their arenas, each item by itself, and all items together.
+    """
+    if not items:
+        return []
+    assert 0 < pages_max >= max(item.pages for item in items)
+    num, fewest = len(items), -(-sum(item.pages for item in items) // pages_max)
+    copying = sum(item.copy_seconds for item in items)
+    attention = sum(item.attention_seconds for item in items)
+    most = MANY_GROUPS
+    if group_seconds > 0:  # what the ends cost falls with the number of groups, and launches rise
+        most = min(most, int((min(copying, attention) / group_seconds) ** 0.5))
+    most = min(num, max(most, fewest))
+    copies_longer = copying > before_seconds + attention + fewest * group_seconds
+    filling = _Filling(items, pages_max, before_seconds, leader=0 if copies_longer else 1)
+    divisions = [
+        filling.groups(most),
+        filling.groups(min(most, max(fewest, SOME_GROUPS)), full_ahead=2),
+        [[index] for index in range(num)],
+    ]
+    if fewest == 1:
+        divisions.append([list(range(num))])
+    ordered = (_ordered(each, items, before_seconds, group_seconds) for each in divisions)
+    return min(ordered, key=lambda found: found[1])[0]
+
+
+class _Filling:
+    """Fills groups one by one: the longest first, then the longest that fits the gap.
+
+    This is figure 9 of the FluidInfer paper.  Lengths are shares of all copying and of all attention.  Lane 0
+    has the items whose share of the copying is the larger one (or equal), lane 1 the others; a gap is what a
+    group still lacks in each.  The lane that lags further behind its gap chooses the next item.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], pages_max: int, before_seconds: float, leader: int
+    ) -> None:
+        """The lane that takes longer leads: groups take of the other what the leader took of the group
+        before."""
+        self._pages_max, self._leader = pages_max, leader
+        self._pages_min = min(item.pages for item in items)
+        copying = sum(item.copy_seconds for item in items) or 1.0
+        attention = sum(item.attention_seconds for item in items) or 1.0
+        self._attention_per_copying = attention / copying
+        # Two loads lie before the end of the first attention: so long each, to end with it.
+        self._head = before_seconds / copying / (2.0 - min(1.0, attention / copying))
+        self._lanes: tuple[list[tuple[float, int, int, float]], ...] = ([], [])
+        for index, item in enumerate(items):
+            c, a = item.copy_seconds / copying, item.attention_seconds / attention
+            if c * (1 + 1e-9) >= a:
+                self._lanes[0].append((c, -index, item.pages, a))
+            else:
+                self._lanes[1].append((a, -index, item.pages, c))
+        for lane in self._lanes:
+            lane.sort()
+
+    def groups(self, count: int, full_ahead: int = 0) -> Groups:
+        """About so many; the first `full_ahead` fill their arenas with copying."""
+        lanes = [list(lane) for lane in self._lanes]
+        lengths = [[entry[0] for entry in lane] for lane in lanes]
+        left = [1.0, 1.0]
+        last = [0.0, 0.0]  # what the group before took
+        groups: Groups = []
+        while lanes[0] or lanes[1]:
+            is_full = len(groups) < full_ahead and bool(lanes[0])
+            share = 1.0 / max(1, count - len(groups))
+            gap = [left[0] * share, left[1] * share]
+            sides: tuple[int, ...] = (0, 1)
+            if is_full:
+                sides, gap[1] = (0,), 0.0
+            elif full_ahead:
+                if gap[0] > 0:  # as long as the one before attends
+                    factor = max(1.0, last[1] * self._attention_per_copying / gap[0])
+                    gap = [gap[0] * factor, gap[1] * factor]
+            else:
+                sides, gap = self._following(count, len(groups), lanes, gap, last)
+            was = list(left)
+            group: list[int] = []
+            room = self._pages_max
+            while not group or room >= self._pages_min:
+                first = sides[0] if gap[0] >= gap[1] else sides[-1]
+                for lane in (first, 1 - first) if len(sides) == 2 else sides:
+                    keys, entries = lengths[lane], lanes[lane]
+                    at = len(keys) - 1
+                    if group and not is_full:
+                        at = bisect_right(keys, gap[lane] * 1.0001) - 1
+                    stop = max(-1, at - LOOKED_AT)
+                    while at > stop and entries[at][2] > room:
+                        at -= 1
+                    if at > stop:
+                        break
+                else:
+                    break
+                length, negative, pages, other = entries.pop(at)
+                del keys[at]
+                group.append(-negative)
+                room -= pages
+                gap[lane] -= length
+                gap[1 - lane] -= other
+                left[lane] -= length
+                left[1 - lane] -= other
+            last = [was[0] - left[0], was[1] - left[1]]
+            groups.append(group)
+        return groups
+
+    def _following(
+        self,
+        count: int,
+        at: int,
+        lanes: Sequence[Sequence[object]],
+        gap: list[float],
+        last: Sequence[float],
+    ) -> tuple[tuple[int, ...], list[float]]:
+        """From which lanes the next group is filled, and with how much."""
+        leader = self._leader
+        if at == 0 and lanes[leader]:
+            gap[1 - leader] = 0.0
+            return (leader,), gap
+        if at < 3 and 0 < gap[0] < self._head:
+            return (0, 1), [self._head, gap[1] * self._head / gap[0]]
+        if lanes[leader]:
+            gap[1 - leader] *= last[leader] * count
+        return (0, 1), gap
+
+
+def makespan(
+    groups: Groups, items: Sequence[Item], before_seconds: float = 0.0, group_seconds: float = 0.0
+) -> float:
+    """When the last attention of the layer ends."""
+    copies, attentions = _sums(groups, items, group_seconds)
+    return _end(range(len(groups)), copies, attentions, before_seconds)
+
+
+def _sums(
+    groups: Groups, items: Sequence[Item], group_seconds: float
+) -> tuple[list[float], list[float]]:
+    copies = [sum([items[index][1] for index in group]) for group in groups]
+    attentions = [sum([items[index][2] for index in group]) + group_seconds for group in groups]
+    return copies, attentions
+
+
+def _end(
+    order: Sequence[int], copies: Sequence[float], attentions: Sequence[float], before: float
+) -> float:
+    if not order:
+        return before
+    first = copies[order[0]]
+    now = max(first, before) + attentions[order[0]]
+    if len(order) == 1:
+        return now
+    now = max(now, first + copies[order[1]])
+    last = attentions[order[1]]
+    for each in order[2:]:
+        copy = copies[each]
+        now += copy if copy > last else last
+        last = attentions[each]
+    return now + last
+
+
+def _ordered(
+    groups: Groups, items: Sequence[Item], before: float, group_seconds: float
+) -> tuple[Groups, float]:
+    """The groups in an order, and its makespan: the least if nothing is before the first attention."""
+    copies, attentions = _sums(groups, items, group_seconds)
+    every = range(len(groups))
+    orders = [path_of(every, copies, attentions, before)]
+    if before > 0 and len(groups) > 1:
+        quickest = min(every, key=lambda i: max(before - copies[i], 0.0) + attentions[i])
+        for first in dict.fromkeys((orders[0][0], quickest)):
+            rest = [i for i in every if i != first]
+            gap = max(before - copies[first], 0.0) + attentions[first]
+            orders.append([first, *path_of(rest, copies, attentions, gap)])
+    ends = [_end(order, copies, attentions, before) for order in orders]
+    end = min(ends)
+    return [groups[index] for index in orders[ends.index(end)]], end
+
+
+def path_of(
+    members: Sequence[int], copies: list[float], attentions: list[float], gap: float
+) -> list[int]:
+    """The order with the least sum of max(attention, the next one's copying), where `gap` is in front.
+
+    Gilmore and Gomory (1964): attentions and copies matched in sorted order have the least sum; it is made
+    one cycle by the cheapest exchanges of neighbours, those that lift carried out from above, the others from
+    below.  Member 0 here is the start, whose attention is the gap, and the end, which copies nothing.
+    """
+    a = [gap, *[attentions[i] for i in members]]
+    c = [0.0, *[copies[i] for i in members]]
+    num = len(a)
+    by_a = sorted(range(num), key=a.__getitem__)
+    by_c = sorted(range(num), key=c.__getitem__)
+    after = [0] * num
+    for i, j in zip(by_a, by_c, strict=True):
+        after[i] = j
+    cycle = [-1] * num  # a forest: the root names the cycle
+    for start in range(num):
+        at = start
+        while cycle[at] < 0:
+            cycle[at] = start
+            at = after[at]
+    exchanges = []
+    for k in range(num - 1):
+        if cycle[by_a[k]] != cycle[by_a[k + 1]]:
+            low, high, below, above = a[by_a[k]], a[by_a[k + 1]], c[by_c[k]], c[by_c[k + 1]]
+            cost = max(low, above) + max(high, below) - max(low, below) - max(high, above)
+            exchanges.append((cost, k))
+    lifting: list[int] = []
+    others: list[int] = []
+    for _, k in sorted(exchanges):
+        i, j = by_a[k], by_a[k + 1]
+        while cycle[i] != i:
+            i = cycle[i]
+        while cycle[j] != j:
+            j = cycle[j]
+        if i != j:
+            cycle[j] = i
+            (lifting if c[by_c[k]] >= a[by_a[k]] else others).append(k)
+    for k in sorted(lifting, reverse=True) + sorted(others):
+        i, j = by_a[k], by_a[k + 1]
+        after[i], after[j] = after[j], after[i]
+    path = []
+    at = after[0]
+    while at:
+        path.append(members[at - 1])
+        at = after[at]
+    return path

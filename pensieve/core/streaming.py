@@ -7,7 +7,7 @@ share of it:
 
     n / seconds rises with it
 
-where n turns run and `seconds` is what their iteration takes (stream_cost.py, which learns it).  Some of that
+where n turns run and `seconds` is what their iteration takes (`StreamCost` learns it).  Some of that
 is for the first streamed turn alone, so those that wait are looked at together: `auto` streams as many of
 them, in their order, as are predicted to deliver most, if that is GAIN times of what is delivered now.  An
 objective for the time between tokens is kept (`--tbt`).  `on` streams whatever it can, `off` nothing.
@@ -36,13 +36,16 @@ from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.prefill_order import may_join, next_waiting
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.stream_cost import Load, StreamCost
 from pensieve.core.turn import QUEUE_ORDER, Turn
 
 GAIN = 1.05
 TRIED_FOR = 16
 PAUSE_MIN, PAUSE_MAX = 64, 1024
 LOOKED_AT_MAX = 32  # turns that wait, in one plan
+FADING = 0.97  # of an observation's weight, with each that follows
+PULL = 1.5  # of what was configured, in observations of a term
+NEVER_SEEN = 1e-12  # of a term that nothing was observed of
+CONFIGURED = (1.0, 0.0, 1.0, 1.0)
 
 
 class _Planned(NamedTuple):
@@ -60,10 +63,7 @@ class Streaming:
         self.cost = StreamCost(config, cache.staging_pages)
         self._uncommitted: deque[_Planned] = deque()
         self._committed_at = float("-inf")
-        self._paused, self._pause = (
-            0,
-            PAUSE_MIN,
-        )  # so many iterations without: now, and the next time
+        self._paused, self._pause = 0, PAUSE_MIN  # iterations without: now, and the next time
         self._num_streamed = 0  # iterations since it began
         self.required_pages = 0  # for one that could return
         self.lacked = False  # a turn lacked pages in the last plan
@@ -187,3 +187,105 @@ def load_of(running: Iterable[Turn]) -> Load:
         if not turn.warm:
             load = load.with_turn(len(turn.tokens), len(turn.chunks) if turn.streamed else 0)
     return load
+
+
+class Load(NamedTuple):
+    """What an iteration holds in which some turns generate."""
+
+    num_turns: int
+    num_positions: int
+    num_pages: int  # of streamed turns
+
+    def with_turn(self, num_tokens: int, num_pages: int = 0) -> Load:
+        return Load(self.num_turns + 1, self.num_positions + num_tokens, self.num_pages + num_pages)
+
+
+class StreamCost:
+    """Learn what iterations take with streamed turns and without.
+
+    What is predicted (iteration_cost.py) is often off: costs may be estimates, rows become dearer when a
+    batch is large, and how well copies hide behind computing depends on the machine.  So the seconds of an
+    iteration in which turns generate are taken to be
+
+        a · predicted + b · rows + c · groups + d · copies
+
+    Each term is in seconds as configured (a pass, its dense part per token, `group_seconds`, `copy_seconds`).
+    The factors are fitted to the last iterations by least squares of the relative error, and old iterations
+    fade. The factors are pulled towards 1, 0, 1, 1, which also are the answer before anything is measured,
+    and none is negative.  An iteration that was late for another reason has a relative error below 1, and one
+    iteration weighs less than what was configured, so it changes little.
+    """
+
+    def __init__(self, config: SchedulerConfig, pages_max: int) -> None:
+        """A group has so many pages at most."""
+        self._config, self._pages_max = config, max(pages_max, 1)
+        size = len(CONFIGURED)
+        # Of the terms, over the seconds squared.
+        self._products = [[0.0] * size for _ in range(size)]
+        self._sums = [0.0] * size
+        self._counts = [0.0] * size  # observations of each term
+        self._factors: Sequence[float] | None = CONFIGURED  # None: to be fitted
+
+    def seconds(self, load: Load) -> float:
+        if self._factors is None:
+            self._factors = self._fitted()
+        terms = self._terms(load)
+        return sum(factor * term for factor, term in zip(self._factors, terms, strict=True))
+
+    def took(self, load: Load, seconds: float) -> None:
+        """An iteration with this load."""
+        if seconds <= 0.0 or not load.num_turns:
+            return
+        shares = [term / seconds for term in self._terms(load)]
+        for row, own in zip(self._products, shares, strict=True):
+            for column, other in enumerate(shares):
+                row[column] = FADING * row[column] + own * other
+        self._sums = [FADING * known + own for known, own in zip(self._sums, shares, strict=True)]
+        self._counts = [
+            FADING * known + (own > 0.0) for known, own in zip(self._counts, shares, strict=True)
+        ]
+        self._factors = None
+
+    def _terms(self, load: Load) -> tuple[float, float, float, float]:
+        config, (count, positions, pages) = self._config, load
+        cost = config.cost
+        return (
+            cost.pass_seconds(count, positions, positions, count),
+            cost.dense_seconds_per_token * count,
+            config.group_seconds * -(-pages // self._pages_max),
+            config.copy_seconds * pages,
+        )
+
+    def _fitted(self) -> list[float]:
+        """Terms whose factor would be negative are left out, the lowest first."""
+        products, used = self._products, list(range(len(CONFIGURED)))
+        pulls = [PULL * products[i][i] / max(self._counts[i], 1.0) + NEVER_SEEN for i in used]
+        factors = [0.0] * len(CONFIGURED)
+        while used:
+            found = solved(
+                [[products[i][j] + (pulls[i] if i == j else 0.0) for j in used] for i in used],
+                [self._sums[i] + pulls[i] * CONFIGURED[i] for i in used],
+            )
+            lowest = min(range(len(used)), key=found.__getitem__)
+            if found[lowest] >= 0.0:
+                for i, factor in zip(used, found, strict=True):
+                    factors[i] = factor
+                break
+            del used[lowest]
+        return factors
+
+
+def solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Solve a system whose matrix is symmetric and positive definite, by elimination."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i in range(size):
+        for below in rows[i + 1 :]:
+            factor = below[i] / rows[i][i]
+            for j in range(i, size + 1):
+                below[j] -= factor * rows[i][j]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(rows[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (rows[i][size] - rest) / rows[i][i]
+    return found

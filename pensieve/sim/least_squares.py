@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pensieve.core.streaming import solved
+
 RIDGE = 1e-12  # relative: columns that are proportional share what they explain
 PROMISE_MIN = 1e-9  # of the largest: less is rounding
 
@@ -85,19 +87,3 @@ def nonnegative_many(products: Sequence[Sequence[float]], targets: Sequence[floa
                 found[i] = 0.0
             chosen = [i for i in chosen if i not in left]
     return [value / scale for value, scale in zip(found, scales, strict=True)]
-
-
-def solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Gauss's elimination, for a positive definite matrix."""
-    rows = [[*row, known] for row, known in zip(matrix, right, strict=True)]
-    size = len(rows)
-    for i, row in enumerate(rows):
-        for below in rows[i + 1 :]:
-            factor = below[i] / row[i]
-            for k in range(i, size + 1):
-                below[k] -= factor * row[k]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(rows[i][k] * found[k] for k in range(i + 1, size))
-        found[i] = (rows[i][size] - known) / rows[i][i]
-    return found

@@ -8,7 +8,7 @@ import pytest
 
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.stream_cost import Load, StreamCost, solved
+from pensieve.core.streaming import Load, StreamCost, solved
 
 COST = IterationCost(1e-3, 2e-2, 0.0, 1e-6, 0.0)
 CONFIG = SchedulerConfig(cost=COST, copy_seconds=1e-4, group_seconds=1e-3)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from pensieve.core import stream_groups, stream_packing
+from pensieve.core import stream_groups
 from pensieve.core.cache_config import CacheConfig
 from pensieve.core.iteration import Iteration
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.stream_cost import Load, StreamCost
 from pensieve.core.streamed_pages import StreamedPages
-from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR
+from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR, Load, StreamCost
 from pensieve.core.turn import Turn, TurnState
 from tests.core.world import Stage
 
@@ -128,9 +127,9 @@ def test_groups_are_kept_and_arranged_anew_when_they_do_not_fit() -> None:
 def test_who_comes_and_leaves_does_not_have_all_packed_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packings = []
+    packings, packed = [], stream_groups.packed
     monkeypatch.setattr(
-        stream_groups, "packed", lambda *given: packings.append(1) or stream_packing.packed(*given)
+        stream_groups, "packed", lambda *given: packings.append(1) or packed(*given)
     )
     monkeypatch.setattr(stream_groups, "CHANGED_SHARE", 100.0)  # a few turns change by halves soon
     world = stage(host_pages=400, staging_pages=12)
