@@ -27,10 +27,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from pensieve.bench.checks import check_close
 from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, machine, progress
-from pensieve.errors import InvalidArgument
+from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.kernels import cpu_library, multi_token_attention
 from pensieve.kernels.attention import reference
 from pensieve.kernels.kv_format import dequantised, quantised
@@ -362,3 +361,19 @@ def plot(rows: Sequence[Row], path: Path, facts: Sequence[str]) -> None:
             [max(each) for each in ratios],
         )
     sheet.save(path)
+
+
+def check_close(
+    name: str,
+    answer: torch.Tensor,
+    right: torch.Tensor,
+    tolerance: dict[torch.dtype, float],
+    where: str = "",
+) -> float:
+    """Check a result before it is timed, so that no wrong result gets a figure.
+
+    How far an answer is from the one in float32; an error if that is too far for its type."""
+    worst = float((answer.float() - right).abs().max())
+    if not worst <= tolerance[answer.dtype]:  # nor NaN
+        raise PensieveError(f"{name} is off by {worst}{where}")
+    return worst

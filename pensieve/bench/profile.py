@@ -1,7 +1,7 @@
 """`pensieve profile` measures what iterations and copies of a model cost on this machine.
 
 An engine's executor is built as `pensieve serve` builds it, with tiers as large, and driven with synthetic
-iterations (profile_points.py, profile_driver.py, profile_measure.py).  From their times come
+iterations (profile_points.py, profile_driver.py).  From their times come
 
     the cost of iterations    fitted to the designed ones (sim/fit_points.py); its error is that of mixes
                               which were drawn at random and not fitted
@@ -23,8 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pensieve.bench.plots import Sheet
-from pensieve.bench.profile_driver import CopyTimes, Driver
-from pensieve.bench.profile_measure import QUICK_ROUNDS, ROUNDS, Measured, measured
+from pensieve.bench.profile_driver import (
+    QUICK_ROUNDS,
+    ROUNDS,
+    CopyTimes,
+    Driver,
+    Measured,
+    measured,
+)
 from pensieve.bench.profile_points import CHUNKS, DECODES, Limits, Point, points_of
 from pensieve.bench.report import Report, machine, progress
 from pensieve.config import Settings

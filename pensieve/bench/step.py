@@ -38,8 +38,7 @@ from pensieve.bench.report import Report, machine, percentile, progress
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument, PensieveError
-from pensieve.kernels.layer.cpu import Layer
-from pensieve.kernels.layer.cpu_parts import PARTS, measured_parts
+from pensieve.kernels.layer.cpu import PARTS, Layer, measured_parts
 from pensieve.launch.memory_nodes import spread_memory
 from pensieve.model.attention import PagedPass
 from pensieve.model.batch import Batch

@@ -1,26 +1,18 @@
-"""When each pipeline stage is free, as far as commits tell, and how long the next iteration may take in each.
+"""Estimate when pipeline stages become free, and how long the next iteration may take.
 
-With S stages, S iterations are in flight, and a turn's next token comes when the iteration that has its
-last one in it has left all stages.  An iteration that takes c in each stage leaves stage i at
+With S stages, S iterations are in flight.  An iteration that takes c seconds per stage leaves stage i at
 
     left[i] = max(left[i-1], free[i]) + c
 
-where left[-1] is when it was planned, and free[i] when the iteration before has left stage i.  So what turns
-wait for is not the time of their own iteration alone.  Where iterations of d are followed by one of c > d,
-that one takes c + (c - d) from the last commit to its own, since the stage behind stood idle; and another one
-of c holds up its own turns by 3c - d, though two of c would be within 2c if they went on.  Therefore
+where left[-1] is when it was planned, and free[i] when the iteration before has left stage i.
 
-* what is *learned* from the time between two commits is the c that explains it: the largest with which the
-  iteration would have left by then (`committed`).  A bubble is no slowness;
-* what is *allowed* is the largest c with which this iteration, and those behind it, as many as there are in
-  flight and all of c, leave in time for their turns (`longest`).  Without those behind it one micro-batch
-  would take all that the objective has room for, and the others could never carry a prompt.  After iterations
-  of d it is (2C + d) / 3 with two stages, where C is what is allowed of iterations that are all alike.
+`committed` infers c from the time between two commits: the largest c with which the iteration would have left
+by then.  So a pipeline bubble is not mistaken for slow compute.  `longest` returns the largest c with which
+this iteration meets the objective, and those behind it do, as many as are in flight, if they take c as well.
+Without those behind it one micro-batch would take all that the objective has room for.
 
-Both are answers of one kind.  The longest way through the stages, from stage i on, to where the j-th
-iteration behind it leaves the last one, is S - i + j times c: so each is the least of a few quotients.
-
-Stages are taken to be alike; then c is that of the slowest, and the others are free sooner than is thought.
+The longest way from stage i to where the j-th iteration behind leaves the last stage is S - i + j times c, so
+both answers are the least of a few quotients.  All stages are assumed equally fast; c is the slowest stage's.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from pensieve.model.free_memory import free_for_kv
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import IN_PLACE, KVMemory
-from pensieve.model.parallel.executor import ParallelExecutor
-from pensieve.model.parallel.staged_executor import StagedExecutor
+from pensieve.model.parallel.executor import ParallelExecutor, StagedExecutor
 from pensieve.model.parallel.stages import StageModel
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.model.shape import ModelShape
@@ -103,7 +102,7 @@ def _graphs(
 
 
 class BuiltExecutor(NamedTuple):
-    executor: TorchExecutor | ParallelExecutor | StagedExecutor
+    executor: TorchExecutor | ParallelExecutor
     ranks: ModelRanks
     tiers: Tiers
     checksums: PageChecksums | None
@@ -140,7 +139,7 @@ def build_executor(
         ranks.model, tiers.memory, sampler, tokenizer, graphs=graphs, checksums=checksums
     )
     undo.callback(own.close)
-    executor: TorchExecutor | ParallelExecutor | StagedExecutor = own
+    executor: TorchExecutor | ParallelExecutor = own
     if isinstance(ranks.model.flat, StageModel):
         assert ranks.leader is not None
         ranks.model.flat.connect()

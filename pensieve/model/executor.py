@@ -50,9 +50,10 @@ from pensieve.core.iteration import (
 )
 from pensieve.model.batch import SampledIds
 from pensieve.model.constraints import Constraints
-from pensieve.model.forward import Computed, Forward, copier_for, is_out_of_memory
+from pensieve.model.forward import Computed, Forward, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.checksums import PageChecksums
+from pensieve.model.kv.copier import copier_for
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampling.penalties import Row, TurnLog

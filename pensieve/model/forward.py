@@ -29,13 +29,8 @@ from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch, SampledIds
 from pensieve.model.graphs import DecodeGraphs, work_of
 from pensieve.model.kv.copier import Copier
-from pensieve.model.kv.copier_cpu import CpuCopier
-from pensieve.model.kv.copier_cuda import CudaCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves
-from pensieve.model.kv.streamer import Streamer
-from pensieve.model.kv.streamer_cpu import CpuStreamer
-from pensieve.model.kv.streamer_cuda import CudaStreamer
-from pensieve.model.kv.streamer_in_place import InPlaceStreamer, in_host_pages
+from pensieve.model.kv.streamer import in_host_pages, streamer_for
 from pensieve.model.shared_pages import SharedSearch
 from pensieve.model.streamed_pass import StreamedPass, parts_of
 
@@ -54,19 +49,6 @@ class Computed(NamedTuple):
     newest_ids: torch.Tensor  # int64 (rows): the tokens that the rows were computed from
     turn_ids: tuple[int, ...]
     positions: tuple[int, ...]  # where a sampled token will stand
-
-
-def copier_for(memory: KVMemory) -> Copier:
-    return CpuCopier(memory) if memory.device_arena.device.type == "cpu" else CudaCopier(memory)
-
-
-def streamer_for(memory: KVMemory) -> Streamer | None:
-    """None where no turn can be streamed."""
-    if memory.in_place:
-        return InPlaceStreamer(memory)
-    if not memory.staging_pages:
-        return None
-    return CpuStreamer(memory) if memory.device_arena.device.type == "cpu" else CudaStreamer(memory)
 
 
 class Forward:

@@ -15,8 +15,9 @@ import torch
 
 from pensieve.core.iteration import Slice
 from pensieve.core.sampling import Sampling
-from pensieve.model.forward import Forward, copier_for
+from pensieve.model.forward import Forward
 from pensieve.model.graphs import ROWS_MAX
+from pensieve.model.kv.copier import copier_for
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampling.penalties import Row, TurnLog

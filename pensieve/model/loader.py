@@ -38,7 +38,7 @@ from pensieve.model.layer_range import (
     number_from_zero,
 )
 from pensieve.model.parallel.ranks import ParallelModel, Rank
-from pensieve.model.parallel.stages import StageModel
+from pensieve.model.parallel.stages import StageModel, shards_of, without_elsewhere
 from pensieve.model.probe import FusionFailed, probe, with_scales_of_all
 from pensieve.model.shape import ModelShape
 
@@ -257,8 +257,6 @@ def _read_stage(
     body: dict[str, Any] = {"__init__": cut_at_once, "__module__": whole.__module__}
     shared = {}
     if rank.num_shards > 1:
-        from pensieve.model.parallel.shards import shards_of, without_elsewhere
-
         body |= {
             "prepare_distribute_model": shards_of(rank),
             "_expand_parallel_plan": without_elsewhere,

@@ -39,14 +39,25 @@ from typing import Any
 import jinja2
 
 from pensieve.errors import InvalidArgument, ModelError
-from pensieve.text.message import MESSAGES_MAX, ROLES, Message, Setting, plain
+from pensieve.text.message import (
+    MESSAGES_MAX,
+    ROLES,
+    Arguments,
+    Message,
+    Setting,
+    ToolCall,
+    plain,
+    plain_text,
+)
 from pensieve.text.sandbox import Sandbox
-from pensieve.text.template_messages import REPLY, ROLE, as_template_sees, skeleton
 from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
 
 FOLLOWING = ("a", "b")  # of a user, where nothing is known of what follows a head
 BORDERS_MAX = 128  # messages whose ends are looked for; each costs one rendering
+REPLY = "\udfff"  # stands in for the reply before the messages of a delta
+# A template may join a role to a control token ("<|" + role + "|>"), so roles are marked as its own text.
+ROLE = {role: written(role) for role in ROLES}
 MARK = "\udffe"  # stands in for content when a template is tested
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 FAILURES = (
@@ -104,7 +115,7 @@ class ChatTemplate:
         self._strings = {name: written(text) for name, text in tokenizer.special_strings.items()}
         self.options = {name for name in names - GIVEN if not name.endswith("_token")}
         self._refused_first = self._refusals([])
-        self._refused_later = self._refusals(skeleton(None))
+        self._refused_later = self._refusals(_skeleton(None))
         for role in ("user", "assistant"):
             why = self._refused_first.get(role) or self._refused_later.get(role)
             if why is not None and self._takes_parts():
@@ -191,13 +202,13 @@ class ChatTemplate:
     ) -> Delta:
         """What follows a log that ends with a reply; `last_token_id` is the reply's last token."""
         new = self._checked(messages, setting, self._refused_later)
-        past = skeleton(None)
+        past = _skeleton(None)
         try:
             text = self._after_reply(past, new, setting)
         except InvalidArgument:
             if new[0]["role"] != "tool":
                 raise
-            past = skeleton(new[0])  # some templates need the tool call that is answered
+            past = _skeleton(new[0])  # some templates need the tool call that is answered
             text = self._after_reply(past, new, setting)
         encoded = self.tokenizer.encode(text)
         borders = self._borders(text, past, new, setting)
@@ -213,7 +224,7 @@ class ChatTemplate:
     def continuation(self, messages: Sequence[Message], setting: Setting) -> TemplateText:
         """The text of a delta after a reply that has no end-of-turn token yet."""
         new = self._checked(messages, setting, self._refused_later)
-        return self._after_reply(skeleton(None), new, setting)
+        return self._after_reply(_skeleton(None), new, setting)
 
     # -- what comes in --
 
@@ -241,7 +252,7 @@ class ChatTemplate:
                 raise InvalidArgument("role", f"{message.role!r} is not one of {', '.join(ROLES)}")
             if message.role in refusals:
                 raise InvalidArgument("role", refusals[message.role])
-            checked.append(as_template_sees(message))
+            checked.append(_as_template_sees(message))
         return checked
 
     # -- rendering --
@@ -351,7 +362,7 @@ class ChatTemplate:
                 messages = [*past, user, tested, user]
             elif role == "tool":
                 tested |= {"tool_call_id": "call00000", "name": "f"}
-                messages = [*skeleton(tested), tested]
+                messages = [*_skeleton(tested), tested]
             try:
                 text = self._render(messages, Setting(), reply_follows=True)
             except InvalidArgument as error:
@@ -384,7 +395,7 @@ class ChatTemplate:
         setting = Setting(tools=({"type": "function", "function": function},))
         user = {"role": ROLE["user"], "content": "."}
         differences = []
-        for past in [], skeleton(None):
+        for past in [], _skeleton(None):
             try:
                 without = self._render([*past, user], Setting(), reply_follows=True)
                 given = self._render([*past, user], setting, reply_follows=True)
@@ -396,7 +407,7 @@ class ChatTemplate:
     def _find_closing(self) -> TemplateText:
         """What the template writes after a last reply."""
         try:
-            return self._after_reply(skeleton(None), [], Setting(), reply_follows=False)
+            return self._after_reply(_skeleton(None), [], Setting(), reply_follows=False)
         except InvalidArgument:  # the template needs a user's message at the end
             return written("")
 
@@ -439,3 +450,42 @@ def common_prefix(a: str, b: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _skeleton(answer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The exchange that stands in for all earlier turns; if `answer` is a tool's, the reply calls it."""
+    reply: dict[str, Any] = {"role": ROLE["assistant"], "content": REPLY}
+    if answer is not None:
+        call = ToolCall(answer.get("name", "f"), {}, answer.get("tool_call_id"))
+        reply["tool_calls"] = [_call_as_template_sees(call)]
+    return [{"role": ROLE["user"], "content": "."}, reply]
+
+
+def _as_template_sees(message: Message) -> dict[str, Any]:
+    """Plain values, but for the role, which counts as the template's."""
+    seen: dict[str, Any] = {
+        "role": ROLE[message.role],
+        "content": plain_text(message.content, "content"),
+    }
+    if message.tool_calls:
+        seen["tool_calls"] = [_call_as_template_sees(call) for call in message.tool_calls]
+        seen["content"] = seen["content"] or None
+    if message.thinking is not None:
+        thinking = plain_text(message.thinking, "thinking")
+        seen |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thinking)
+    if message.tool_call_id is not None:
+        seen["tool_call_id"] = plain_text(message.tool_call_id, "tool_call_id")
+    if message.name is not None:
+        seen["name"] = plain_text(message.name, "name")
+    return seen
+
+
+def _call_as_template_sees(call: ToolCall) -> dict[str, Any]:
+    function = {
+        "name": plain_text(call.name, "tool_calls"),
+        "arguments": Arguments(plain(call.arguments, "tool_calls")),
+    }
+    seen: dict[str, Any] = {"type": "function", "function": function}
+    if call.id is not None:
+        seen["id"] = plain_text(call.id, "tool_calls")
+    return seen

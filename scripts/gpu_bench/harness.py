@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 import torch
 
-from pensieve.bench.checks import check_close
+from pensieve.bench.attention import check_close
 from pensieve.errors import PensieveError
 from pensieve.kernels import choices
 from scripts.gpu_bench.stages import wrong_kernels

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from pensieve.bench.checks import check_close
+from pensieve.bench.attention import check_close
 from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
@@ -28,7 +28,7 @@ from pensieve.kernels import choices, copy_pages, cuda_launch, write_kv
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.choices import Choices, chosen
 from pensieve.kernels.kv_format import FP8, to_fp8
-from pensieve.kernels.layer.cuda_fused import add_and_norm_launch, gate_and_multiply_launch
+from pensieve.kernels.layer.cuda import add_and_norm_launch, gate_and_multiply_launch
 from pensieve.model.sampling.draw import draw
 from pensieve.model.sampling.penalties import Row, TurnLog
 from scripts.gpu_bench.device import copied, scattered

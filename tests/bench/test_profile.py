@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.bench.profile import Profile, about_machine, objectives, plot, profiled
-from pensieve.bench.profile_driver import COPIED_PAGES, Driver
-from pensieve.bench.profile_measure import ROUNDS, measured
+from pensieve.bench.profile_driver import COPIED_PAGES, ROUNDS, Driver, measured
 from pensieve.bench.profile_points import CHUNKS, DECODES, MIXES, PROMPTS, Limits, Point, points_of
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.errors import ModelError

@@ -14,7 +14,7 @@ from pensieve.cli.main import main
 from pensieve.core.iteration import Slice
 from pensieve.errors import PensieveError
 from pensieve.kernels.layer import cpu
-from pensieve.kernels.layer.cpu_parts import PARTS
+from pensieve.kernels.layer.cpu import PARTS
 from pensieve.model.loader import load
 from pensieve.text.tokenizer import Tokenizer
 

@@ -41,7 +41,7 @@ from pensieve.model.executor import TorchExecutor
 from pensieve.model.free_memory import widest
 from pensieve.model.fuse.whole_model import FusedModel
 from pensieve.model.graphs import DecodeGraphs
-from pensieve.model.kv import copier_cuda, host_arena
+from pensieve.model.kv import copier, host_arena
 from pensieve.model.kv.memory import GroupMoves, KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel
 from pensieve.model.probe import probe
@@ -124,7 +124,7 @@ class Pretended:
             "allocate",
             lambda count, size, device, report: torch.empty(count * size, dtype=torch.uint8),
         )
-        monkeypatch.setattr(copier_cuda, "TorchStreams", lambda device: self.streams)
+        monkeypatch.setattr(copier, "TorchStreams", lambda device: self.streams)
         monkeypatch.setattr(transfer, "upload", self.upload)
         for module in (
             "pensieve.model.batch.upload",

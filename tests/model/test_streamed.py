@@ -17,7 +17,7 @@ from pensieve.errors import DeviceError
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import IN_PLACE, KVMemory
-from pensieve.model.kv.streamer_cpu import CpuStreamer
+from pensieve.model.kv.streamer import StagedStreamer
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.streamed_pass import StreamedPass
 from tests.model.streamed_world import Piece, StreamedWorld
@@ -328,8 +328,8 @@ def one_store_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def two_groups_swapped(patch: pytest.MonkeyPatch) -> None:
-    begin = CpuStreamer.begin
-    patch.setattr(CpuStreamer, "begin", lambda one, groups: begin(one, groups[::-1]))
+    begin = StagedStreamer.begin
+    patch.setattr(StagedStreamer, "begin", lambda one, groups: begin(one, groups[::-1]))
 
 
 def loads_of_the_layer_before(patch: pytest.MonkeyPatch) -> None:

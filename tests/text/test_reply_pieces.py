@@ -7,9 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pensieve.text.parts import Part
-from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
+from pensieve.text.reply_pieces import WHITE_CHARACTERS_MAX, ReplyPieces, Text, Thinking
 from pensieve.text.tool_calls import STYLES, Call, CallArguments, CallBegan, CallStyle
-from pensieve.text.trimming import WHITE_CHARACTERS_MAX
 from tests.text.written_calls import TOOLS, Read, cut, together
 
 TEXT, THINKING, CALL = Part.TEXT, Part.THINKING, Part.TOOL_CALL

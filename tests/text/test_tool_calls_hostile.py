@@ -13,10 +13,9 @@ import pytest
 
 from pensieve.text.message import DEPTH_MAX
 from pensieve.text.parts import Part
-from pensieve.text.reply_pieces import ReplyPieces
+from pensieve.text.reply_pieces import WHITE_CHARACTERS_MAX, ReplyPieces
 from pensieve.text.tool_calls import STYLES, calls
 from pensieve.text.tool_calls.finder import WITHHELD_MAX
-from pensieve.text.trimming import WHITE_CHARACTERS_MAX
 from tests.text.written_calls import TOOLS, read
 
 CALL = '{"name": "get_weather", "arguments": '

@@ -124,7 +124,6 @@ def copy_pages(
     source_pages: torch.Tensor,
     target_pages: torch.Tensor,
     num_slots: torch.Tensor,
-    num_threads: int = 1,
 ) -> bool:
     library = compiled_library()
     if library is None or not (source_arena.is_contiguous() and target_arena.is_contiguous()):
@@ -141,6 +140,6 @@ def copy_pages(
         row * source_arena.element_size(),
         len(source_arena),
         len(target_arena),
-        num_threads,
+        1,  # a thread: others would take cores from the one that computes
     )
     return succeeded(status)

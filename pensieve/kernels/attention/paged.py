@@ -174,13 +174,10 @@ def copy_pages(
     num_slots: torch.Tensor,  # int64 (copies): how many leading slots of the page are copied
     *,
     mapped: bool = False,
-    num_threads: int = 1,
 ) -> None:
     """Copy pages of one layer, bit for bit; the arenas may be one and the same, or lie apart.
 
     With `mapped` an arena in host memory is page-locked and mapped into the other arena's device.
-    On a CPU the thread that computes may use all threads of the kernels (`num_threads`); another thread would
-    take them away from it.
     """
     tail = ("two", "kv_heads", "slots", "row")
     shapes = Shapes("copy_pages")
@@ -197,7 +194,7 @@ def copy_pages(
     shapes.unify("num_slots", num_slots, ("copies",), torch.int64)
     tensors = (source_arena, target_arena, source_pages, target_pages, num_slots)
     match source_arena.device.type, target_arena.device.type:
-        case "cpu", "cpu" if cpu.copy_pages(*tensors, num_threads):
+        case "cpu", "cpu" if cpu.copy_pages(*tensors):
             pass
         case source, target if (
             "cuda" in (source, target)

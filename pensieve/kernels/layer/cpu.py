@@ -7,18 +7,19 @@ row's result is the same whatever other rows are in the call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
 
 from pensieve.kernels import cpu_library
 from pensieve.kernels.cpu_library import TYPES, compiled_library, succeeded, takes_pages
-from pensieve.kernels.layer.cpu_experts import PackedExperts
 from pensieve.kernels.layer.cpu_rows import CpuPagedRows, Widths, Workspace
 from pensieve.kernels.layer.cpu_weights import (
     LinearStruct,
     NormStruct,
+    PackedExperts,
     library,
     norm_struct,
     packed,
@@ -33,6 +34,12 @@ from pensieve.kernels.layer.protocol import (
     PackedWeights,
     PagedRows,
     ProductWeights,
+)
+
+# As the stages of csrc/cpu/laps.h.  Experts, with their router, are "MLP out".
+PARTS = (
+    *("norm before", "heads in", "rotation", "KV written", "attention", "heads out"),
+    *("sum and norm", "MLP in", "MLP out", "sum", "output matrix"),
 )
 
 
@@ -165,7 +172,7 @@ class Layer:
 
     @property
     def bytes_of_parts(self) -> dict[str, int]:
-        """The weights of each product, by its name among `cpu_parts.PARTS`."""
+        """The weights of each product, by its name among `PARTS`."""
         products: dict[str, Packed | PackedExperts] = dict(
             zip(("heads in", "heads out"), self._attention, strict=True)
         )
@@ -288,3 +295,22 @@ class Chain:
         if not succeeded(status):
             raise RuntimeError("the compiled attention does not take these pages")
         return out
+
+
+@contextmanager
+def measured_parts() -> Iterator[dict[str, float]]:
+    """Measure what each part of the compiled layers takes.
+
+    Fills the dictionary at the end: the seconds of all calls in between, by part.
+
+    For one thread that computes; the threads that help it are not counted.
+    """
+    sums = (ctypes.c_int64 * len(PARTS))()
+    found: dict[str, float] = {}
+    count = library().pensieve_measure_parts(ctypes.byref(sums))
+    assert count == len(PARTS), (count, PARTS)
+    try:
+        yield found
+    finally:
+        library().pensieve_measure_parts(None)
+        found.update({name: each / 1e9 for name, each in zip(PARTS, sums, strict=True)})

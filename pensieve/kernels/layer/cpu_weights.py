@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from pensieve.kernels import cpu_library
 from pensieve.kernels.cpu_library import TYPES, compiled_library, succeeded
-from pensieve.kernels.layer.protocol import Activation, NormWeights, ProductWeights
+from pensieve.kernels.layer.protocol import Activation, ExpertWeights, NormWeights, ProductWeights
 from pensieve.kernels.shapes import Shapes
 
 ZERO = 128  # the unsigned byte that stands for 0 in a quantized row
@@ -244,3 +244,50 @@ def _advise_huge(tensor: torch.Tensor) -> None:
     if sys.platform == "linux" and end > first:
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_HUGEPAGE)
+
+
+class ExpertsStruct(ctypes.Structure):
+    """As in csrc/cpu/experts.h."""
+
+    _fields_: ClassVar = [
+        ("router", LinearStruct),
+        *((name, ctypes.c_void_p) for name in ("into", "out")),
+        *((name, ctypes.c_int32) for name in ("num_experts", "num_chosen")),
+        *((name, ctypes.c_int32) for name in ("normalised", "rounded")),
+    ]
+
+
+class PackedExperts:
+    """Router and experts of one layer.
+
+    With `int8` the experts are rounded and the router is not: it decides who computes.
+    """
+
+    def __init__(self, weights: ExpertWeights, *, int8: bool) -> None:
+        self._router = Packed([weights.router])
+        self._into, self._out = (
+            [packed(each, int8=int8) for each in products]
+            for products in (
+                [expert.into for expert in weights.experts],
+                [expert.out for expert in weights.experts],
+            )
+        )
+        self.num_experts, self.num_chosen = len(weights.experts), weights.num_chosen
+        self.width = self._into[0].outputs
+        assert self._router.outputs == self.num_experts >= self.num_chosen
+        self._arrays = [
+            (LinearStruct * self.num_experts)(*(each.struct for each in products))
+            for products in (self._into, self._out)
+        ]  # kept alive
+        self.struct = ExpertsStruct(
+            self._router.struct,
+            *(ctypes.addressof(each) for each in self._arrays),
+            self.num_experts,
+            self.num_chosen,
+            weights.normalized,
+            weights.rounded,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in (self._router, *self._into, *self._out))

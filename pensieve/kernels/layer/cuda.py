@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels import cuda_launch
+from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.cuda import ELEMENTS
 from pensieve.kernels.attention.paged import CudaAttention
 from pensieve.kernels.attention.plan import Work
-from pensieve.kernels.layer import cuda_fused
+from pensieve.kernels.cuda_launch import Launch, pointers
 from pensieve.kernels.layer.protocol import (
     Activation,
     DenseLayer,
@@ -32,7 +33,10 @@ from pensieve.kernels.layer.protocol import (
     PageIndex,
     ProductWeights,
 )
+from pensieve.kernels.nvrtc import Kernel
 
+FUSED_THREADS = 256
+FUSED_EACH = 8  # elements that a thread moves at a time
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
@@ -110,9 +114,9 @@ class Packed:
         product = F.linear(rows, self.matrix, self._bias)
         if self._activation is None:
             return product
-        if self._activation is F.silu and cuda_fused.takes(product, self.outputs):
+        if self._activation is F.silu and takes_fused(product, self.outputs):
             out = product.new_empty(*product.shape[:-1], self.outputs)
-            cuda_launch.launch(cuda_fused.gate_and_multiply_launch(product, out), product.device)
+            cuda_launch.launch(gate_and_multiply_launch(product, out), product.device)
             return out
         gate, up = torch.split(product, self.outputs, dim=-1)
         return self._activation(gate).mul_(up)
@@ -149,14 +153,14 @@ class Norm:
         weight = None if self._centred else self._exact_in(residual.dtype)
         if (
             weight is None
-            or not cuda_fused.takes(residual, len(weight))
+            or not takes_fused(residual, len(weight))
             or residual.dtype != added.dtype
         ):
             whole = residual + added
             return whole, self(whole)
         whole, normed = torch.empty_like(residual), torch.empty_like(residual)
         tensors = (residual, added, weight, self.eps, whole, normed)
-        cuda_launch.launch(cuda_fused.add_and_norm_launch(*tensors), residual.device)
+        cuda_launch.launch(add_and_norm_launch(*tensors), residual.device)
         return whole, normed
 
     def _exact_in(self, dtype: torch.dtype) -> torch.Tensor | None:
@@ -300,3 +304,66 @@ def _rotated(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
     low, high = part.chunk(2, dim=-1)
     rotated = part * cosines[:, None] + torch.cat((-high, low), dim=-1) * sines[:, None]
     return torch.cat((rotated, rows[..., rotary:]), dim=-1).to(rows.dtype)
+
+
+def takes_fused(rows: torch.Tensor, width: int) -> bool:
+    """Whether csrc/cuda/fused_rows.cu is chosen (`fused=1`), and can do these rows, of `width` or of twice as
+    many elements; it does in one launch what takes torch two."""
+    return bool(
+        choices.current.fused
+        and rows.is_cuda
+        and rows.dtype in ELEMENTS
+        and rows.is_contiguous()
+        and width % FUSED_EACH == 0
+    )
+
+
+def add_and_norm_launch(
+    residual: torch.Tensor,  # (rows, width), contiguous, as are the others
+    added: torch.Tensor,
+    weight: torch.Tensor,  # (width)
+    eps: float,
+    whole: torch.Tensor,
+    normed: torch.Tensor,
+) -> Launch:
+    width = len(weight)
+    for name, rows in (
+        ("residual", residual),
+        ("added", added),
+        ("sum", whole),
+        ("normed", normed),
+    ):
+        if rows.shape != residual.shape or rows.shape[-1] != width or not rows.is_contiguous():
+            raise ValueError(
+                f"add_and_norm: {name} is {tuple(rows.shape)}, strides {rows.stride()}"
+            )
+    return Launch(
+        _fused_rows("add_and_norm", residual),
+        residual.numel() // width,
+        FUSED_THREADS,
+        (
+            *pointers(residual, added, weight),
+            ("i", width),
+            ("f", eps),
+            *pointers(whole, normed),
+        ),
+        "add_and_norm_shared_bytes",
+    )
+
+
+def gate_and_multiply_launch(rows: torch.Tensor, out: torch.Tensor) -> Launch:
+    """`rows` hold gate and up side by side: (rows, 2 · width); `out` (rows, width)."""
+    width = out.shape[-1]
+    num_rows = out.numel() // width
+    if rows.shape[-1] != 2 * width or rows.numel() != 2 * out.numel():
+        raise ValueError(f"gate_and_multiply: {tuple(rows.shape)} into {tuple(out.shape)}")
+    return Launch(
+        _fused_rows("gate_and_multiply", rows),
+        -(-num_rows * (width // FUSED_EACH) // FUSED_THREADS),
+        FUSED_THREADS,
+        (*pointers(rows), ("i", num_rows), ("i", width), *pointers(out)),
+    )
+
+
+def _fused_rows(name: str, rows: torch.Tensor) -> Kernel:
+    return Kernel("fused_rows.cu", name, (f"ELEMENT={ELEMENTS[rows.dtype]}",))

@@ -12,7 +12,7 @@ module itself gave.
 
     MLP: products of one input: gate and up → act(gate) · up → a product, or
          a product → act → a product, or
-         a router → experts, each of which is a gated MLP (`experts`)
+         a router → experts, each of which is a gated MLP
 
 where a norm is the root-mean-square kind or, in front of attention and MLP, a LayerNorm; brackets mean "may
 be missing", and what is added to the residual may be multiplied by a number that the layer holds.  The MLP

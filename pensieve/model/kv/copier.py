@@ -1,6 +1,7 @@
-"""The interface of the copiers, which move pages between the tiers beside the compute.
+"""Move pages between the tiers beside the compute.
 
-`copier_cpu` copies in a thread, `copier_cuda` on streams of the GPU.  Both keep this order:
+A CPU's copier copies in a thread, layer by layer.  A GPU's copies on streams of the GPU.  Both keep this
+order:
 
     submit ──> pages of layer 0 │ layer 1 │ layer 2 │ …          begins when earlier iterations have written
     forward ── wait_layer(0) ─ layer 0 computes ─ wait_layer(1) ─ layer 1 computes …
@@ -8,37 +9,418 @@
 Swap-ins come first, lowest layer first, because some layer's attention may be waiting for exactly that.
 Swap-outs free pages that nobody needs at once; they go on only while no swap-in is outstanding.
 
-A copy is *finished* when all of its layers have arrived; `poll` and `wait_any` report each finished copy
+A copy is *finished* when all of its layers have arrived.  `poll` and `wait_any` report each finished copy
 once, and the core moves neither of its pages before.  Copies may finish in any order.
 
-The thread that computes calls `submit`, `wait_layer` and `arriving`; `poll` and `wait_any` may be called by
-another thread, one at a time.  After an error in a copy, whatever waits, then and later, raises DeviceError.
+The thread that computes calls `submit`, `wait_layer` and `arriving`.  `poll` and `wait_any` may be called by
+another thread, one at a time.  After an error in a copy the worker ends, and whatever waits, then and later,
+raises DeviceError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
 
 from pensieve.core.iteration import SwapIn, SwapOut
+from pensieve.errors import DeviceError
+from pensieve.model.kv.memory import KVMemory, PageMoves
+
+UNIT_BYTES = 16 << 20  # a third of a millisecond of the bus
 
 
-class Copier(Protocol):
+def copier_for(memory: KVMemory) -> Copier:
+    return CpuCopier(memory) if memory.device_arena.device.type == "cpu" else CudaCopier(memory)
+
+
+class Copier(ABC):
+    """A worker thread, and the copies that finished and were not yet reported; one lock guards what is
+    shared."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._num_layers = memory.shape.num_layers
+        self._changed = threading.Condition()
+        self._finished: list[int] = []
+        self._error: BaseException | None = None
+        self._closing = False
+        self._worker = threading.Thread(target=self._run, name="pensieve-copier", daemon=True)
+        self._worker.start()
+
+    @abstractmethod
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
         """Begin these copies; whatever earlier iterations write was launched before this call."""
 
+    @abstractmethod
     def wait_layer(self, layer: int) -> None:
         """Let what is computed from now on wait until every outstanding swap-in has brought this layer."""
 
     @property
+    @abstractmethod
     def arriving(self) -> bool:
         """Whether a swap-in is outstanding."""
 
     def poll(self) -> tuple[int, ...]:
         """The ids of copies that finished since the last report, without waiting."""
+        with self._changed:
+            return self._report()
 
+    @abstractmethod
     def wait_any(self) -> tuple[int, ...]:
         """As `poll`, but waits for at least one copy if any is outstanding."""
 
     def close(self) -> None:
         """End the worker after its present unit of work; outstanding copies are given up."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._worker.join()
+
+    @abstractmethod
+    def _work(self) -> None:
+        """The worker, until `_closing`."""
+
+    def _report(self) -> tuple[int, ...]:
+        self._raise_error()
+        finished, self._finished = tuple(self._finished), []
+        return finished
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise DeviceError(f"copying pages between the tiers failed: {self._error}")
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._work()
+        except BaseException as error:  # kept, and raised in whatever waits
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """The swap-ins, or the swap-outs, of one iteration."""
+
+    copy_ids: list[int]
+    moves: PageMoves
+    move_layer: Callable[[int, PageMoves], None]
+    next_layer: int = 0
+
+
+class CpuCopier(Copier):
+    """The worker takes one layer of one job at a time: of swap-ins first, the lowest layer first.
+
+    Why no page is read or written wrongly:
+
+    * A swap-in writes device pages that nothing reads before `wait_layer` of that layer: the core gives
+      them to no slice of an earlier iteration, and every layer of a later forward waits first.
+    * A swap-out reads slots written by earlier iterations.  Their forwards have returned when `submit`
+      is called (on a CPU `launch` computes, also when the iteration before is not yet collected), and
+      those slots are not written again: full chunks never change, and of a partly filled one only
+      `num_slots` are copied while new tokens go behind them.
+    * The core moves neither page of a copy before that copy is reported, so no target is written twice
+      and no source is reused.  The report is made under the lock, after the last layer.
+    """
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._swap_ins: list[_Job] = []
+        self._swap_outs: list[_Job] = []
+        super().__init__(memory)
+
+    def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
+        if not swap_ins and not swap_outs:
+            return
+        with self._changed:
+            if swap_ins:
+                ids, moves = [each.copy_id for each in swap_ins], PageMoves.from_swap_ins(swap_ins)
+                self._swap_ins.append(_Job(ids, moves, self._memory.swap_in))
+            if swap_outs:
+                ids, moves = (
+                    [each.copy_id for each in swap_outs],
+                    PageMoves.from_swap_outs(swap_outs),
+                )
+                self._swap_outs.append(_Job(ids, moves, self._memory.swap_out))
+            self._changed.notify_all()
+
+    def wait_layer(self, layer: int) -> None:
+        if not self._swap_ins:  # only `submit` adds, on this very thread
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._error is not None or all(job.next_layer > layer for job in self._swap_ins)
+                )
+            )
+            self._raise_error()
+
+    @property
+    def arriving(self) -> bool:
+        return bool(self._swap_ins)
+
+    def wait_any(self) -> tuple[int, ...]:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._error is not None
+                    or bool(self._finished)
+                    or not (self._swap_ins or self._swap_outs)
+                )
+            )
+            return self._report()
+
+    def _work(self) -> None:
+        while (job := self._next_job()) is not None:
+            job.move_layer(job.next_layer, job.moves)
+            self._advance(job)
+
+    def _next_job(self) -> _Job | None:
+        """The job whose next layer is to be moved now; None when closing."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or bool(self._swap_ins) or bool(self._swap_outs)
+            )
+            if self._closing:
+                return None
+            if self._swap_ins:
+                return min(self._swap_ins, key=lambda job: job.next_layer)
+            return self._swap_outs[0]
+
+    def _advance(self, job: _Job) -> None:
+        with self._changed:
+            job.next_layer += 1
+            if job.next_layer == self._num_layers:
+                (self._swap_ins if job in self._swap_ins else self._swap_outs).remove(job)
+                self._finished.extend(job.copy_ids)
+            self._changed.notify_all()
+
+
+class Event(Protocol):
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    def wait_event(self, event: Any) -> None: ...
+
+
+class Streams(Protocol):
+    """What the copier and the streamer need of a device; the tests have another one."""
+
+    @property
+    def swap_in(self) -> Stream: ...
+
+    @property
+    def swap_out(self) -> Stream: ...
+
+    @property
+    def staging(self) -> Stream:
+        """Of the streamer (streamer.py)."""
+
+    @property
+    def compute(self) -> Stream:
+        """The stream that forwards are launched on."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, this stream is the current one."""
+
+    def record(self, stream: Any) -> Event:
+        """An event behind everything that was launched on the stream."""
+
+    def adopt_thread(self) -> None:
+        """Make this device the calling thread's current one."""
+
+
+class TorchStreams:
+    """The streams of a CUDA device; those that the compute waits for have the higher priority."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.swap_in: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self.swap_out: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.staging: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    @property
+    def compute(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def record(self, stream: Any) -> Event:
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return cast(Event, event)
+
+    def adopt_thread(self) -> None:
+        torch.cuda.set_device(self._device)
+
+
+@dataclass(slots=True, eq=False)
+class _SwapInJob:
+    copy_ids: tuple[int, ...]
+    moves: PageMoves
+    events: list[Event]  # behind each layer
+
+
+@dataclass(slots=True, eq=False)
+class _SwapOutJob:
+    copy_ids: tuple[int, ...]
+    moves: PageMoves
+    after: Event  # behind the forwards that wrote these pages
+    next_layer: int = 0
+
+
+class CudaCopier(Copier):
+    """Three streams: the one that computes, one for swap-ins, one for swap-outs.
+
+        compute    ├ wait e0 ┤ layer 0 ├ wait e1 ┤ layer 1 ├ …        the host never waits
+        swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                            all layers launched at once
+        swap-out               ├ some layers ┤    ├ some layers ┤     unit by unit, by the worker
+
+    `submit` launches the swap-ins of an iteration on their stream at once, with an event behind each layer;
+    `wait_layer(n)` makes the computing stream wait for the events of layer n, and the host for nothing. Swap-
+    outs are not urgent, so a worker thread launches them a unit at a time (some layers, about `UNIT_BYTES`)
+    and only while no swap-in is outstanding: they yield after at most one unit.  A swap-in also waits, on the
+    device, for the unit that is under way, so the two directions do not compete for the bus.
+
+    Why no page is read or written wrongly:
+
+    * A swap-in reads host pages whose swap-out was reported, that is, after the host saw its event.  It
+    writes
+      device pages that a launched iteration may still read or write: one that samples nothing is committed
+      before the device has finished it.  So the swap-in waits for an event that `submit` records on the
+      computing stream, behind all launched iterations.  A layer that reads the pages later waits for its
+      event.
+    * A swap-out reads slots that iterations before this one wrote.  Their forwards may still run, so the
+    first
+      unit waits for an event that `submit` records on the computing stream, behind all of them.  Those slots
+      are not written again: full chunks never change, and of a partly filled one only `num_slots` are copied.
+    * The core moves neither page of a copy before that copy is reported, and it is reported when the host
+      has seen the event behind its last layer.
+    * A job keeps its tensors of page numbers, which lie on the device, until then.
+
+    What threads share is under the one lock.  The worker launches a unit while it holds the lock, so `submit`
+    either sees the unit or prevents it.
+    """
+
+    def __init__(self, memory: KVMemory, streams: Streams | None = None) -> None:
+        self._streams = streams or TorchStreams(memory.device_arena.device)
+        self._swap_ins: list[_SwapInJob] = []
+        self._swap_outs: list[_SwapOutJob] = []
+        self._unit: Event | None = None  # behind the last unit of swap-outs
+        super().__init__(memory)
+
+    def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
+        if swap_ins:
+            moves = self._memory.prepared(PageMoves.from_swap_ins(swap_ins))
+            ready = self._streams.record(self._streams.compute)
+            job = _SwapInJob(tuple(each.copy_id for each in swap_ins), moves, [])
+            stream = self._streams.swap_in
+            with self._changed, self._streams.on(stream):
+                self._raise_error()
+                stream.wait_event(ready)
+                if self._unit is not None:
+                    stream.wait_event(self._unit)
+                for layer in range(self._num_layers):
+                    self._memory.swap_in(layer, moves)
+                    job.events.append(self._streams.record(stream))
+                self._swap_ins.append(job)
+        if swap_outs:
+            moves = self._memory.prepared(PageMoves.from_swap_outs(swap_outs))
+            ids = tuple(each.copy_id for each in swap_outs)
+            after = self._streams.record(self._streams.compute)
+            with self._changed:
+                self._swap_outs.append(_SwapOutJob(ids, moves, after))
+                self._changed.notify_all()
+
+    def wait_layer(self, layer: int) -> None:
+        if not self._swap_ins:
+            return
+        with self._changed:
+            events = [job.events[layer] for job in self._swap_ins]
+        for event in events:
+            self._streams.compute.wait_event(event)
+
+    @property
+    def arriving(self) -> bool:
+        with self._changed:
+            self._sweep()
+            return bool(self._swap_ins)
+
+    def wait_any(self) -> tuple[int, ...]:
+        while True:
+            with self._changed:
+                self._sweep()
+                if not self._swap_ins:
+                    self._changed.wait_for(
+                        lambda: (
+                            self._finished or self._error or self._swap_ins or not self._swap_outs
+                        )
+                    )
+                if self._finished or self._error or not (self._swap_ins or self._swap_outs):
+                    return self._report()
+                event = self._swap_ins[0].events[-1] if self._swap_ins else None
+            if event is not None:
+                event.synchronize()
+
+    def close(self) -> None:
+        super().close()
+        if self._error is None:  # copies under way still use the memory
+            for stream in (self._streams.swap_in, self._streams.swap_out):
+                self._streams.record(stream).synchronize()
+
+    def _sweep(self) -> None:
+        """Mark the swap-ins as finished, in order, whose last event the device has passed."""
+        while self._swap_ins and self._swap_ins[0].events[-1].query():
+            self._finished.extend(self._swap_ins.pop(0).copy_ids)
+            self._changed.notify_all()
+
+    def _report(self) -> tuple[int, ...]:
+        self._sweep()
+        return super()._report()
+
+    def _work(self) -> None:
+        self._streams.adopt_thread()
+        while (launched := self._launch_next_unit()) is not None:
+            job, event = launched
+            event.synchronize()
+            with self._changed:
+                if job.next_layer == self._num_layers:
+                    self._swap_outs.remove(job)
+                    self._finished.extend(job.copy_ids)
+                    self._changed.notify_all()
+
+    def _launch_next_unit(self) -> tuple[_SwapOutJob, Event] | None:
+        """Launch some layers of the oldest swap-out, once there is one; None when closing."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._swap_outs)
+                if self._closing:
+                    return None
+                self._sweep()
+                if not self._swap_ins:
+                    return self._launch_unit(self._swap_outs[0])
+                event = self._swap_ins[-1].events[-1]
+            event.synchronize()
+
+    def _launch_unit(self, job: _SwapOutJob) -> tuple[_SwapOutJob, Event]:
+        layer_bytes = len(job.moves.num_slots) * self._memory.page_bytes // self._num_layers
+        count = max(UNIT_BYTES // max(layer_bytes, 1), 1)
+        stream = self._streams.swap_out
+        with self._streams.on(stream):
+            if job.next_layer == 0:
+                stream.wait_event(job.after)
+            for layer in range(job.next_layer, min(job.next_layer + count, self._num_layers)):
+                self._memory.swap_out(layer, job.moves)
+                job.next_layer = layer + 1
+            self._unit = self._streams.record(stream)
+        return job, self._unit

@@ -270,20 +270,18 @@ class KVMemory:
     def swap_out(self, layer: int, moves: PageMoves) -> None:
         self._cross(self.device_arena[layer], self.host_arena[layer], moves)
 
-    def load(self, layer: int, arena: int, moves: PageMoves, num_threads: int = 1) -> None:
+    def load(self, layer: int, arena: int, moves: PageMoves) -> None:
         """Host pages of a layer to a staging arena."""
         if len(moves.num_slots):
-            self._cross(self.host_arena[layer], self.staging_arena[arena], moves, num_threads)
+            self._cross(self.host_arena[layer], self.staging_arena[arena], moves)
 
-    def store(self, layer: int, arena: int, moves: PageMoves, num_threads: int = 1) -> None:
+    def store(self, layer: int, arena: int, moves: PageMoves) -> None:
         """A staging arena's pages to host pages of a layer."""
         if len(moves.num_slots):
-            self._cross(self.staging_arena[arena], self.host_arena[layer], moves, num_threads)
+            self._cross(self.staging_arena[arena], self.host_arena[layer], moves)
 
     @staticmethod
-    def _cross(
-        source: torch.Tensor, target: torch.Tensor, moves: PageMoves, num_threads: int = 1
-    ) -> None:
+    def _cross(source: torch.Tensor, target: torch.Tensor, moves: PageMoves) -> None:
         if moves.pieces is not None:
             device = target.device if target.is_cuda else source.device
             handle = torch.cuda.current_stream(device).cuda_stream
@@ -293,4 +291,4 @@ class KVMemory:
             run = source[first_source : first_source + count]
             target[first_target : first_target + count].copy_(run, non_blocking=True)
         if not moves.runs:
-            copy_pages(source, target, *moves[:3], mapped=True, num_threads=num_threads)
+            copy_pages(source, target, *moves[:3], mapped=True)

@@ -1,4 +1,6 @@
-"""Rank 0's executor when there are several ranks: it sends each iteration to the workers, then runs it.
+"""Rank 0's executors when there are several ranks: each iteration goes to the workers, and is run here, too.
+
+Where ranks share each layer (`ParallelExecutor`):
 
     Engine ── launch(iteration) ─> iteration ──pipe──> workers: ranks 1 … n-1
                   │                                        │
@@ -28,11 +30,26 @@ finished k, but it will do k + 1 after k.  An iteration without copies costs no 
 
 A worker that ends or fails makes `launch` or `collect` raise DeviceError, which ends the engine: its KV is
 incomplete then.  No history is lost, as the store has them all.
+
+Where layers are divided among stages (`StagedExecutor`), as many iterations are in flight as there are
+stages:
+
+    Engine ── launch(k + 1) ──pipe──> stage 1 ──> … ──> activations of k + 1
+           ── collect() ────────────> own layers of k, and its samples
+
+Rank 0 is the last stage.  `launch` only hands an iteration to the others, and `collect` computes this stage's
+part of the oldest one: so while the engine waits for iteration k, the stage before computes k + 1, and so on.
+The tokens of an iteration are known when it is launched (core/micro_batches.py) and go with it.  What was
+said of ranks holds for stages, with send and receive for collectives.  A stage waits for the activations of
+the stage before, and that one for nothing but its next iteration.  A copy of an iteration begins on each rank
+when it is its turn there; the pages are its own from the launch on.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.errors import DeviceError, one_line
@@ -40,10 +57,13 @@ from pensieve.model.constraints import Constraints
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.rank_messages import pack
+from pensieve.model.parallel.stages import StageModel
 
 
 class ParallelExecutor:
     """Rank 0's own executor, whose model is a `ParallelModel`, and the workers."""
+
+    links = "a collective between the ranks"
 
     def __init__(self, own: TorchExecutor, leader: Leader) -> None:
         self._own = own
@@ -65,21 +85,13 @@ class ParallelExecutor:
     def launch(self, iteration: Iteration) -> None:
         self._leader.send_iteration(pack(iteration))
         self._launched.append(iteration)
-        try:
+        with self._links():
             self._own.launch(iteration)
-        except DeviceError:
-            raise
-        except RuntimeError as error:  # what a broken collective raises
-            raise self._failure(error) from error
 
     def collect(self) -> Outcome:
         iteration = self._launched.popleft()
-        try:
-            outcome = self._own.collect()
-        except DeviceError:
-            raise
-        except RuntimeError as error:  # on a device, a collective may break after the launch
-            raise self._failure(error) from error
+        with self._links():
+            outcome = self._collected(iteration)
         tally = self._leader.tally
         tally.add(outcome.finished_copies)
         finished = tally.take(wait=not iteration.slices)
@@ -89,5 +101,41 @@ class ParallelExecutor:
         self._own.close()
         self._leader.close()
 
-    def _failure(self, error: RuntimeError) -> DeviceError:
-        return self._leader.failure(f"a collective between the ranks failed: {one_line(error)}")
+    def _collected(self, iteration: Iteration) -> Outcome:
+        return self._own.collect()
+
+    @contextmanager
+    def _links(self) -> Iterator[None]:
+        """Where a link between ranks may turn out to be broken; on a device it may break after the launch."""
+        try:
+            yield
+        except DeviceError:
+            raise
+        except RuntimeError as error:
+            raise self._leader.failure(f"{self.links} failed: {one_line(error)}") from error
+
+
+class StagedExecutor(ParallelExecutor):
+    """Rank 0's own executor, whose model is the last stage, and the workers."""
+
+    links = "a link between the stages"
+
+    def __init__(self, own: TorchExecutor, model: StageModel, leader: Leader) -> None:
+        super().__init__(own, leader)
+        self._model = model
+
+    @property
+    def depth(self) -> int:
+        return self._leader.num_stages
+
+    def launch(self, iteration: Iteration) -> None:
+        assert len(self._launched) < self.depth, "an earlier iteration was not collected"
+        self._leader.send_iteration(pack(iteration, with_tokens=True))
+        self._launched.append(iteration)
+        if iteration.slices:
+            with self._links():
+                self._model.expect(iteration.num_tokens)
+
+    def _collected(self, iteration: Iteration) -> Outcome:
+        self._own.launch(iteration)
+        return self._own.collect()

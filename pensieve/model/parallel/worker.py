@@ -29,9 +29,10 @@ import torch
 
 from pensieve.core.iteration import Iteration
 from pensieve.errors import DeviceError, ModelError, PensieveError, one_line, whole_line
-from pensieve.model.forward import Forward, copier_for
+from pensieve.model.forward import Forward
 from pensieve.model.free_memory import free_for_kv
 from pensieve.model.kv.checksums import PageChecksums
+from pensieve.model.kv.copier import copier_for
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.parallel.leader import parts_of, sizes_of

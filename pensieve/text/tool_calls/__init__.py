@@ -3,7 +3,7 @@
     CallStyle ─┐
     text ──> CallFinder ──> text, CallBegan, CallArguments      as they come
                  │ sends each character to
-             a style's scanner: hermes (and xml_call), llama, mistral, pythonic
+             a style's scanner: hermes, llama, mistral, pythonic
                  │ reads with json_call, json_values, values; reports to
              Calls: the calls of the reply
 

@@ -4,20 +4,36 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Qwen3-Coder writes another form between the same marks (`xml_call`).  The closing mark may be missing, as
+The closing mark may be missing, as
 may be the opening one where it is a control token that has no text.
+
+Qwen3-Coder writes another form between the same marks, each argument between marks of its own:
+
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+
+A value is text as it is, without the line ends next to its marks.  The tool's schema says what it means: of
+type `string` it is passed on as it comes; everything else is held until it is whole, and stays a string if it
+is no JSON.
 """
 
 from __future__ import annotations
 
-from pensieve.text.tool_calls.calls import Calls
+import json
+
+from pensieve.text.tool_calls.calls import NAME_CHARACTERS_MAX, Calls
 from pensieve.text.tool_calls.json_call import call_object
-from pensieve.text.tool_calls.scan import NoCall, Scan, expect, nonspace
+from pensieve.text.tool_calls.json_values import is_json
+from pensieve.text.tool_calls.scan import Emit, NoCall, Scan, expect, nonspace, take_until
 from pensieve.text.tool_calls.values import past_white
-from pensieve.text.tool_calls.xml_call import function_element
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION = "<function="
+END_OF_VALUE = "</parameter>"
+WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def hermes(calls: Calls, needs_mark: bool) -> Scan[None]:
@@ -35,7 +51,7 @@ def hermes(calls: Calls, needs_mark: bool) -> Scan[None]:
             if character != FUNCTION[1]:
                 raise NoCall
             yield from expect(FUNCTION[2:])
-            yield from function_element(calls)
+            yield from _function_element(calls)
             character = ""
     if character == "{":
         character = yield from call_object(calls)
@@ -44,3 +60,78 @@ def hermes(calls: Calls, needs_mark: bool) -> Scan[None]:
     if (yield from past_white(character)) != "<":
         raise NoCall
     yield from expect(CLOSING[1:])
+
+
+def _function_element(calls: Calls) -> Scan[None]:
+    """The element behind `<function=`."""
+    name = yield from _name()
+    calls.check(name)
+    keys: set[str] = set()
+    while True:
+        if (yield from nonspace()) != "<":
+            raise NoCall
+        character = yield
+        if character == "/":
+            yield from expect("function>")
+            break
+        if character != "p":
+            raise NoCall
+        yield from expect("arameter=")
+        key = yield from _name()
+        if key in keys:
+            raise NoCall
+        if not keys:
+            calls.begin(name)
+        calls.write(f"{', ' if keys else '{'}{_quoted(key)}: ")
+        keys.add(key)
+        if calls.type_of(name, key) == "string":
+            calls.write('"')
+            yield from _text(lambda text: calls.write(_quoted(text)[1:-1]))
+            calls.write('"')
+        else:
+            held: list[str] = []
+            yield from _text(held.append)
+            calls.write(_json_of("".join(held)))
+    if not keys:
+        calls.begin(name)
+        calls.write("{")
+    calls.write("}")
+    calls.end()
+
+
+def _quoted(text: str) -> str:
+    """As a string of JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _name() -> Scan[str]:
+    found: list[str] = []
+    yield from take_until(">", found.append, most=NAME_CHARACTERS_MAX)
+    return "".join(found)
+
+
+def _text(emit: Emit) -> Scan[None]:
+    """A value up to its end, without a line end on either side."""
+    withheld = ""  # a line end, and what may be the end after it
+    is_first = True
+    while True:
+        character = yield
+        is_dropped, is_first = is_first and character == "\n", False
+        if is_dropped:
+            continue
+        mark = (withheld + character).removeprefix("\n")
+        if mark == END_OF_VALUE:
+            return
+        if END_OF_VALUE.startswith(mark):
+            withheld += character
+            continue
+        emit(withheld)
+        withheld = character if character in "\n<" else ""
+        if not withheld:
+            emit(character)
+
+
+def _json_of(text: str) -> str:
+    """The JSON that a value is, or a string of it."""
+    word = WORDS.get(text.strip(), text.strip())
+    return word if is_json(word) else _quoted(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.kernels.layer import cuda, cuda_fused
+from pensieve.kernels.layer import cuda
 from pensieve.kernels.layer.protocol import NormWeights
 
 
@@ -28,7 +28,7 @@ def test_a_layer_norm() -> None:
 
 def test_the_norm_of_a_sum_is_a_layer_norm_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that adds and norms in one launch knows no mean and no bias: it is not asked."""
-    monkeypatch.setattr(cuda_fused, "takes", lambda rows, width: True)
+    monkeypatch.setattr(cuda, "takes_fused", lambda rows, width: True)
     residual, added, bias = torch.randn(5, 12), torch.randn(5, 12), torch.randn(12)
     norm = cuda.Norm(NormWeights(torch.ones(12), 1e-6, bias, centred=True))
     whole, normed = norm.with_sum(residual, added)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels.layer import cuda_fused
+from pensieve.kernels.layer import cuda
 from tests.kernels.emulated import needs_x86, run
 
 pytestmark = needs_x86
@@ -20,13 +20,13 @@ def test_a_sum_and_its_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     residual, added = (torch.randn(rows, width).to(dtype) for _ in range(2))
     weight = (torch.rand(width) + 0.5).to(dtype)
     whole, normed = (torch.full_like(residual, float("nan")) for _ in range(2))
-    run(cuda_fused.add_and_norm_launch(residual, added, weight, 1e-5, whole, normed))
+    run(cuda.add_and_norm_launch(residual, added, weight, 1e-5, whole, normed))
     assert torch.equal(whole, residual + added)
     right = F.rms_norm(whole, (width,), weight, 1e-5)
     torch.testing.assert_close(normed, right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     alone, of_one = torch.empty_like(whole[:1]), torch.empty_like(whole[:1])
     run(
-        cuda_fused.add_and_norm_launch(residual[-1:], added[-1:], weight, 1e-5, alone, of_one),
+        cuda.add_and_norm_launch(residual[-1:], added[-1:], weight, 1e-5, alone, of_one),
         backwards=True,
     )
     assert torch.equal(of_one, normed[-1:]), "a row depends on nothing but itself"
@@ -38,7 +38,7 @@ def test_a_gate_and_what_it_lets_through(rows: int, width: int, dtype: torch.dty
     product = (torch.randn(rows, 2 * width) * 3).to(dtype)
     product[0, 0], product[0, 1] = -100.0, 100.0
     out = torch.full((rows, width), float("nan"), dtype=dtype)
-    run(cuda_fused.gate_and_multiply_launch(product, out))
+    run(cuda.gate_and_multiply_launch(product, out))
     right = F.silu(product[:, :width]) * product[:, width:]
     torch.testing.assert_close(out, right, rtol=2 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -46,6 +46,6 @@ def test_a_gate_and_what_it_lets_through(rows: int, width: int, dtype: torch.dty
 def test_rows_of_other_shapes_are_refused() -> None:
     rows, weight = torch.zeros(2, 16).half(), torch.ones(16).half()
     with pytest.raises(ValueError, match="added is"):
-        cuda_fused.add_and_norm_launch(rows, rows[:1], weight, 1e-5, rows, rows)
+        cuda.add_and_norm_launch(rows, rows[:1], weight, 1e-5, rows, rows)
     with pytest.raises(ValueError, match="into"):
-        cuda_fused.gate_and_multiply_launch(rows, torch.zeros(2, 16).half())
+        cuda.gate_and_multiply_launch(rows, torch.zeros(2, 16).half())

@@ -11,7 +11,7 @@ import torch
 
 from pensieve.core.iteration import SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.model.kv.copier_cpu import CpuCopier
+from pensieve.model.kv.copier import CpuCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.shape import ModelShape
 

@@ -11,8 +11,7 @@ import torch
 
 from pensieve.core.iteration import SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.model.kv import copier_cuda
-from pensieve.model.kv.copier_cuda import CudaCopier
+from pensieve.model.kv.copier import CudaCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves, Run
 from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
@@ -76,7 +75,7 @@ def test_pages_go_out_and_come_back_whatever_the_order(
 ) -> None:
     """Each iteration writes pages, sends those of the one before out, and brings others in to be read."""
     layer_bytes = 2 * SIZE * 4 * 4  # of one page
-    monkeypatch.setattr(copier_cuda, "UNIT_BYTES", unit_layers * layer_bytes * 2)
+    monkeypatch.setattr("pensieve.model.kv.copier.UNIT_BYTES", unit_layers * layer_bytes * 2)
     draw = random.Random(seed)
     streams = FakeStreams(seed)
     memory = StreamedMemory(streams)
@@ -139,7 +138,7 @@ def test_pages_go_out_and_come_back_whatever_the_order(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copier_cuda, "UNIT_BYTES", 1)
+    monkeypatch.setattr("pensieve.model.kv.copier.UNIT_BYTES", 1)
     streams = FakeStreams(seed)
     memory = StreamedMemory(streams)
     gate = streams.swap_out

@@ -1,4 +1,4 @@
-"""The streamers: what passes load, attend to and store, on streams that do everything as late as they may.
+"""The streamer: what passes load, attend to and store, on streams that do everything as late as they may.
 
 What is attended to is checked on the computing stream: each page in its arena has to hold what the iterations
 before have left on the host, and the new slots of a page are written there.  Swaps go on beside the passes.
@@ -14,13 +14,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pensieve.core.iteration import PageGroup, SwapIn, SwapOut
+from pensieve.core.iteration import PageGroup, Slice, SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.model.kv.copier_cuda import CudaCopier
+from pensieve.model.kv.copier import CudaCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves
-from pensieve.model.kv.streamer import Streamer, arena_of
-from pensieve.model.kv.streamer_cpu import CpuStreamer
-from pensieve.model.kv.streamer_cuda import CudaStreamer
+from pensieve.model.kv.streamer import StagedStreamer, arena_of, in_host_pages
 from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
 
@@ -29,7 +27,7 @@ SIZE = 4  # tokens of a page
 HOST_PAGES = 14
 STAGING_PAGES = 4
 NUM_LAYERS = SHAPE.num_layers
-Plant = type[CudaStreamer]
+Plant = type[StagedStreamer]
 
 
 class LateMemory(KVMemory):
@@ -44,10 +42,10 @@ class LateMemory(KVMemory):
     def _later(self, work: Callable[[], None]) -> None:
         self._streams.current.launch(work)
 
-    def load(self, layer: int, arena: int, moves: PageMoves, num_threads: int = 1) -> None:
+    def load(self, layer: int, arena: int, moves: PageMoves) -> None:
         self._later(lambda: KVMemory.load(self, layer, arena, moves))
 
-    def store(self, layer: int, arena: int, moves: PageMoves, num_threads: int = 1) -> None:
+    def store(self, layer: int, arena: int, moves: PageMoves) -> None:
         self._later(lambda: KVMemory.store(self, layer, arena, moves))
 
     def swap_in(self, layer: int, moves: PageMoves) -> None:
@@ -68,7 +66,7 @@ class Planned(NamedTuple):
 class Rehearsal:
     """Passes with random groups, launched one after another; `truth` is what host pages should hold."""
 
-    def __init__(self, seed: int, kind: Plant = CudaStreamer) -> None:
+    def __init__(self, seed: int, kind: Plant = StagedStreamer) -> None:
         self.draw = random.Random(seed)
         self.streams = FakeStreams(seed)
         self.memory = LateMemory(self.streams)
@@ -202,7 +200,7 @@ def _stored(each: Planned) -> int:
     return len(each.before) + len(each.after) if each.after else 0
 
 
-def rehearse(seed: int, kind: Plant = CudaStreamer) -> None:
+def rehearse(seed: int, kind: Plant = StagedStreamer) -> None:
     rehearsal = Rehearsal(seed, kind)
     try:
         for _ in range(12):
@@ -224,7 +222,7 @@ def test_a_pass_that_was_given_up_does_not_disturb_the_next(seed: int) -> None:
     rehearse_after_a_failure(seed)
 
 
-def rehearse_after_a_failure(seed: int, kind: Plant = CudaStreamer) -> None:
+def rehearse_after_a_failure(seed: int, kind: Plant = StagedStreamer) -> None:
     rehearsal = Rehearsal(seed, kind)
     try:
         for _ in range(6):
@@ -239,7 +237,7 @@ def rehearse_after_a_failure(seed: int, kind: Plant = CudaStreamer) -> None:
 # -- planted faults: each is found --
 
 
-class LoadsTooEarly(CudaStreamer):
+class LoadsTooEarly(StagedStreamer):
     """The arena is loaded again while its attention may still run."""
 
     def attended(self, step: int) -> None:
@@ -250,37 +248,37 @@ class LoadsTooEarly(CudaStreamer):
         self._num_steps = loaded
 
 
-class LosesAStore(CudaStreamer):
+class LosesAStore(StagedStreamer):
     def _copy(self, step: int, *, is_load: bool) -> None:
         if is_load or step != self._num_steps - 1:
             super()._copy(step, is_load=is_load)
 
 
-class StoresTooEarly(CudaStreamer):
+class StoresTooEarly(StagedStreamer):
     def attended(self, step: int) -> None:
         before, self._streams.staging.wait_event = self._streams.staging.wait_event, lambda e: None  # type: ignore[method-assign]
         super().attended(step)
         self._streams.staging.wait_event = before  # type: ignore[method-assign]
 
 
-class SwapsTwoGroups(CudaStreamer):
+class SwapsTwoGroups(StagedStreamer):
     """The second group's pages are loaded in the first one's place."""
 
     def begin(self, groups: list[PageGroup]) -> None:  # type: ignore[override]
         super().begin([*groups[1::-1], *groups[2:]])
 
 
-class DoesNotWait(CudaStreamer):
+class DoesNotWait(StagedStreamer):
     def wait_loaded(self, step: int) -> None:
         """Attend to whatever is there."""
 
 
-class EndsTooEarly(CudaStreamer):
+class EndsTooEarly(StagedStreamer):
     def end(self) -> None:
         self._moves = []
 
 
-class ForgetsWhatItGaveUp(CudaStreamer):
+class ForgetsWhatItGaveUp(StagedStreamer):
     def abandon(self) -> None:
         self._moves = []
 
@@ -311,15 +309,15 @@ def test_a_planted_fault_is_found(kind: Plant, act: Callable[[int, Plant], None]
     pytest.fail(f"{kind.__name__} went unnoticed")
 
 
-# -- on a CPU, and what both refuse --
+# -- on a CPU, and what is refused --
 
 
-def test_on_a_cpu_a_step_is_loaded_attended_to_and_stored_before_the_next() -> None:
+def test_on_a_cpu_arenas_are_loaded_and_stored_in_order() -> None:
     memory = KVMemory(SHAPE, 2, 5, SIZE, staging_pages=3)
     memory.host_arena.copy_(torch.arange(memory.host_arena.numel()).view_as(memory.host_arena))
     before = memory.host_arena.clone()
     memory.staging_arena.fill_(-1.0)
-    streamer = CpuStreamer(memory)
+    streamer = StagedStreamer(memory)
     columns = ([3, 0, 4], [4, 2, 0], [0, 3, 0]), ([1, 3], [1, 4], [2, 0])
     streamer.begin([PageGroup(0, 1, *(array("i", each) for each in group)) for group in columns])
     for step in range(2 * NUM_LAYERS):
@@ -344,10 +342,10 @@ def one_page(page: int = 0) -> list[PageGroup]:
     return [PageGroup(0, 1, array("i", [page]), array("i", [SIZE]), array("i", [1]))]
 
 
-def streamers() -> list[tuple[KVMemory, Streamer]]:
+def streamers() -> list[tuple[KVMemory, StagedStreamer]]:
     memory = KVMemory(SHAPE, 2, 2, SIZE, staging_pages=1)
     late = LateMemory(streams := FakeStreams(0))
-    return [(memory, CpuStreamer(memory)), (late, CudaStreamer(late, streams))]
+    return [(memory, StagedStreamer(memory)), (late, StagedStreamer(late, streams))]
 
 
 def test_a_copy_that_fails_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,16 +365,14 @@ def test_a_copy_that_fails_is_a_device_error(monkeypatch: pytest.MonkeyPatch) ->
             begun_and_loaded(streamer)
 
 
-def begun_and_loaded(streamer: Streamer) -> None:
+def begun_and_loaded(streamer: StagedStreamer) -> None:
     streamer.begin(one_page())
     streamer.wait_loaded(0)
 
 
 def test_a_page_that_is_not_there_is_a_device_error() -> None:
-    streamer = streamers()[0][1]
-    streamer.begin(one_page(99))
     with pytest.raises(DeviceError, match="outside the arena"):
-        streamer.wait_loaded(0)
+        streamers()[0][1].begin(one_page(99))
 
 
 def test_steps_come_in_their_order_and_a_pass_ends_with_the_last() -> None:
@@ -402,3 +398,22 @@ def test_staging_arenas_are_counted_in_pages_of_a_layer() -> None:
         KVMemory(SHAPE, 2, 2, SIZE, staging_pages=1 << 50)
     with pytest.raises(DeviceError, match="-2 staging pages"):
         KVMemory(SHAPE, 2, 2, SIZE, staging_pages=-2)
+
+
+def sliced(turn_id: int, table: list[int]) -> Slice:
+    stop = 4 * len(table)
+    return Slice(turn_id, stop - 1, stop, array("I", [7]), array("i", table))
+
+
+def test_tables_of_groups_become_host_pages_and_others_stay() -> None:
+    nothing = array("i", [0] * 4)
+    groups = (
+        PageGroup(1, 3, array("i", [10, 30, 20, 40]), nothing, nothing),
+        PageGroup(3, 4, array("i", [5, 6]), nothing, nothing),
+    )
+    slices = (sliced(0, [2, 3]), sliced(1, [0, 1, 2]), sliced(2, [0, 3]), sliced(3, [1]))
+    found = in_host_pages(slices, groups)
+    assert [each.page_table.tolist() for each in found] == [[2, 3], [10, 30, 20], [10, 40], [6]]
+    assert [each._replace(page_table=nothing) for each in found] == [
+        each._replace(page_table=nothing) for each in slices
+    ]

@@ -19,14 +19,15 @@ from pensieve.core.iteration import Iteration, Slice
 from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import CheckIntegrity
 from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
-from pensieve.model.forward import Forward, copier_for
+from pensieve.model.forward import Forward
+from pensieve.model.kv.copier import copier_for
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.layer_range import divided, number_from_zero
 from pensieve.model.loader import load
+from pensieve.model.parallel.executor import StagedExecutor
 from pensieve.model.parallel.rank_messages import pack, unpack
 from pensieve.model.parallel.rank_store import RankStore
 from pensieve.model.parallel.ranks import Rank
-from pensieve.model.parallel.staged_executor import StagedExecutor
 from pensieve.model.parallel.stages import StageModel
 from tests.model.world import CHUNK_TOKENS, GAP_MAX
 from tests.models import DEEP, save_tiny
