@@ -38,7 +38,7 @@ ROOMS = {
     "store": room("extras", "sqlite_utils pysqlite3 psycopg"),
     "kernels": room(packages="torch cupy"),
     "model": room(
-        "core kernels text config extras",
+        "core engine kernels text config extras",
         "torch transformers tokenizers safetensors huggingface_hub",
         never="sqlite3",
     ),

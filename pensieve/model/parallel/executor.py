@@ -56,7 +56,6 @@ from pensieve.errors import DeviceError, one_line
 from pensieve.model.constraints import Constraints
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.parallel.leader import Leader
-from pensieve.model.parallel.rank_messages import pack
 from pensieve.model.parallel.stages import StageModel
 
 
@@ -83,7 +82,7 @@ class ParallelExecutor:
         return self._own.constraints
 
     def launch(self, iteration: Iteration) -> None:
-        self._leader.send_iteration(pack(iteration))
+        self._leader.send_iteration(iteration)
         self._launched.append(iteration)
         with self._links():
             self._own.launch(iteration)
@@ -130,7 +129,7 @@ class StagedExecutor(ParallelExecutor):
 
     def launch(self, iteration: Iteration) -> None:
         assert len(self._launched) < self.depth, "an earlier iteration was not collected"
-        self._leader.send_iteration(pack(iteration, with_tokens=True))
+        self._leader.send_iteration(iteration, with_tokens=True)
         self._launched.append(iteration)
         if iteration.slices:
             with self._links():

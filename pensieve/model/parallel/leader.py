@@ -38,7 +38,6 @@ import queue
 import socket
 import subprocess
 import threading
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,10 +46,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pensieve.core.iteration import Iteration
 from pensieve.errors import DeviceError, UnsupportedModel
 from pensieve.model.parallel.arrivals import Arrivals, Elsewhere
 from pensieve.model.parallel.handshake import Arrival
-from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe
+from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe, packed
 from pensieve.model.parallel.rank_store import Keys, RankStore
 from pensieve.model.parallel.ranks import Rank
 from pensieve.model.shape import ModelShape
@@ -249,10 +249,11 @@ class Leader(Rank):
         )
         self._receive("ready")
 
-    def send_iteration(self, packed: array[int]) -> None:
+    def send_iteration(self, iteration: Iteration, with_tokens: bool = False) -> None:
+        frame = packed(iteration, with_tokens)
         try:
             for each in self._workers:
-                each.pipe.send_iteration(packed)
+                each.pipe.write(frame)
         except OSError as error:
             raise self.failure("the iteration could not be sent to every rank") from error
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 import threading
 from collections.abc import Callable
 
 import pytest
 
+from pensieve.engine.pipe import LENGTHS
 from pensieve.errors import ConfigError, DeviceError
-from pensieve.model.parallel import rank_messages
 from pensieve.model.parallel.arrivals import Arrivals, Elsewhere, split_address
 from pensieve.model.parallel.handshake import (
     FRAME_BYTES_MAX,
@@ -112,21 +111,21 @@ def test_rank_0_has_to_know_the_secret_too() -> None:
     ours.close()
 
 
-def frame(kind: int, body: bytes) -> bytes:
-    return struct.pack("<BI", kind, len(body)) + body
+def frame(head: bytes, body: bytes = b"") -> bytes:
+    return LENGTHS.pack(len(head), len(body)) + head + body
 
 
 @pytest.mark.parametrize(
     "sent",
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        frame(1, b"\x01" * 64),  # an iteration
-        frame(0, b" " * 5000),  # too long, before it is known
-        frame(0, b"[" * 4000),
-        frame(0, b"{}"),
-        frame(0, json.dumps(["proof", ["no", "values"]]).encode()),
-        frame(0, json.dumps(["proof", {"nonce": "zz", "mac": "zz"}]).encode()),
-        frame(0, json.dumps(["arrival", there()._asdict()]).encode()),
+        frame(b'["iteration",0,false,[],[],[],[],[]]'),
+        frame(b" " * 5000),  # too long, before it is known
+        frame(b"[" * 4000),
+        frame(b"{}"),
+        frame(json.dumps(["proof", ["no", "values"]]).encode()),
+        frame(json.dumps(["proof", {"nonce": "zz", "mac": "zz"}]).encode()),
+        frame(json.dumps(["arrival", there()._asdict()]).encode()),
         b"",
     ],
 )
@@ -145,7 +144,7 @@ def test_a_frame_has_so_many_bytes_and_no_more(
     is_trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a rank and of a stranger: the longer one is not read, though it says something."""
-    monkeypatch.setattr(rank_messages, "FRAME_BYTES_MAX", 8192)
+    monkeypatch.setattr("pensieve.engine.pipe.FRAME_BYTES_MAX", 8192)
     bytes_max = 8192 if is_trusted else FRAME_BYTES_MAX
     for num_bytes, is_taken in ((bytes_max, True), (bytes_max + 1, False)):
         ours, theirs = socket.socketpair()
@@ -153,7 +152,7 @@ def test_a_frame_has_so_many_bytes_and_no_more(
         if is_trusted:
             pipe.trust()
         body = b'["proof", {}]'
-        theirs.sendall(frame(0, body + b" " * (num_bytes - len(body))))
+        theirs.sendall(frame(body + b" " * (num_bytes - len(body))))
         assert pipe.receive() == (ControlMessage("proof", {}) if is_taken else None)
         theirs.close()
         ours.close()

@@ -25,10 +25,11 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.layer_range import divided, number_from_zero
 from pensieve.model.loader import load
 from pensieve.model.parallel.executor import StagedExecutor
-from pensieve.model.parallel.rank_messages import pack, unpack
+from pensieve.model.parallel.rank_messages import packed
 from pensieve.model.parallel.rank_store import RankStore
 from pensieve.model.parallel.ranks import Rank
 from pensieve.model.parallel.stages import StageModel
+from tests.model.parallel.test_parallel import sent
 from tests.model.world import CHUNK_TOKENS, GAP_MAX
 from tests.models import DEEP, save_tiny
 from tests.service.in_process import Runtime
@@ -186,12 +187,12 @@ def test_a_packed_iteration_has_its_tokens_where_the_first_stage_needs_them() ->
         Slice(7, 4, 7, tokens[4:7], array("i", [5, 2])),
         Slice(8, 0, 3, tokens[:3], array("i", [1]), True),
     )
-    got = unpack(pack(Iteration(3, slices), with_tokens=True))
+    got = sent(Iteration(3, slices), with_tokens=True)
     assert [each.token_ids.tolist() for each in got.slices] == [[54, 55, 56], [50, 51, 52]]
     assert [each.stop for each in got.slices] == [7, 3]
     awaited = Slice(7, 4, 7, tokens[4:6], array("i", [5, 2]), True)
     with pytest.raises(AssertionError, match="not known yet"):
-        pack(Iteration(4, (awaited,)), with_tokens=True)
+        packed(Iteration(4, (awaited,)), with_tokens=True)
 
 
 @pytest.mark.parametrize(
