@@ -48,7 +48,6 @@ class Panel:
     most: float | None = None  # where y ends: 100 of a percentage
     alike: str = ""  # panels with the same word here have the same scale of y
     height: float = 2.3
-    x_from_zero: bool = True
     left: float = LEFT
     num_lines: int = 0
     xs: list[float] = field(default_factory=list)
@@ -169,8 +168,6 @@ class Panel:
             self._finish_bars(width)
             return
         x = scale_of(self.xs, self.swept)
-        if not self.x_from_zero and not x.logarithmic and self.xs:
-            x.least, x.most = min(self.xs), max(self.xs)
         y = scale_of(self.ys, most=self.most)
         self._set(self.axes.xaxis, x)
         self._set(self.axes.yaxis, y)

@@ -263,7 +263,6 @@ ATTENTION = {
     "batch": ((8,), (32, 8), "numbers of turns"),
     "head-size": ((128,), (64, 128), "sizes of a head"),
 }
-SHARED, OWN = (2048,), 128  # tokens, of `bench attention --shared`
 
 
 def add_model(parser: argparse.ArgumentParser, size: str) -> None:
@@ -309,22 +308,11 @@ def attention_parser(kinds: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
     )
-    parser.add_argument(
-        "--shared",
-        type=counts,
-        nargs="?",
-        const=SHARED,
-        metavar="N,N,…",
-        help="measure slices of one query that share so many tokens at the front instead "
-        f"(default: {','.join(map(str, SHARED))}; --batch 32, 128 tokens of their own)",
-    )
     add_plot(parser, "the ratios")
     parser.set_defaults(run=attention)
 
 
 def attention(arguments: argparse.Namespace) -> int:
-    if arguments.shared is not None:
-        return attention_shared(arguments)
     from pensieve.bench import attention as bench
 
     chosen = (arguments.context, arguments.batch, arguments.head_size)
@@ -339,23 +327,6 @@ def attention(arguments: argparse.Namespace) -> int:
     rows = bench.run(options, report)
     if arguments.plot is not None:
         bench.plot(rows, arguments.plot, report.facts)
-    return 0
-
-
-def attention_shared(arguments: argparse.Namespace) -> int:
-    from pensieve.bench import attention_shared as bench
-
-    if arguments.plot is not None or arguments.context is not None:
-        raise InvalidArgument("shared", "goes with neither --plot nor --context")
-    options = bench.Options(
-        arguments.batch or (32,),
-        arguments.shared,
-        OWN,
-        arguments.head_size or (64, 128),
-        arguments.dtype,
-        arguments.repeats,
-    )
-    bench.run(options, Report(arguments.json))
     return 0
 
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
@@ -78,34 +77,6 @@ def saving_of_tree(requests: Sequence[array[int]]) -> float:
     total = sum(map(len, requests))
     keys = sorted(map(_sortable, requests))
     saved = sum(_num_common(one, other) for one, other in pairwise(keys))
-    return saved / total if total else 0.0
-
-
-def saving_of_lru(requests: Sequence[array[int]], tokens_max: int, block_tokens: int) -> float:
-    """The same with a cache of blocks that keeps what was used last, with the requests in their order."""
-    total, saved = sum(map(len, requests)), 0
-    blocks: OrderedDict[tuple[int, bytes], int] = (
-        OrderedDict()
-    )  # by the block before and the tokens
-    num_blocks_max, next_id = tokens_max // block_tokens, 0
-    for request in requests:
-        before, hits = 0, True
-        used = []
-        for start in range(0, len(request) - block_tokens + 1, block_tokens):
-            key = (before, request[start : start + block_tokens].tobytes())
-            found = blocks.get(key)
-            if found is None:
-                hits = False
-                next_id += 1
-                found = blocks[key] = next_id
-            elif hits:
-                saved += block_tokens
-            before = found
-            used.append(key)
-        for key in reversed(used):  # the beginning was used last, and goes last
-            blocks.move_to_end(key)
-        while len(blocks) > num_blocks_max:
-            blocks.popitem(last=False)
     return saved / total if total else 0.0
 
 

@@ -4,6 +4,7 @@ planning    what a decision of the scheduler costs
 service     tokens that the service delivers, and what a turn costs it, without a model
 isolation   what one tenant notices of another one that does its worst (noisy_tenant)
 swap        the first token of a turn whose history is not on the device
+shared_pages  attention over pages that several slices begin with
 batch       what a batch takes, by how it shares prefixes
 history     turns that one history carries for several daemons
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pensieve.bench import attention as bench_attention
-from pensieve.bench import attention_shared
 from pensieve.cli.main import main
 from pensieve.errors import PensieveError
 
@@ -81,30 +80,3 @@ def test_the_default_is_a_dozen_shapes_and_full_the_table_of_the_docs(
         found = capsys.readouterr()
         assert len(json.loads(found.out)["rows"]) == number
         assert f"{number} of {number}: float32" in found.err
-
-
-def test_shared_pages_have_a_row_for_each_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--batch", "3", "--repeats", "2", "--dtype", "float32", "--head-size", "32", "--json"]
-    assert main(["bench", "attention", "--shared", "160,320", *small]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["shared"], row["kv_heads"], row["own"]) for row in rows] == [
-        *((160, 16, 128), (320, 16, 128), (160, 4, 128), (320, 4, 128))
-    ]
-    assert all(row["ratio"] > 0 and row["unshared_ratio"] > 0 for row in rows)
-
-
-def test_sharing_that_changes_a_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention_shared.Inputs.run
-
-    def wrong(self: attention_shared.Inputs, shared: object) -> torch.Tensor:
-        return right(self, None) if shared is None else self.out.fill_(0.5)
-
-    monkeypatch.setattr(attention_shared.Inputs, "run", wrong)
-    shape = attention_shared.Shape(2, 160, 64, 4, 2, 32, "float32")
-    with pytest.raises(PensieveError, match="sharing changes a result"):
-        attention_shared.measure(shape, 1)
-
-
-def test_too_few_shared_tokens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "attention", "--shared", "64"]) == 2
-    assert "at least 160" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,36 @@ from pensieve.core.prefix_groups import (
     PrefixGroup,
     prefix_groups,
     saving,
-    saving_of_lru,
     saving_of_tree,
 )
 
 Requests = Sequence["array[int]"]
+
+
+def saving_of_lru(requests: Sequence[array[int]], tokens_max: int, block_tokens: int) -> float:
+    """The saving of a cache of blocks that keeps what was used last, with the requests in their order."""
+    total, saved = sum(map(len, requests)), 0
+    blocks = OrderedDict[tuple[int, bytes], int]()  # by the block before and the tokens
+    num_blocks_max, next_id = tokens_max // block_tokens, 0
+    for request in requests:
+        before, hits = 0, True
+        used = []
+        for start in range(0, len(request) - block_tokens + 1, block_tokens):
+            key = (before, request[start : start + block_tokens].tobytes())
+            found = blocks.get(key)
+            if found is None:
+                hits = False
+                next_id += 1
+                found = blocks[key] = next_id
+            elif hits:
+                saved += block_tokens
+            before = found
+            used.append(key)
+        for key in reversed(used):  # the beginning was used last, and goes last
+            blocks.move_to_end(key)
+        while len(blocks) > num_blocks_max:
+            blocks.popitem(last=False)
+    return saved / total if total else 0.0
 
 
 def of(*texts: str) -> list[array[int]]:

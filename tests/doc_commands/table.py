@@ -238,7 +238,6 @@ ROWS = (
         nightly=True,
     ),
     Row("pensieve bench attention --context 512,4096 --dtype bfloat16", nightly=True),
-    Row("pensieve bench attention --shared --repeats 5", (r"ms, alone",), nightly=True),
     Row("pensieve bench step --batch 1,16 --weights int8", nightly=True),
     Row("pensieve bench step --kv-dtype int8", nightly=True),
     Row("pensieve bench step --batch 16 --parts", (r"GB/s of weights",), nightly=True),

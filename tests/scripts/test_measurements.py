@@ -6,13 +6,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from pensieve.bench import random_model
 from pensieve.bench.random_model import RandomShape
-from pensieve.errors import Unavailable
+from pensieve.errors import PensieveError, Unavailable
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.records import NewMessage, TurnRequest
-from scripts.measurements import history, isolation, planning, service, swap
+from scripts.measurements import history, isolation, planning, service, shared_pages, swap
 from scripts.measurements.processes import pinned
 
 # Their daemons find the engine among their children.
@@ -68,3 +69,19 @@ def test_a_turn_that_another_one_wrote_is_noticed(tmp_path: Path) -> None:
         store.finish_turn(turn.turn_id, NewMessage("assistant", "ho", [2]), "stop", {})
         with pytest.raises(Unavailable, match="t-3 is at revision 1, and had replies up to 0"):
             talker.check()
+
+
+def test_shared_pages_are_timed() -> None:
+    found = shared_pages.measure(shared_pages.Shape(3, 160, 128, 4, 2, 32, "float32"), 2)
+    assert min(found) > 0
+
+
+def test_sharing_that_changes_a_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = shared_pages.Inputs.run
+
+    def wrong(self: shared_pages.Inputs, shared: object) -> torch.Tensor:
+        return right(self, None) if shared is None else self.out.fill_(0.5)
+
+    monkeypatch.setattr(shared_pages.Inputs, "run", wrong)
+    with pytest.raises(PensieveError, match="sharing changes a result"):
+        shared_pages.measure(shared_pages.Shape(2, 160, 64, 4, 2, 32, "float32"), 1)

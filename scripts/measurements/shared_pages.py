@@ -1,37 +1,36 @@
-"""`pensieve bench attention --shared` measures attention over pages that slices share.
+"""Measure attention over pages that slices share.
 
-Each row is one shape: slices of one query each, whose contexts begin with the same pages and go on with
-their own. The same attention is computed
-
-    shared      the shared pages are read once, for the rows of many slices together
-    alone       each slice reads all of its pages, as if it shared none
-
-Both must be equal to the last bit; nothing is timed before. They run by turns, on several copies of the
-inputs, and the ratio is the median of the pairs' ratios. Where nothing is shared, LAYERS times the same
-attention are timed with the search for shared pages before them and without, as in an iteration.
+Each row is one shape: slices of one query each, whose contexts begin with the same pages and go on with their
+own. The attention is computed twice: the shared pages are read once for the rows of many slices, or each
+slice reads all of its pages. Both must be equal to the last bit; nothing is timed before. They run by turns,
+on several copies of the inputs, and the ratio is the median of the pairs' ratios. Where nothing is shared,
+LAYERS times the same attention are timed with the search for shared pages before them and without, as in an
+iteration.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from array import array
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
-from pensieve.bench.attention import COPIES_BYTES, SLOTS, build
-from pensieve.bench.report import Report, machine, progress
+from pensieve.bench.attention import COPIES_BYTES, SLOTS
+from pensieve.bench.report import machine
 from pensieve.core.iteration import Slice
-from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.errors import PensieveError
 from pensieve.kernels import multi_token_attention
 from pensieve.kernels.attention.shared import SharedPages
 from pensieve.model.shared_pages import SHARED_MIN, shared_pages
 
 LAYERS = 16
 HEADS = ((16, 16), (16, 4))
+OWN = 128  # tokens
 
 
 class Shape(NamedTuple):
@@ -44,15 +43,7 @@ class Shape(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True)
-class Row:
-    batch: int
-    shared: int
-    own: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    dtype: str
+class Times(NamedTuple):
     seconds: float
     alone_seconds: float
     ratio: float
@@ -60,13 +51,23 @@ class Row:
     search_seconds: float  # once for an iteration's layers
 
 
-class Options(NamedTuple):
-    batches: tuple[int, ...]
-    shared: tuple[int, ...]
-    own: int
-    head_sizes: tuple[int, ...]
-    dtype: str | None
-    repeats: int
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure shared_pages", description=__doc__)
+    parser.add_argument("--shared", type=int, default=2048, help="tokens (default: 2048)")
+    parser.add_argument("--batch", type=int, default=32, help="slices (default: 32)")
+    parser.add_argument("--repeats", type=int, default=9, help="for each median (default: 9)")
+    arguments = parser.parse_args(given)
+    if arguments.shared < SHARED_MIN * SLOTS:
+        parser.error(f"--shared is at least {SHARED_MIN * SLOTS}: less is not looked for")
+    print(machine())
+    for dtype, (heads, kv_heads), size in product(("bfloat16", "float32"), HEADS, (64, 128)):
+        shape = Shape(arguments.batch, arguments.shared, OWN, heads, kv_heads, size, dtype)
+        found = measure(shape, arguments.repeats)
+        print(
+            f"{dtype:8} {heads}/{kv_heads:<2} of {size:3}: {found.seconds * 1e3:6.2f} ms, alone "
+            f"{found.alone_seconds * 1e3:6.2f} ({found.ratio:.2f} x); nothing shared "
+            f"{found.unshared_ratio:.3f} x; search {found.search_seconds * 1e3:.2f} ms"
+        )
 
 
 class Inputs:
@@ -109,38 +110,8 @@ class Inputs:
         return self.out
 
 
-def run(options: Options, report: Report) -> list[Row]:
-    if min(options.shared) < SHARED_MIN * SLOTS:
-        raise InvalidArgument("shared", f"is at least {SHARED_MIN * SLOTS}: less is not looked for")
-    built = ", ".join(f"{name} {value}" for name, value in build().items())
-    progress(built)
-    report.about(machine(), built, f"slices of one query, {options.own} tokens of their own")
-    rows = []
-    for dtype in ("bfloat16", "float32"):
-        if options.dtype not in (None, dtype):
-            continue
-        for heads, kv_heads in HEADS:
-            for size in options.head_sizes:
-                for batch in options.batches:
-                    for shared in options.shared:
-                        shape = Shape(batch, shared, options.own, heads, kv_heads, size, dtype)
-                        rows.append(measure(shape, options.repeats))
-                        report.line(line_of(rows[-1]))
-    report.finish({**build(), "rows": [asdict(row) for row in rows]})
-    return rows
-
-
-def line_of(row: Row) -> str:
-    return (
-        f"{row.dtype:8} {row.heads}/{row.kv_heads:<2} of {row.head_size:3}, batch {row.batch:3}, "
-        f"{row.shared:5} shared: {row.seconds * 1e3:6.2f} ms, alone {row.alone_seconds * 1e3:6.2f} "
-        f"({row.ratio:.2f} x); nothing shared {row.unshared_ratio:.3f} x; "
-        f"search {row.search_seconds * 1e3:.2f} ms"
-    )
-
-
 @torch.inference_mode()
-def measure(shape: Shape, repeats: int) -> Row:
+def measure(shape: Shape, repeats: int) -> Times:
     size = getattr(torch, shape.dtype).itemsize
     per_token = 2 * shape.kv_heads * shape.head_size * int(size)
     kv_bytes = (shape.shared + shape.own * shape.batch) * per_token
@@ -156,8 +127,7 @@ def measure(shape: Shape, repeats: int) -> Row:
     without, searched = _by_turns(unshared, repeats, lambda one: None, _search, layers=LAYERS)
     began = time.perf_counter()
     shared_pages(inputs[0].slices, SLOTS)
-    return Row(
-        **shape._asdict(),
+    return Times(
         seconds=statistics.median(shared),
         alone_seconds=statistics.median(alone),
         ratio=_ratio(shared, alone),
@@ -199,3 +169,7 @@ def _search(one: Inputs) -> SharedPages | None:
 
 def _ratio(times: list[float], others: list[float]) -> float:
     return statistics.median(one / other for one, other in zip(times, others, strict=True))
+
+
+if __name__ == "__main__":
+    main()
