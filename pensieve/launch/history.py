@@ -36,11 +36,8 @@ from pensieve.service.daemon_config import (
     SCRUB_SECONDS,
     BackupConfig,
 )
-from pensieve.service.damage import Damage
-from pensieve.service.erasing import Erasing
-from pensieve.service.forgetting import Forgetting
 from pensieve.service.grpc.server import Health, is_loopback
-from pensieve.service.scrubbing import Scrubbing
+from pensieve.service.housekeeping import Damage, Erasing, Scrubbing, start_forgetting
 from pensieve.service.threads import Threads
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.v1 import history_pb2_grpc
@@ -219,6 +216,10 @@ def _start_upkeep(
     Scrubbing(
         store.scrub(), threads, SCRUB_SECONDS, lambda: store.erasure.pending, damage.found
     ).start()
-    forgetting = Forgetting(store, threads, store.now)
-    forgetting.start("requests", store.forgetting.step, REQUEST_KEEP_SECONDS)
-    forgetting.start("chains", store.chains.forget, CHAIN_KEEP_SECONDS)
+    start_forgetting(
+        store,
+        threads,
+        store.now,
+        request_seconds=REQUEST_KEEP_SECONDS,
+        chain_seconds=CHAIN_KEEP_SECONDS,
+    )

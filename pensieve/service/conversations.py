@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -51,14 +51,12 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
-from pensieve.service.arriving import Arriving
 from pensieve.service.counts import Counts
 from pensieve.service.daemon_config import DaemonConfig
-from pensieve.service.declared_prefixes import Acts, DeclaredPrefixes
+from pensieve.service.declared_prefixes import Acts, DeclaredPrefixes, Warming
 from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
-from pensieve.service.erasing import erased
 from pensieve.service.history import History
-from pensieve.service.latencies import Latencies
+from pensieve.service.housekeeping import erased
 from pensieve.service.limits import Allowance
 from pensieve.service.live_turn import (
     Begun,
@@ -72,11 +70,11 @@ from pensieve.service.live_turn import (
     packed_logprobs,
     replayed,
 )
+from pensieve.service.metrics.meter import Latencies
 from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.service.threads import Threads
 from pensieve.service.turns import Ending, Turns, failure_of
 from pensieve.service.unstored import UnstoredTurns
-from pensieve.service.warming import Warming
 from pensieve.store import records
 from pensieve.store.responses import StoredResponse
 
@@ -91,6 +89,64 @@ GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
 async def _from_nowhere(live: LiveTurn) -> None:
     """A daemon that has the history alone has all KV that there is."""
+
+
+class Arriving:
+    """Turns that are about to begin: drafted, tokenized, or waiting for the store thread.
+
+    They count towards the limits of the daemon and of their tenant, and so do their characters.
+    """
+
+    def __init__(self) -> None:
+        self.num_turns = 0
+        self._of_tenant = Counts[str]()
+        self._characters_of_tenant = Counts[str]()
+        self._of_request = Counts[tuple[str, str, str]]()
+        self._asks: dict[int, Ask] = {}  # as they came, by their identity
+        self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
+
+    def add(self, ask: Ask) -> None:
+        self.num_turns += 1
+        self._asks[id(ask)] = ask
+        self._of_tenant[ask.tenant] += 1
+        self._characters_of_tenant[ask.tenant] += ask.num_characters
+        self._of_request[_request(ask)] += 1
+
+    def remove(self, ask: Ask) -> None:
+        self.num_turns -= 1
+        self._asks.pop(id(ask), None)
+        self._of_tenant[ask.tenant] -= 1
+        self._characters_of_tenant[ask.tenant] -= ask.num_characters
+        self._of_request[_request(ask)] -= 1
+        if not self._of_request[_request(ask)]:
+            for waiting in self._waiting.pop(_request(ask), ()):
+                if not waiting.done():
+                    waiting.set_result(None)
+
+    async def gone(self, tenant: str, conversation_id: str, request_id: str) -> None:
+        """Until no call of this request is about to begin its turn."""
+        while request_id and self.has_request(tenant, conversation_id, request_id):
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault((tenant, conversation_id, request_id), []).append(waiting)
+            await waiting
+
+    def asks(self) -> Collection[Ask]:
+        """In the order in which they came."""
+        return self._asks.values()
+
+    def num_characters_of(self, tenant: str) -> int:
+        """That wait to be tokenized or stored."""
+        return self._characters_of_tenant[tenant]
+
+    def num_of_tenant(self, tenant: str) -> int:
+        return self._of_tenant[tenant]
+
+    def has_request(self, tenant: str, conversation_id: str, request_id: str) -> bool:
+        return self._of_request[tenant, conversation_id, request_id] > 0
+
+
+def _request(ask: Ask) -> tuple[str, str, str]:
+    return ask.tenant, ask.conversation_id, ask.request_id
 
 
 class Conversations:

@@ -23,31 +23,31 @@ from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.engine import messages as box
-from pensieve.engine.messages import Event
 from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.service.admission import Admission, Load
 from pensieve.service.backing_up import BackingUp
 from pensieve.service.cancelling import Cancel, Cancelled, cancel_turn
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon_config import DaemonConfig, Sources
-from pensieve.service.damage import Damage
 from pensieve.service.draft import Ask
-from pensieve.service.engine_client import EngineClient, EngineProgram
-from pensieve.service.erasing import Erasing
-from pensieve.service.forgetting import Forgetting
-from pensieve.service.full_disk import FullDisk
+from pensieve.service.engine_client import GONE, EngineClient, EngineProgram
 from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History, Texts
+from pensieve.service.housekeeping import (
+    Damage,
+    Erasing,
+    FullDisk,
+    Scrubbing,
+    start_forgetting,
+    sweep,
+)
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.metrics.meter import Meter
 from pensieve.service.owning import Owning
-from pensieve.service.queries import Queries
 from pensieve.service.readers import ids_of
 from pensieve.service.reads import Reads
-from pensieve.service.scrubbing import Scrubbing
 from pensieve.service.suspects import Suspects
-from pensieve.service.sweeping import sweep
 from pensieve.service.threads import Threads, aside
 from pensieve.service.turn_spans import TurnSpan, span_of
 from pensieve.service.turns import Turns, failure_of
@@ -73,7 +73,7 @@ class Background:
     def engine_lost(self) -> None:
         """And with it all turns."""
 
-    def take(self, event: Event) -> bool:
+    def take(self, event: box.OfTurn) -> bool:
         """Whether it was an event of a background turn."""
         return False
 
@@ -118,6 +118,7 @@ class Daemon:
             on_up=self._on_up,
             on_failure=self._fail,
             report=report,
+            answer_seconds=self.config.answer_seconds,
         )
         self.threads = Threads(self._loop, self.config.text_threads, self._fail)
         self.damage = Damage(store, self.threads, lambda: self.on_serving(self.serving))
@@ -136,7 +137,6 @@ class Daemon:
         self.admission = Admission(of.turns_max, of.limits, self.started_at, of.ttft_seconds)
         self._suspects = Suspects()
         self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
-        self.queries = Queries(self._loop, self._put, self.config.answer_seconds)
         self.texts = texts
         self._report = report
         self._sources = sources or Sources()
@@ -181,9 +181,13 @@ class Daemon:
         self.threads.spawn(sweep(lambda: self.num_turns, of.readers, self._erasing))
         self.backing_up.start()
         self.scrubbing.start()
-        forgetting, keep = Forgetting(store, self.threads, self._sources.wall_clock), self.config
-        forgetting.start("requests", store.forgetting.step, keep.request_keep_seconds)
-        forgetting.start("chains", store.chains.forget, keep.chain_keep_seconds)
+        start_forgetting(
+            store,
+            self.threads,
+            self._sources.wall_clock,
+            request_seconds=self.config.request_keep_seconds,
+            chain_seconds=self.config.chain_keep_seconds,
+        )
         self.on_serving(self.serving)
         self.background.engine_started()
 
@@ -373,13 +377,12 @@ class Daemon:
                 raise Unavailable("the engine died twice with this turn; it is tried again alone")
         self.engine.put(message)
 
-    def _on_events(self, events: list[Event]) -> None:
-        of_turns: list[box.OfTurn] = []
-        for event in events:
-            if isinstance(event, box.Reply):
-                self.queries.answered(event)
-            elif not self.background.take(event):
-                of_turns.append(self._judged(event) if isinstance(event, box.TurnEnded) else event)
+    def _on_events(self, events: list[box.OfTurn]) -> None:
+        of_turns = [
+            self._judged(event) if isinstance(event, box.TurnEnded) else event
+            for event in events
+            if not self.background.take(event)
+        ]
         if self._conversations is not None:
             self.meter.took(events, self._conversations.turns.of_number)
             self._conversations.take(of_turns)
@@ -401,14 +404,13 @@ class Daemon:
         self.admission.engine_lost()
         self.background.engine_lost()
         self.conversations.turns.engine_lost()
-        failure = Unavailable("the engine has stopped and is starting again; say it again")
+        failure = Unavailable(GONE)
         had_the_rest = not self._engine_has_failed  # else it has ended all that it had
         self._engine_has_failed = False
         for live in self.conversations.turns.all_live():
             if had_the_rest and self._dies_of(live):
                 self.threads.spawn(self.conversations.interrupt(live, failure_of("ENGINE_DIED")))
         self.threads.spawn(self.conversations.interrupt_all(failure))
-        self.queries.fail_all(failure)
 
     def _dies_of(self, live: LiveTurn | None) -> bool:
         """The engine died and had this turn: whether that was once too often."""
@@ -431,16 +433,12 @@ class Daemon:
         """What nobody foresaw, where turns would wait without end: the service ends."""
         self.on_failure(error)
 
-    async def query(self, message_for: Callable[[int], box.Message]) -> box.Answer:
-        """Put the message made for a query's id, and wait for its answer."""
-        return await self.queries.ask(message_for)
-
     async def stats(self) -> box.Answer:
-        return await self.query(box.GetStats)
+        return await self.engine.query(box.GetStats)
 
     async def check(self) -> list[str]:
         """What is wrong in cache, scheduler and history; nothing, as a rule."""
-        answer = await self.query(box.CheckIntegrity)
+        answer = await self.engine.query(box.CheckIntegrity)
         return [*answer.problems, *(await aside(self.store.verify))]
 
     # -- the end --

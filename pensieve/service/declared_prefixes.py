@@ -1,11 +1,10 @@
-"""Prefixes that clients declare, and those of them that are kept warm; on the loop.
+"""Declared prefixes, those that are kept warm, and warms of any conversation; on the loop.
 
 A prefix is tokenized in the text pool and then stored; from then on conversations may begin under it.  Its KV
-is computed by the first of them, and stays as long as the engine keeps it.  One that is to be *kept warm* is
-warmed by the daemon itself: when it was declared, when an engine has started, and every
-`keep_warm_seconds`, so that what was dropped or swapped out comes back and what is there counts as used.
-Where nothing is missing that costs the engine next to nothing.  It is best effort: such a warm waits behind
-turns like any other, and a tenant in debt is passed over.  What it computes is the tenant's to pay for.
+is computed by the first of them, and stays as long as the engine keeps it.  A prefix to be *kept warm* is
+warmed by the daemon: when it is declared, when an engine has started, and every `keep_warm_seconds`.  Such a
+warm waits behind turns like any other, its tenant pays for what it computes, and a tenant in debt is passed
+over.
 """
 
 from __future__ import annotations
@@ -14,15 +13,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from pensieve.engine.messages import Message
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
-from pensieve.service.draft import ConversationSettings
+from pensieve.service.draft import ConversationSettings, Outdated
 from pensieve.service.heads import PrefixSettings
 from pensieve.service.history import History
 from pensieve.service.limits import Allowance
 from pensieve.service.threads import Threads
-from pensieve.service.warming import Warming
+from pensieve.service.turns import Turns
 from pensieve.store import records
 from pensieve.store.declared_prefixes import stored_id
 
@@ -31,6 +32,53 @@ PAUSE_SECONDS = 0.01  # between two of them
 WARMS_MAX = 8  # in the engine at once: its queue is for turns that somebody waits for
 WAIT_SECONDS = 0.05
 NOBODY = "/prefixes"  # no tenant has this name
+
+
+class Warming:
+    """Brings conversations' KV to the device before their next message, by turns that nobody reads.
+
+    A warm counts as a turn of its tenant until it has ended, unless the daemon wants it by itself.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        turns: Turns,
+        threads: Threads,
+        tell: Callable[[Message], bool],
+        renew: Callable[[Outdated], Awaitable[None]],
+        weight_of: Callable[[str], float],
+    ) -> None:
+        """`tell` says whether the engine hears of it; `renew` tokenizes a conversation again."""
+        self._history, self._turns, self._threads = history, turns, threads
+        self._tell, self._renew, self._weight_of = tell, renew, weight_of
+
+    @property
+    def num_own(self) -> int:
+        """Of those that the daemon wants by itself, that have not ended."""
+        return self._turns.num_own_warms
+
+    async def warm(self, conversation_id: str, tenant: str = "", *, counts: bool = True) -> None:
+        """Have the engine bring the conversation's KV to the device."""
+
+        async def sequence() -> None:
+            number, is_put = self._turns.begin_warm(conversation_id, tenant, counts=counts), False
+            try:
+                while True:
+                    found = await self._threads.in_store(
+                        tenant, self._history.warm, conversation_id, number, tenant=tenant
+                    )
+                    if not isinstance(found, Outdated):
+                        break
+                    await self._renew(found)
+                if found is not None:
+                    weight = self._weight_of(tenant)
+                    is_put = self._tell(replace(found, share=tenant, weight=weight))
+            finally:
+                if not is_put:
+                    self._turns.end_warm(number)
+
+        await self._threads.whole(sequence())
 
 
 class Acts(NamedTuple):

@@ -26,7 +26,7 @@ from pensieve.service.heads import (
     setting_of,
     tokens_of,
 )
-from pensieve.service.shared_prompt import SharedPrompt
+from pensieve.service.prefixes import SharedPrompt
 from pensieve.store import records
 from pensieve.store.bodies import canonical_json
 from pensieve.store.responses import StoredResponse

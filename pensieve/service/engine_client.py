@@ -21,6 +21,8 @@ would wait without end, so the service must end.
 
 A start needs a few file descriptors.  They are held in reserve, since connections may use up all others.
 
+A query is a message with an id; its reply comes among the events.  When the process dies, its queries fail.
+
 The child is spawned as a program of its own with one inherited socket: no fork, no pickle, and no
 memory shared with a process that runs threads.
 """
@@ -35,17 +37,26 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pensieve.config import without_secrets
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.engine import pipe as channel
-from pensieve.engine.messages import Event, Freeing, Message
+from pensieve.engine.messages import (
+    Answer,
+    Event,
+    Freeing,
+    KvExported,
+    Message,
+    OfTurn,
+    Reply,
+)
 from pensieve.errors import ConfigError, DeviceError, ModelError, PensieveError, Unavailable
 from pensieve.service.heartbeat import Heartbeat, Patience
-from pensieve.service.spare_descriptors import SpareDescriptors
 
 log = logging.getLogger("pensieve")
+R = TypeVar("R", Answer, KvExported)
+GONE = "the engine has stopped and is starting again; say it again"
 RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 30.0
 STOP_SECONDS = 5.0
@@ -101,12 +112,14 @@ class EngineClient:
         program: EngineProgram,
         *,
         patience: Patience,
-        on_events: Callable[[list[Event]], None],
+        on_events: Callable[[list[OfTurn]], None],
         on_down: Callable[[str], None],
         on_up: Callable[[], None] = lambda: None,
         on_failure: Callable[[BaseException], None] = lambda error: None,
         report: Callable[[str], None] = lambda line: None,
+        answer_seconds: float = 30.0,
     ) -> None:
+        """`answer_seconds`: that a query may take."""
         self.ready: Ready | None = None
         self.num_restarts = 0
         self.pid: int | None = None
@@ -129,6 +142,9 @@ class EngineClient:
         self.heartbeat = Heartbeat(patience)  # of the present process
         self._hung = ""  # why it was killed, if it was
         self._task: asyncio.Task[None] | None = None
+        self._answer_seconds = answer_seconds
+        self._queries: dict[int, asyncio.Future[Reply]] = {}  # by id
+        self._num_queries = 0
 
     @property
     def serving(self) -> bool:
@@ -151,6 +167,28 @@ class EngineClient:
         packed = channel.pack_message(message)
         if not self._writer.is_closing():  # else its death is noticed in a moment
             self._writer.write(packed)
+
+    async def query(self, message_for: Callable[[int], Message]) -> Answer:
+        """Put the message made for a query's id, and wait for its answer."""
+        return await self._reply(message_for, Answer)
+
+    async def export(self, message_for: Callable[[int], Message]) -> KvExported:
+        """The same of KV."""
+        return await self._reply(message_for, KvExported)
+
+    async def _reply(self, message_for: Callable[[int], Message], kind: type[R]) -> R:
+        self._num_queries += 1
+        query_id = self._num_queries
+        future = self._queries[query_id] = self._loop.create_future()
+        try:
+            self.put(message_for(query_id))
+            reply = await asyncio.wait_for(future, self._answer_seconds)
+            assert isinstance(reply, kind), f"{reply} answers something else"
+            return reply
+        except TimeoutError:
+            raise Unavailable("the engine does not answer") from None
+        finally:
+            self._queries.pop(query_id, None)
 
     async def stop(self) -> None:
         """Close the pipe, which ends the process, and wait for it; not for ever."""
@@ -235,6 +273,9 @@ class EngineClient:
             if self._stopping:
                 return
             self._on_down(reason)
+            for query in self._queries.values():
+                if not query.done():
+                    query.set_exception(Unavailable(GONE))
             if self._useful:
                 pause = RESTART_SECONDS_MIN
             while self._writer is None:
@@ -274,7 +315,7 @@ class EngineClient:
                 else:
                     heartbeat.published()
                     self._useful = True
-                    self._on_events(channel.events_of(frame))
+                    self._on_events(self._without_replies(channel.events_of(frame)))
         except (OSError, PensieveError) as error:
             reason = str(error)
         except Exception as error:  # a fault of ours in an event: begin anew rather than go deaf
@@ -283,6 +324,16 @@ class EngineClient:
         finally:
             watching.cancel()
         return self._hung or reason
+
+    def _without_replies(self, events: list[Event]) -> list[OfTurn]:
+        """Hand the replies to their queries; return the other events."""
+        others: list[OfTurn] = []
+        for event in events:
+            if not isinstance(event, Reply):
+                others.append(event)
+            elif (query := self._queries.get(event.query_id)) is not None and not query.done():
+                query.set_result(event)
+        return others
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
         """Kill the process if it hangs; the end of its pipe is noticed as that of any other."""
@@ -358,3 +409,27 @@ def _death(text: Any, code: Any) -> PensieveError:
         if code == kind.exit_code:
             return kind(str(text))
     return DeviceError(str(text))
+
+
+class SpareDescriptors:
+    """Hold file descriptors in reserve.
+
+    Whoever needs some releases them and opens its own at once.  Another thread may be quicker, so an open may
+    fail all the same, and is tried again later.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._held: list[int] = []
+
+    def take(self) -> None:
+        """Hold as many as there ought to be, or as can be had."""
+        while len(self._held) < self._count:
+            try:
+                self._held.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                return
+
+    def release(self) -> None:
+        while self._held:
+            os.close(self._held.pop())

@@ -134,7 +134,7 @@ class KvSource:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _export(self, key: str, num_tokens: int, before_chunk: int) -> KvExported:
-        return await self._daemon.queries.export(
+        return await self._daemon.engine.export(
             lambda query_id: ExportKv(query_id, key, num_tokens, before_chunk, PART_BYTES)
         )
 
@@ -288,7 +288,9 @@ class HandOver:
             len(log_bytes) // TOKEN_BYTES,
             log_bytes + part.body,
         )
-        answer = await self._daemon.query(lambda query_id: replace(message, query_id=query_id))
+        answer = await self._daemon.engine.query(
+            lambda query_id: replace(message, query_id=query_id)
+        )
         of = answer.figures
         transfer.adopted += int(of["tokens"])
         transfer.has_begun |= of["chunks"] > 0

@@ -26,10 +26,12 @@ that are there go on, and count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from pensieve.errors import PensieveError, QueueFull
+from pensieve.service.counts import Counts
 
 BURST_SECONDS = 10.0
 UNREAD_BYTES_MAX = 64 << 20
@@ -235,3 +237,29 @@ def _full(limit: str, text: str, wait: float | None = None) -> QueueFull:
     error = QueueFull(text)
     error.limit, error.retry_after_seconds = limit, wait
     return error
+
+
+class Watchers:
+    """The calls that watch one kind of thing.
+
+    Each tenant has a limit, and all tenants together have one. The first watcher of a tenant is always let
+    in, so no tenant can lock out another.
+    """
+
+    def __init__(self, of_tenant_max: int, of_all_max: int) -> None:
+        self._of_tenant_max, self._of_all_max = of_tenant_max, of_all_max
+        self._counts = Counts[str]()  # by tenant
+
+    @contextmanager
+    def enter(self, tenant: str) -> Iterator[None]:
+        """Count a watcher while it watches; QueueFull if there are too many."""
+        num_watchers = self._counts[tenant]
+        if num_watchers >= self._of_tenant_max:
+            raise QueueFull(f"{num_watchers} clients of this tenant watch already; end one first")
+        if num_watchers and self._counts.total() >= self._of_all_max:
+            raise QueueFull("too many clients of this daemon watch already; try again later")
+        self._counts[tenant] += 1
+        try:
+            yield
+        finally:
+            self._counts[tenant] -= 1

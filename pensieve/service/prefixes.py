@@ -75,3 +75,21 @@ def common(one: array[int], other: array[int]) -> int:
         else:
             high = middle - 1
     return low
+
+
+class SharedPrompt:
+    """One prompt of several turns in new conversations: the choices of one request.
+
+    The first turn lends its KV to those after it, as far as their tokens are the same (a template may write
+    the time).  It belongs to the store thread.
+    """
+
+    def __init__(self) -> None:
+        self._lender, self._tokens = "", array("I")
+
+    def begin(self, key: str, tokens: array[int]) -> tuple[str, int] | None:
+        """Whose KV the conversation of this key may begin with, and how many tokens; None of the first."""
+        if not self._lender:
+            self._lender, self._tokens = key, tokens
+            return None
+        return self._lender, common(self._tokens, tokens)

@@ -15,7 +15,7 @@ from pensieve.core.turn import TurnOptions
 from pensieve.errors import ErasurePending, NotFound, StaleRevision, StorageFull
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, new_messages
-from pensieve.service.erasing import erased
+from pensieve.service.housekeeping import erased
 from pensieve.service.openai.response_stream import ENDED
 from pensieve.store import records
 from pensieve.store.conversation_changes import Pending, PendingChange

@@ -7,7 +7,7 @@ place to stop: what lies before it is quicker recomputed.  Each part is worth it
 
 and a transfer is worth beginning if what its parts save together is more than its latency.  What computing
 takes is the engine's own prediction (core/iteration_cost.py) times what prompts took lately beside theirs
-(queueing.py).
+(admission.py).
 
 The speed of a link is that of the latest transfers from its address, each counting a quarter.  Of an address
 nothing is known at first, nor when the last transfer was long ago: then LATENCY_SECONDS and BYTES_PER_SECOND

@@ -4,25 +4,21 @@
                                 │
                                 └─ ended: its KV is idle in the engine, for prompts that begin like it
 
-An unstored turn belongs to no conversation.  To the engine it is a turn of one whose name no client can say
-(`unstored_key`); to the rest of the service it is a `LiveTurn` like any other, so that its readers, a slow
-one, a cancel, a client that leaves, a drain and the end of the engine are what they are elsewhere.  What
-differs:
+An unstored turn belongs to no conversation.  The engine knows it by a name that no client can say
+(`unstored_key`).  To the rest of the service it is a `LiveTurn` like any other.  What differs:
 
-* Nothing of it is written: the store is not asked at its beginning and hears nothing of its end
-  (conversations.py).  The log of the daemon has its figures, as of every turn, and no text.
-* It brings all of its tokens, and keeps them while it is suspended.  So the engine never asks for its log.
-* It is not begun twice under one request: who sends it again gets another turn.
-* Its id is negative and made from what is asked, so that a prompt that kills the engine is known when it is
-  sent again (suspects.py).  It tells nobody the prompt: Python salts such digests in each process.  Of those
-  that run at once, each has its own.
+* The store hears nothing of it (conversations.py).
+* It brings all of its tokens and keeps them while it is suspended, so the engine never asks for its log.
+* It is not begun twice under one request: a retry gets another turn.
+* Its id is negative and a salted hash of the prompt, so a prompt that kills the engine is known when it is
+  sent again (suspects.py).
 
-**What the next one begins with** is found in unstored_prefixes.py, in whole chunks.  Where it begins with all
-that is known of an idle one, it goes on as the next turn of that one, cut behind those chunks; so the engine
-sees a conversation that returns.  Else it begins as a fork.  A prompt is known with its first token, a reply
-when its turn has ended.  One that was given up or has failed is forgotten, in the engine too, and so is one
-that is not needed any more.  The history is said to end one token behind the shared chunks, since only the
-tokens before a history's last one count as having KV (core/turn.py).
+**What the next one begins with** is found by digests of whole chunks (`UnstoredPrefixes`).  A prompt that
+begins with all that is known of an idle turn goes on as its next turn, cut behind those chunks; other prompts
+begin as forks.  A prompt is known with its first token, a reply when its turn has ended.  A turn that was
+given up, has failed or is no longer needed is forgotten, in the engine too.  The history is said to end one
+token behind the shared chunks, since only the tokens before a history's last one count as having KV
+(core/turn.py).
 
 All of it belongs to the loop.
 """
@@ -31,8 +27,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import NamedTuple
 
 from pensieve.core.turn import TurnOptions
@@ -42,7 +40,6 @@ from pensieve.service.history import PROMPT_TAIL_TOKENS, UNNUMBERED
 from pensieve.service.live_turn import LiveTurn, Unstored
 from pensieve.service.readers import Readers
 from pensieve.service.turns import Turns
-from pensieve.service.unstored_prefixes import Chain, UnstoredPrefixes
 
 ID_BITS = 62
 CHUNKS_MAX = 1 << 18  # whose digests are kept, and not more than the engine has pages
@@ -158,3 +155,104 @@ def checked(
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise InvalidArgument("prompt", f"token ids must lie in 0..{vocab_size - 1}")
     return array("I", prompt)
+
+
+DIGEST_BYTES = 16
+
+
+class Chain:
+    """The digests of a sequence's whole chunks, as far as it is known."""
+
+    def __init__(self, tenant: str, chunk_tokens: int) -> None:
+        self.digests: list[bytes] = []
+        self._size = chunk_tokens
+        self._latest = _digest(tenant.encode())
+        self._rest = array("I")  # tokens behind the last whole chunk
+
+    def extend(self, tokens: array[int]) -> None:
+        rest, size = self._rest + tokens, self._size
+        num_whole = len(rest) // size * size
+        for start in range(0, num_whole, size):
+            self._latest = _digest(self._latest + rest[start : start + size].tobytes())
+            self.digests.append(self._latest)
+        self._rest = rest[num_whole:]
+
+
+class Found(NamedTuple):
+    holder: str
+    num_chunks: int
+    is_whole: bool
+
+
+class UnstoredPrefixes:
+    """Which turn has KV of the chunks that a prompt begins with.
+
+    Each digest leads to its holder, the latest turn that has computed its chunk and all before it.  A holder
+    whose digests have all gone to later ones is no longer needed.  Of more digests than the engine has pages,
+    the holder registered first goes.  Plain values, without a clock or the engine.
+    """
+
+    def __init__(self, chunks_max: int) -> None:
+        self._chunks_max = chunks_max
+        self._holder: dict[bytes, str] = {}  # by digest
+        self._digests: OrderedDict[str, set[bytes]] = OrderedDict()  # by holder, the latest last
+        self._lengths: dict[str, int] = {}  # chunks that a holder has, shared ones included
+
+    def __contains__(self, holder: str) -> bool:
+        return holder in self._digests
+
+    def find(self, digests: Sequence[bytes]) -> Found | None:
+        """Who has the most of these chunks, from the first on."""
+        num_chunks = 0
+        while num_chunks < len(digests) and digests[num_chunks] in self._holder:
+            num_chunks += 1
+        if not num_chunks:
+            return None
+        holder = self._holder[digests[num_chunks - 1]]
+        return Found(holder, num_chunks, self._lengths[holder] == num_chunks)
+
+    def register(self, holder: str, digests: Sequence[bytes]) -> list[str]:
+        """It has computed these chunks; which holders are not needed any more, perhaps this one."""
+        if not digests:
+            return []
+        left: dict[str, None] = {}
+        own = self._digests.setdefault(holder, set())
+        self._digests.move_to_end(holder)
+        self._lengths[holder] = len(digests)
+        for digest in digests:
+            before = self._holder.get(digest, holder)
+            if before != holder:
+                self._digests[before].discard(digest)
+                left[before] = None
+            self._holder[digest] = holder
+            own.add(digest)
+        gone = [each for each in left if not self._digests[each]]
+        for each in gone:
+            self.forget(each)
+        while len(self._holder) > self._chunks_max:
+            first = next(iter(self._digests))
+            self.forget(first)
+            gone.append(first)
+        return gone
+
+    def forget(self, holder: str) -> None:
+        """It has nothing any more, or is not needed."""
+        self._lengths.pop(holder, None)
+        for digest in self._digests.pop(holder, ()):
+            del self._holder[digest]
+
+    def clear(self) -> None:
+        self._holder.clear()
+        self._digests.clear()
+        self._lengths.clear()
+
+    def check(self) -> None:
+        pairs = {(digest, holder) for holder, own in self._digests.items() for digest in own}
+        assert pairs == set(self._holder.items())
+        assert all(self._digests.values()), "a holder holds nothing"
+        assert self._lengths.keys() == self._digests.keys()
+        assert len(self._holder) <= self._chunks_max
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()

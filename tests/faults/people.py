@@ -196,7 +196,7 @@ class People:
         daemon = self.daemon
 
         async def evict() -> None:
-            await daemon.query(lambda number: EvictConversation(name, to_host, number))
+            await daemon.engine.query(lambda number: EvictConversation(name, to_host, number))
 
         self._call(f"evict {name}", evict())
         return True

@@ -14,12 +14,11 @@ import pytest
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
-from pensieve.service.admission import Admission, Load
+from pensieve.service.admission import Admission, Ahead, Load
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
 from pensieve.service.limits import Limits
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.queueing import Ahead
 from pensieve.text import Message
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import ECHO, DaemonRig, details, said, stopped_store, wait_for

@@ -18,10 +18,9 @@ import pytest
 from pensieve.client import Client, Retry
 from pensieve.client.admin import Admin
 from pensieve.errors import ConfigError, NotFound, PermissionDenied, Unauthenticated
-from pensieve.service import audit_log
-from pensieve.service.audit_log import CHARACTERS_MAX, AuditLog
+from pensieve.service import audit
+from pensieve.service.audit import CHARACTERS_MAX, Audit, AuditLog
 from pensieve.service.grpc import auth
-from pensieve.service.grpc.audit import Audit
 from pensieve.service.grpc.reload import Certificates
 from pensieve.service.grpc.server import Listening
 from pensieve.v1 import conversation_pb2 as pb
@@ -118,7 +117,7 @@ def test_a_full_disk_is_reported_once_and_what_is_lost_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk, path = FullDisk(), tmp_path / "audit.jsonl"
-    monkeypatch.setattr(audit_log, "os", disk)
+    monkeypatch.setattr(audit, "os", disk)
     with writing(path) as log:
         log.write("admin", number=0)
         of(path, "admin")
@@ -144,7 +143,7 @@ def test_a_full_disk_is_reported_once_and_what_is_lost_is_counted(
 def test_a_disk_that_stands_still_keeps_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_log, "LINES_MAX", 50)
+    monkeypatch.setattr(audit, "LINES_MAX", 50)
     gate, path, append = threading.Event(), tmp_path / "audit.jsonl", AuditLog._append
 
     def slow(log: AuditLog, text: bytes) -> None:
@@ -155,7 +154,7 @@ def test_a_disk_that_stands_still_keeps_nobody(
     with writing(path) as log:
         for number in range(500):
             log.write("admin", number=number)
-        assert log.num_lost >= 500 - 50 - audit_log.BATCH_LINES_MAX
+        assert log.num_lost >= 500 - 50 - audit.BATCH_LINES_MAX
         assert log.num_lost > 0
         gate.set()
         wait_for(lambda: log.num_lost == 0)

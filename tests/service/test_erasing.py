@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from pensieve.cli.main import main
-from pensieve.service import erasing, sweeping
+from pensieve.service import housekeeping
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.store.connection import read_only
 from pensieve.v1 import admin_pb2
@@ -66,7 +66,7 @@ def test_a_deletion_waits_for_a_reader_and_nobody_waits_for_the_deletion(tmp_pat
 def test_what_a_reader_kept_is_erased_when_it_has_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(erasing, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(housekeeping, "ERASED_SECONDS_MAX", 0.0)
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.WARNING, "pensieve"):
         rig.ask("secret", SECRET, sampling=SHORT)
         with reader(rig):
@@ -90,8 +90,8 @@ def test_what_a_reader_kept_is_erased_when_it_has_ended(
 def test_a_client_that_deletes_again_has_it_erased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(erasing, "WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(sweeping, "SWEEP_SECONDS", 3600.0)
+    monkeypatch.setattr(housekeeping, "ERASED_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(housekeeping, "SWEEP_SECONDS", 3600.0)
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("secret", SECRET, sampling=SHORT)
         with reader(rig):
@@ -105,8 +105,8 @@ def test_a_client_that_deletes_again_waits_as_the_first_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the conversation is gone: a read that is just ending is no reason to send it away."""
-    monkeypatch.setattr(erasing, "WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(sweeping, "SWEEP_SECONDS", 3600.0)
+    monkeypatch.setattr(housekeeping, "ERASED_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(housekeeping, "SWEEP_SECONDS", 3600.0)
     with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:
         rig.ask("secret", SECRET, sampling=SHORT)
         with reader(rig):
@@ -116,7 +116,7 @@ def test_a_client_that_deletes_again_waits_as_the_first_one_does(
             monkeypatch.setattr(
                 rig.daemon.store.erasure, "finish", lambda: (tries.append(1), finish())
             )
-            monkeypatch.setattr(erasing, "WAIT_SECONDS", 60.0)
+            monkeypatch.setattr(housekeeping, "ERASED_SECONDS_MAX", 60.0)
             answer = pool.submit(delete, rig, "secret")
             wait_for(lambda: len(tries) >= 3)
         assert answer.result() == "NOT_FOUND"

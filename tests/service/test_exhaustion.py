@@ -19,8 +19,7 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import CancelTurn, EvictConversation, GetStats, SubmitTurn
 from pensieve.errors import Unavailable
 from pensieve.service.daemon_config import DaemonConfig
-from pensieve.service.engine_client import UNSENT_BYTES_MAX
-from pensieve.service.spare_descriptors import SpareDescriptors
+from pensieve.service.engine_client import UNSENT_BYTES_MAX, SpareDescriptors
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig, ServeProcess, send_signal, wait_for
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from pensieve.errors import DiskFull, StoreUnavailable
-from pensieve.service import full_disk
+from pensieve.service import housekeeping
 from pensieve.store import ConversationStore
 from pensieve.store.connection import explained as sqlite_explained
 from pensieve.store.folder import RESERVE_NAME
@@ -55,7 +55,7 @@ def door(tmp_path: Path) -> Iterator[HttpRig]:
 @pytest.fixture
 def fill(door: HttpRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Make the disk full, or not."""
-    monkeypatch.setattr(full_disk, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(housekeeping, "FULL_SECONDS", 0.01)
     store: Any = door.rig.daemon.store
     writer = store._writer
     faults = FullWithoutReserve(writer.driver, store.folder.path / RESERVE_NAME)

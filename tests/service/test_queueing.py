@@ -9,9 +9,9 @@ import pytest
 
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.turn import TurnOptions
+from pensieve.service.admission import Ahead, Pace, Prompts, Waiting, ahead_of, waiting
 from pensieve.service.draft import Ask
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.queueing import Ahead, Pace, Prompts, Waiting, ahead_of, waiting
 from pensieve.text import Message
 
 NUMBERS = count(1)

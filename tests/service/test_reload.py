@@ -14,8 +14,8 @@ import pytest
 
 from pensieve.client import Client, Retry
 from pensieve.errors import ConfigError, Unauthenticated
+from pensieve.service.audit import Audit
 from pensieve.service.grpc import auth, reload
-from pensieve.service.grpc.audit import Audit
 from pensieve.service.grpc.server import Listening
 from tests.service.rig_daemon import DaemonRig, ServeProcess, wait_for
 

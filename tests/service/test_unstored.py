@@ -231,7 +231,7 @@ def test_what_was_evicted_is_computed_again_and_not_said_to_be_cached(rig: Daemo
     log = [*PROMPT * 8, *first.token_ids]
 
     async def evict() -> None:
-        await rig.daemon.query(lambda n: EvictConversation(unstored_key("", 1), False, n))
+        await rig.daemon.engine.query(lambda n: EvictConversation(unstored_key("", 1), False, n))
 
     rig.call(evict())
     live = run(rig, [*log, 9], options(5))

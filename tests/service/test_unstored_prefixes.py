@@ -6,7 +6,7 @@ import random
 from array import array
 from collections.abc import Sequence
 
-from pensieve.service.unstored_prefixes import Chain, Found, UnstoredPrefixes
+from pensieve.service.unstored import Chain, Found, UnstoredPrefixes
 
 
 def chain(tokens: Sequence[int] | str, tenant: str = "", size: int = 2) -> list[bytes]:

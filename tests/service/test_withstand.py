@@ -280,7 +280,7 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
     assert users == {
         "cli/chat_list.py",  # how old a conversation is
         "cli/chat_talk.py",  # the name of a new conversation
-        "service/audit_log.py",  # when something was done
+        "service/audit.py",  # when something was done
         "service/daemon_config.py",  # when the engine began, beside when conversations changed
         "service/http/bodies.py",  # the date that a template may write
         *("service/http/chat.py", "service/http/completions.py"),  # when an answer was made

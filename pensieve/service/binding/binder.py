@@ -64,7 +64,7 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, ConversationSettings
 from pensieve.service.heads import check_length
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.shared_prompt import SharedPrompt
+from pensieve.service.prefixes import SharedPrompt
 from pensieve.store.records import ChainMatch
 from pensieve.text import Message
 

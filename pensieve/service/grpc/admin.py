@@ -96,7 +96,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         tenant = await self._owner(request.conversation_id, request.tenant)
         key = cache_key(tenant, request.conversation_id)
         to_host = request.destination == pb.EvictConversationRequest.DESTINATION_HOST
-        answer = await self.daemon.query(lambda number: EvictConversation(key, to_host, number))
+        answer = await self.daemon.engine.query(
+            lambda number: EvictConversation(key, to_host, number)
+        )
         num_chunks = int(answer.figures["chunks"])
         if to_host:
             return pb.EvictConversationResponse(chunks_moved=num_chunks)
@@ -109,7 +111,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if not 1 <= limit <= 1000:
             raise InvalidArgument("limit", "must lie in 1..1000")
         least = request.order == pb.ListCachedConversationsRequest.ORDER_LEAST_VALUABLE
-        answer = await self.daemon.query(lambda number: ListCached(number, limit, least))
+        answer = await self.daemon.engine.query(lambda number: ListCached(number, limit, least))
         given = pb.ListCachedConversationsResponse(history=self.daemon.config.history)
         for key, on_device, on_host, dropped, idle, value, running in answer.rows:
             tenant, conversation_id = names_of(str(key))
@@ -130,7 +132,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> pb.ExplainConversationResponse:
         tenant = await self._owner(request.conversation_id, request.tenant)
         key = cache_key(tenant, request.conversation_id)
-        answer = await self.daemon.query(lambda number: Explain(number, key))
+        answer = await self.daemon.engine.query(lambda number: Explain(number, key))
         history = self.daemon.config.history
         given = pb.ExplainConversationResponse(tenant=tenant, history=history)
         if "running" in answer.figures:

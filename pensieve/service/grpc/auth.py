@@ -44,8 +44,8 @@ from pensieve.errors import (
     Unauthenticated,
     whole_line,
 )
+from pensieve.service.audit import ADMIN_PREFIX, Audit, is_audited
 from pensieve.service.grpc import sizes, translate
-from pensieve.service.grpc.audit import ADMIN_PREFIX, Audit, is_audited
 from pensieve.service.grpc.calls import Call, Calls
 from pensieve.service.grpc.incoming import Held, Incoming
 from pensieve.service.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Allowances, Limits

@@ -21,7 +21,7 @@ from pensieve.errors import (
 from pensieve.service.grpc.auth import caller
 from pensieve.service.grpc.translate import timestamp
 from pensieve.service.jobs.values import JobHeader, Jobs, JobView
-from pensieve.service.watchers import Watchers
+from pensieve.service.limits import Watchers
 from pensieve.store.job_records import JobOutcome, JobState, Result, Which
 from pensieve.store.records import ID_PATTERN, PAGE_SIZE_MAX, check_id
 from pensieve.v1 import jobs_pb2 as pb

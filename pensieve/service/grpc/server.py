@@ -26,12 +26,11 @@ import grpc
 
 from pensieve.errors import AddressInUse, ConfigError, DeadlineExceeded, NotFound
 from pensieve.service.admin_socket import socket_address
-from pensieve.service.audit_log import AuditLog
+from pensieve.service.audit import Audit, AuditLog
 from pensieve.service.daemon import Daemon
 from pensieve.service.figures import LoopLag
 from pensieve.service.grpc import auth, sizes
 from pensieve.service.grpc.admin import AdminService, ServerFacts
-from pensieve.service.grpc.audit import Audit
 from pensieve.service.grpc.conversation import ConversationService
 from pensieve.service.grpc.forwarding import Forwarder, ForwardingService
 from pensieve.service.grpc.jobs import JobService

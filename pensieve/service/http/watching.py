@@ -15,8 +15,8 @@ from pensieve.errors import PensieveError
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.http.exchange import Exchange, event
+from pensieve.service.limits import Watchers
 from pensieve.service.live_turn import cache_key
-from pensieve.service.watchers import Watchers
 
 LOOK_SECONDS = 0.5
 SHOWN_MAX = 64  # conversations
@@ -59,7 +59,9 @@ class Watching:
     async def _drawn(self, tenant: str) -> dict[str, Any]:
         prefix = f"{tenant}/" if tenant else ""
         try:
-            drawn = await self._daemon.query(lambda number: Picture(number, SHOWN_MAX, prefix))
+            drawn = await self._daemon.engine.query(
+                lambda number: Picture(number, SHOWN_MAX, prefix)
+            )
             stats = await self._daemon.stats()
         except PensieveError as error:  # the engine starts again: the next one shows it
             return {"problem": error.reason, "conversations": [], "figures": {}}
@@ -72,7 +74,7 @@ class Watching:
     async def explain(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         """Where a conversation's chunks lie, and what became of those that were there."""
         key = cache_key(by.tenant, exchange.values["conversation_id"])
-        answer = await self._daemon.query(lambda number: Explain(number, key))
+        answer = await self._daemon.engine.query(lambda number: Explain(number, key))
         runs = [
             dict(zip(("first", "count", "place", "holders"), row, strict=True))
             for row in answer.rows

@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from functools import partial
 from typing import Any, TypeVar
 
-from pensieve.engine.messages import Event, Reply
+from pensieve.engine.messages import OfTurn
 from pensieve.errors import (
     AlreadyExists,
     QueueFull,
@@ -111,9 +111,9 @@ class BatchJobs(Background):
         for run in self._runs():
             run.engine_lost(had_others)
 
-    def take(self, event: Event) -> bool:
+    def take(self, event: OfTurn) -> bool:
         """Whether it was of a turn of a job, be it of one that nobody knows any more."""
-        if isinstance(event, Reply) or event.turn_id < FIRST_NUMBER:
+        if event.turn_id < FIRST_NUMBER:
             return False
         for run in self._runs():
             if run.take(event):

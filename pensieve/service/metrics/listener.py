@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from pensieve.errors import AddressInUse
-from pensieve.service.metrics.text import CONTENT_TYPE
+from pensieve.service.metrics.families import CONTENT_TYPE
 
 log = logging.getLogger("pensieve")
 HEADER_BYTES_MAX = 8 << 10

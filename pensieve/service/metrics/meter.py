@@ -1,10 +1,10 @@
-"""What is counted as turns go, since the daemon's start: it outlives the engine process.
+"""Count turns and measure how long clients wait, since the daemon's start: this outlives the engine process.
 
-    took         what the engine says: a token, the end of a turn (also of a job's, and of a warm)
+    took         events of the engine: a token, the end of a turn (also of a job's, and of a warm)
     turn_ended   the end of a client's turn, when it is in the history
     refused      a turn that was not admitted
 
-A token costs an addition here and a bisection in latencies.py.  All of it belongs to the loop, but for
+The bounds of the histograms are vLLM's where vLLM has the same one.  All of it belongs to the loop, but for
 `commits`, which the writer of the history adds to.
 """
 
@@ -17,13 +17,32 @@ from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.histogram import Histogram
 from pensieve.engine.messages import Event, TurnEnded
+from pensieve.engine.recent_times import RecentTimes
 from pensieve.errors import PensieveError
 from pensieve.service.live_turn import LiveTurn, RecomputeReason
-from pensieve.service.metrics.buckets import COMMIT_SECONDS, TURN_SECONDS, TURN_TOKENS
 
 OTHER = "other"  # recomputed for a warm, a job or a turn that was given up
 RECOMPUTE_REASONS = (*(each.value for each in RecomputeReason), OTHER)
 OUTCOMES = tuple(each.value for each in FinishReason if each is not FinishReason.WARMED)
+
+
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_GAP_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+TURN_SECONDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TURN_TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+COMMIT_SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0),
+)
 
 
 class Meter:
@@ -84,3 +103,32 @@ class Meter:
         if usage.recomputed_tokens:
             reason = live.recompute_reason if live is not None else OTHER
             self.recomputed[reason or OTHER] += usage.recomputed_tokens
+
+
+class Latencies:
+    """Seconds until tokens come: quantiles of the latest five minutes, and histograms since the start.
+
+    Measured when the service has tokens in hand, so the network to the client is not in them.
+    """
+
+    def __init__(self) -> None:
+        self.first_token = RecentTimes()  # since a request was admitted
+        self.token_gap = RecentTimes()
+        self.first_tokens = Histogram(FIRST_TOKEN_SECONDS)
+        self.token_gaps = Histogram(TOKEN_GAP_SECONDS)
+
+    def came(self, live: LiveTurn, now: float) -> None:
+        """Tokens of a turn, or its end."""
+        num_new = live.num_tokens - live.num_timed
+        if num_new <= 0:
+            return
+        if live.num_timed:
+            self.token_gap.add(now - live.token_at, now)
+            self.token_gaps.add(now - live.token_at)
+        else:
+            self.first_token.add(now - live.arrived_at, now)
+            self.first_tokens.add(now - live.arrived_at)
+        if num_new > 1:  # they came together
+            self.token_gap.add(0.0, now, num_new - 1)
+            self.token_gaps.add(0.0, num_new - 1)
+        live.num_timed, live.token_at = live.num_tokens, now

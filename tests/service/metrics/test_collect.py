@@ -8,8 +8,8 @@ from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.messages import Event, TurnEnded
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.metrics.collect import Found, of_turns
 from pensieve.service.metrics.meter import Meter
+from pensieve.service.metrics.scrape import Found, of_turns
 
 
 def ended(turn_id: int, **tokens: int) -> TurnEnded:

@@ -7,8 +7,14 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.engine.histogram import Histogram
-from pensieve.service.metrics.families import COUNTER, FAMILIES, GAUGE, HISTOGRAM, Family
-from pensieve.service.metrics.text import exposition
+from pensieve.service.metrics.families import (
+    COUNTER,
+    FAMILIES,
+    GAUGE,
+    HISTOGRAM,
+    Family,
+    exposition,
+)
 
 ODD = 'a "b" \\ c\nd'
 
