@@ -19,9 +19,8 @@ from typing import Any
 
 from pensieve.client import ConversationState, Message
 from pensieve.errors import InvalidArgument
-from pensieve.service.openai.chat_messages import messages_of
-from pensieve.service.openai.fields import Fields, check_json
-from pensieve.service.openai.json_text import LINE_ENDS, read_json
+from pensieve.service.openai.fields import LINE_ENDS, Fields, check_json, read_json
+from pensieve.service.openai.messages import messages_of
 from pensieve.text.message import Message as TemplateMessage
 
 

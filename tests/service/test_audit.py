@@ -21,7 +21,7 @@ from pensieve.errors import ConfigError, NotFound, PermissionDenied, Unauthentic
 from pensieve.service import audit
 from pensieve.service.audit import CHARACTERS_MAX, Audit, AuditLog
 from pensieve.service.grpc import auth
-from pensieve.service.grpc.reload import Certificates
+from pensieve.service.grpc.reload import certificates
 from pensieve.service.grpc.server import Listening
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig, ServeProcess, wait_for
@@ -312,12 +312,12 @@ def test_a_certificate_that_is_read_again_is_written_down(tmp_path: Path) -> Non
     shutil.copy(CERTS / "server.key", key)
     with writing(path) as log:
         audit = Audit(log, Clock())
-        certificates = Certificates(cert, key, None, audit.certificate_reloaded)
-        assert certificates._if_changed() is None
+        files = certificates(cert, key, None, audit.certificate_reloaded)
+        assert files.if_changed() is None
         shutil.copy(CERTS / "client.pem", cert)
-        assert certificates._if_changed() is not None
+        assert files.if_changed() is not None
         key.unlink()
-        assert certificates._if_changed() is None
+        assert files.if_changed() is None
     first, second = lines(path)
     assert (first["event"], first["what"], first["outcome"]) == ("reload", "certificate", "OK")
     assert "cannot read" in second["outcome"]

@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.service.grpc import auth, incoming
+from pensieve.service.grpc import auth
+from pensieve.service.grpc.calls import SENDING_MAX
 from pensieve.service.grpc.jobs import CHUNK_BYTES
 from pensieve.service.grpc.server import Listening
 from pensieve.store.job_records import JobKey, JobState
@@ -244,15 +245,14 @@ def test_one_tenant_sends_few_files_at_a_time(rig: JobsRig) -> None:
 
     num_headers = len(rig.jobs.headers)
     calls = [
-        rig.service.CreateJob.future(parts(number), metadata=OTHER)
-        for number in range(incoming.SENDING_MAX)
+        rig.service.CreateJob.future(parts(number), metadata=OTHER) for number in range(SENDING_MAX)
     ]
-    wait_for(lambda: len(rig.jobs.headers) == num_headers + incoming.SENDING_MAX)
+    wait_for(lambda: len(rig.jobs.headers) == num_headers + SENDING_MAX)
     header = pb.JobHeader(job_id="one-more")
     assert refused(lambda: rig.create(header, FILE, who=OTHER)) == ("RESOURCE_EXHAUSTED", "")
     assert rig.create(header, FILE).num_lines == 8  # another tenant
     end.set()
-    assert [call.result(60).job.num_lines for call in calls] == [0] * incoming.SENDING_MAX
+    assert [call.result(60).job.num_lines for call in calls] == [0] * SENDING_MAX
     assert rig.create(header, FILE, who=OTHER).num_lines == 8
 
 

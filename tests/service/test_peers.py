@@ -19,7 +19,7 @@ from pensieve.client import Client
 from pensieve.client.admin import Admin
 from pensieve.errors import DeadlineExceeded, QueueFull
 from pensieve.service.grpc import auth, server
-from pensieve.service.grpc.incoming import RECEIVING_MAX, Incoming, StrangersTerms, Terms
+from pensieve.service.grpc.calls import RECEIVING_MAX, Incoming, StrangersTerms, Terms
 from pensieve.v1 import admin_pb2, conversation_pb2
 from tests.service.raw_http2 import DATA, END_STREAM, RST_STREAM, RawPeer, frame
 from tests.service.rig_daemon import DaemonRig, ServeProcess, wait_for

@@ -283,9 +283,9 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         "service/audit.py",  # when something was done
         "service/daemon_config.py",  # when the engine began, beside when conversations changed
         "service/http/bodies.py",  # the date that a template may write
-        *("service/http/chat.py", "service/http/completions.py"),  # when an answer was made
+        "service/http/completions.py",  # when an answer was made
         *("service/http/messages.py", "service/http/responses.py"),
-        "service/http/models.py",
+        "service/http/routes.py",
         "history/service.py",  # when an event was recorded
         *("store/conversation_store.py", "store/copying.py"),  # created, updated, finished
         "store/remote/remote_store.py",

@@ -6,7 +6,7 @@ needs a token with `admin`, or the UNIX socket in the data folder, whose permiss
 ReplicaService needs such a token where there are tokens.  A token names its tenant; conversations of another
 tenant do not exist.
 
-The body of a request is received once its caller is known (incoming.py), and parsed once its fields are
+The body of a request is received once its caller is known (calls.py), and parsed once its fields are
 known to be small enough (sizes.py).
 
 A call fails with our errors' codes and details; a request that cannot be parsed, with INVALID_ARGUMENT;
@@ -46,8 +46,7 @@ from pensieve.errors import (
 )
 from pensieve.service.audit import ADMIN_PREFIX, Audit, is_audited
 from pensieve.service.grpc import sizes, translate
-from pensieve.service.grpc.calls import Call, Calls
-from pensieve.service.grpc.incoming import Held, Incoming
+from pensieve.service.grpc.calls import Call, Held, Incoming
 from pensieve.service.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Allowances, Limits
 from pensieve.store.records import ID_PATTERN
 
@@ -177,7 +176,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         """`refusals` counts the calls that end with an error, by its reason."""
         self._tokens = tuple(tokens)
-        self.calls = Calls(allowances or Allowances({}, 0.0))
+        self._allowances = allowances or Allowances({}, 0.0)
         self.incoming = incoming or Incoming()
         self._audit = audit or Audit(None, time.monotonic)
         self._refusals = refusals if refusals is not None else Counter()
@@ -222,6 +221,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             raise
         self._audit.token_used(found.token, found.tenant, peer)
         return found
+
+    def enter(self, context: Any, tenant: str) -> Call:
+        """Count a call whose caller is known."""
+        return Call(context, self._allowances.of(tenant, asyncio.get_running_loop().time()))
 
     def count_refusal(self, error: PensieveError | None) -> None:
         """A call has ended with an error; None: with one that nobody foresaw."""
@@ -283,7 +286,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 found = self.admitted(details.method, metadata, peer)
                 set_caller(found)
                 if is_counted:
-                    call = context = self.calls.enter(context, found.tenant)
+                    call = context = self.enter(context, found.tenant)
                     await call.admit(details.method)
                 if takes == "many":
                     requests = self._messages(context, found, parse)

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
 
@@ -23,6 +24,7 @@ from pensieve.service.grpc import auth
 
 log = logging.getLogger("pensieve")
 LOOK_SECONDS = 1.0
+T = TypeVar("T")
 Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -76,29 +78,46 @@ async def watch_tokens(
         await asyncio.sleep(LOOK_SECONDS)
 
 
-class Certificates:
-    """The credentials of a server whose certificate may be replaced; gRPC asks in threads of its own."""
+class Reloaded(Generic[T]):
+    """What was read from files, and is read again when they have changed."""
 
     def __init__(
         self,
-        cert: Path,
-        key: Path,
-        client_ca: Path | None,
+        what: str,
+        files: Sequence[Path | None],
+        read: Callable[[], T],
         on_reload: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """`on_reload` is told what was wrong with files that have changed, in gRPC's threads."""
-        self._on_reload = on_reload
-        self._paths = (cert, key, client_ca)
-        self._files = Watched(*(path for path in self._paths if path is not None))
+        """`read` raises ConfigError; `on_reload` is told what was wrong with files that have changed."""
+        self._what, self._read, self._on_reload = what, read, on_reload
+        self._files = Watched(*(path for path in files if path is not None))
         self._files.has_changed()
-        self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._read(),
-            self._if_changed,  # type: ignore[arg-type]  # None: as before
-            require_client_authentication=client_ca is not None,
-        )
+        self.value = read()
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
-        cert, key, client_ca = self._paths
+    def if_changed(self) -> T | None:
+        """None as long as nothing new is in force."""
+        if not self._files.has_changed():
+            return None
+        try:
+            self.value = self._read()
+        except ConfigError as error:
+            log.error("%s stays as it was: %s", self._what, error)
+            self._on_reload(whole_line(error))
+            return None
+        log.info("%s was read again", self._what)
+        self._on_reload("")
+        return self.value
+
+
+def certificates(
+    cert: Path,
+    key: Path,
+    client_ca: Path | None,
+    on_reload: Callable[[str], None] = lambda problem: None,
+) -> Reloaded[grpc.ServerCertificateConfiguration]:
+    """Those of gRPC, which asks for new ones in threads of its own."""
+
+    def read() -> grpc.ServerCertificateConfiguration:
         try:
             pair = (key.read_bytes(), cert.read_bytes())
             ca = client_ca.read_bytes() if client_ca else None
@@ -106,15 +125,4 @@ class Certificates:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
         return grpc.ssl_server_certificate_configuration([pair], ca)
 
-    def _if_changed(self) -> grpc.ServerCertificateConfiguration | None:
-        if not self._files.has_changed():
-            return None
-        try:
-            found = self._read()
-        except ConfigError as error:
-            log.error("the certificate stays as it was: %s", error)
-            self._on_reload(whole_line(error))
-            return None
-        log.info("the certificate was read again")
-        self._on_reload("")
-        return found
+    return Reloaded("the certificate", (cert, key, client_ca), read, on_reload)

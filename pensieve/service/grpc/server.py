@@ -4,7 +4,7 @@ What grpc does by itself is not enough here, and some of it is wrong for us: two
 in silence (so_reuseport), a client that was stopped is never noticed unless `ping_timeout_ms` is set,
 and a connection may send more pings than it is worth.  A request may unpack to a thousand times its size,
 windows widen to megabytes for whoever sends quickly, and connections have no limit.  The options below are
-the answers; incoming.py is the one to bodies of calls that may not be made.
+the answers; calls.py is the one to bodies of calls that may not be made.
 
 Closing: NOT_SERVING first, so that balancers look elsewhere; then no new turns; then the running ones
 end or are interrupted; then connections, engine and store, in this order.
@@ -35,7 +35,7 @@ from pensieve.service.grpc.conversation import ConversationService
 from pensieve.service.grpc.forwarding import Forwarder, ForwardingService
 from pensieve.service.grpc.jobs import JobService
 from pensieve.service.grpc.reflection import HEALTH, Reflection
-from pensieve.service.grpc.reload import Certificates, watch_tokens
+from pensieve.service.grpc.reload import Reloaded, certificates, watch_tokens
 from pensieve.service.grpc.replica import NAME as REPLICA
 from pensieve.service.grpc.replica import ReplicaService
 from pensieve.service.jobs.values import Jobs
@@ -221,7 +221,7 @@ class Server:
         )
         self._loop_lag = LoopLag()
         self._background: list[asyncio.Task[None]] = []
-        self._certificates: Certificates | None = None  # which gRPC asks as long as it listens
+        self._certificates: Reloaded[grpc.ServerCertificateConfiguration] | None = None
         self._server = grpc.aio.server(interceptors=[self.guard], options=listening.options())
         services: Any = _OneQueue(self._server)
         self.forwarder: Forwarder | None = None
@@ -309,15 +309,18 @@ class Server:
         host = listening.address.rpartition(":")[0]
         try:
             if listening.tls_cert is not None and listening.tls_key is not None:
-                self._certificates = Certificates(
-                    listening.tls_cert,
-                    listening.tls_key,
-                    listening.tls_client_ca,
+                client_ca = listening.tls_client_ca
+                files = certificates(
+                    *(listening.tls_cert, listening.tls_key, client_ca),
                     self.audit.certificate_reloaded,
                 )
-                bound = self._server.add_secure_port(
-                    listening.address, self._certificates.credentials
+                self._certificates = files  # gRPC asks it as long as it listens
+                credentials = grpc.dynamic_ssl_server_credentials(
+                    files.value,
+                    files.if_changed,  # type: ignore[arg-type]  # None: as before
+                    require_client_authentication=client_ca is not None,
                 )
+                bound = self._server.add_secure_port(listening.address, credentials)
             else:
                 bound = self._server.add_insecure_port(listening.address)
         except RuntimeError:

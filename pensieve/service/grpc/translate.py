@@ -6,13 +6,15 @@ is an error of our tree, and becomes a canonical code with google.rpc details.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import grpc
 from google.protobuf import timestamp_pb2
 
+from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
 from pensieve.errors import (
@@ -34,14 +36,14 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.service.cancelling import Cancel, Cancelled
+from pensieve.service.constraints import FIELD
 from pensieve.service.draft import Ask
 from pensieve.service.grpc import sizes
-from pensieve.service.grpc.constraints import constraint_of
 from pensieve.service.grpc.json_values import TooManyValues, one_object, one_struct, structs
-from pensieve.service.grpc.tool_calls import calls_of, check_arguments, stored_calls
 from pensieve.service.live_turn import LiveTurn, RecomputeReason
+from pensieve.service.openai.fields import check_json, read_json
 from pensieve.store import records
-from pensieve.text import Message, Part
+from pensieve.text import Message, Part, ToolCall
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
@@ -128,36 +130,34 @@ def ask(
     priority_max: int = PRIORITY_MAX,
 ) -> Ask:
     """`priority_max`: a higher one is lowered to it."""
+    if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
+        raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
+    messages, given = tuple(messages_of(request.messages)), given_sampling(request.sampling)
+    options = TurnOptions(
+        sampling_of(given, defaults),
+        min(request.priority, priority_max),
+        away_seconds(request.hints),
+        constraint=constraint_of(request),
+    )
     return Ask(
         request.conversation_id,
-        tuple(messages_of(request.messages)),
-        turn_options(request, defaults, priority_max),
+        messages,
+        options,
         tenant,
         request.request_id,
         request.expected_revision if request.HasField("expected_revision") else None,
         request.create_if_missing,
         one_object("metadata", request.metadata),
-        given_sampling(request.sampling),
+        given,
     )
 
 
-def turn_options(
-    request: pb.SendMessageRequest, defaults: Sampling, priority_max: int = PRIORITY_MAX
-) -> TurnOptions:
-    return TurnOptions(
-        sampling_of(request.sampling, defaults),
-        min(priority(request.priority), priority_max),
-        away_seconds(request.hints),
-        constraint=constraint_of(request),
-    )
-
-
-def sampling_of(given: pb.Sampling, defaults: Sampling) -> Sampling:
+def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
     """The model's defaults with whatever the client gave in their place."""
-    values = given_sampling(given)
-    if "min_tokens" in values and "max_tokens" not in values:
-        values["max_tokens"] = max(defaults.max_tokens, values["min_tokens"])
-    return replace(defaults, **{"ignore_eos": False, **values})
+    values = {"ignore_eos": False, **given}
+    if "min_tokens" in given and "max_tokens" not in given:
+        values["max_tokens"] = max(defaults.max_tokens, given["min_tokens"])
+    return replace(defaults, **values)
 
 
 def given_sampling(given: pb.Sampling) -> dict[str, Any]:
@@ -186,12 +186,6 @@ def away_seconds(hints: pb.Hints) -> float:
     return LAST_TURN_SECONDS if hints.last_turn else seconds
 
 
-def priority(given: int) -> int:
-    if not PRIORITY_MIN <= given <= PRIORITY_MAX:
-        raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
-    return given
-
-
 def cancel(request: pb.CancelTurnRequest, tenant: str) -> Cancel:
     if request.turn_id and request.request_id:
         raise InvalidArgument("request_id", "is given instead of the turn_id, not beside it")
@@ -208,6 +202,49 @@ def cancel(request: pb.CancelTurnRequest, tenant: str) -> Cancel:
         request.attempt,
         tenant,
     )
+
+
+def constraint_of(request: pb.SendMessageRequest) -> Constraint | None:
+    if not request.HasField("constraint"):
+        return None
+    name = request.constraint.WhichOneof("kind")
+    if name is None:
+        raise InvalidArgument(FIELD, "names no kind")
+    given = request.constraint
+    if name == "choice":
+        return choice_of(tuple(given.choice.choices))
+    if name == "json_object":
+        return Constraint(ConstraintKind.JSON_OBJECT) if given.json_object else None  # not wanted
+    return Constraint(ConstraintKind(name), getattr(given, name))
+
+
+def check_arguments(messages: Iterable[pb.NewMessage]) -> None:
+    """Refuse more of them than one request may have, before any is read."""
+    if (
+        sum(len(c.arguments) for each in messages for c in each.tool_calls)
+        > sizes.TOOL_CALLS_BYTES_MAX
+    ):
+        raise InvalidArgument(
+            "messages",
+            f"arguments of tool calls have {sizes.TOOL_CALLS_BYTES_MAX:,} bytes together",
+        )
+
+
+def calls_of(message: pb.NewMessage, where: str) -> tuple[ToolCall, ...]:
+    """The calls of one message; `where` is its name in errors."""
+    calls = []
+    for number, each in enumerate(message.tool_calls):
+        path = f"{where}.tool_calls[{number}]"
+        if not each.name:
+            raise InvalidArgument(f"{path}.name", "is missing")
+        arguments: Any = {}
+        if each.arguments.strip():
+            arguments = read_json(each.arguments, f"{path}.arguments")
+            check_json(arguments, f"{path}.arguments")
+        if not isinstance(arguments, dict):
+            raise InvalidArgument(f"{path}.arguments", "must be the JSON of an object")
+        calls.append(ToolCall(each.name, arguments, each.id or None))
+    return tuple(calls)
 
 
 # -- out --
@@ -292,6 +329,18 @@ def message(found: records.Message) -> pb.Message:
         thinking=found.extra.get("thinking") or "",
         name=found.extra.get("name") or "",
     )
+
+
+def stored_calls(extra: Mapping[str, Any]) -> list[pb.ToolCall]:
+    """Of a message of the history, from what the store keeps beside its text."""
+    return [
+        pb.ToolCall(
+            id=each["id"] or "",
+            name=each["name"],
+            arguments=json.dumps(each["arguments"], ensure_ascii=False),
+        )
+        for each in extra.get("tool_calls", ())
+    ]
 
 
 def started(live: LiveTurn) -> pb.TurnStarted:
@@ -391,14 +440,18 @@ def status(error: PensieveError) -> status_pb2.Status:
             field=_short(error.field), description=_short(error.problem)
         )
         _detail(given, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
-    seconds = error.retry_after_seconds
-    if seconds is None:
-        seconds = next((time for kind, time in COME_BACK.items() if isinstance(error, kind)), None)
-    if seconds is not None:
+    if (seconds := retry_seconds(error)) is not None:
         retry = status_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(int(seconds * 1000))
         _detail(given, "RetryInfo", retry)
     return given
+
+
+def retry_seconds(error: PensieveError) -> float | None:
+    """When to try again; None: nobody knows."""
+    if error.retry_after_seconds is not None:
+        return error.retry_after_seconds
+    return next((time for kind, time in COME_BACK.items() if isinstance(error, kind)), None)
 
 
 def _detail(given: status_pb2.Status, name: str, detail: Any) -> None:

@@ -1,51 +1,59 @@
 """`/v1/files` and `/v1/batches`: the jobs of `pensieve batch`, as OpenAI's API has them.
 
-**An uploaded file is a job that is only checked.**  So it is stored, counted, limited, deleted and forgotten
-as jobs are, a restart keeps it, and what is wrong with its requests is known before a batch is made of it.
-A batch is a new job with a copy of the lines: one file may become several batches, and may be deleted while
-they run.
+An uploaded file is a job that is only checked, so it is stored, limited, deleted and forgotten as jobs are,
+and what is wrong with its requests is known before a batch is made of it.  A batch is a new job with a copy
+of the lines: one file may become several batches, and may be deleted while they run.
 
-Both are the tenant's alone.  They are forgotten a month after their end, as all jobs are.
+    file-ID            a file that was uploaded: a job whose lines are only checked (`is_file`)
+    batch_ID           any other job, however it was created
+    file-input.JOB     the lines of a job that was created without an uploaded file
+    file-output.JOB    its answers, and file-errors.JOB its refusals: as many as there are by now
+
+A job that is an upload has an id of hexadecimal digits behind `file-`, so no id stands for two things.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
-from urllib.parse import parse_qsl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 from pensieve.errors import DeadlineExceeded, InvalidArgument, NotFound, WrongJobState
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller, group_of
-from pensieve.service.http.batch_objects import (
-    Content,
-    FileId,
-    batch_object,
-    file_id_of,
-    file_object,
-    is_file,
-    listed,
-    result_files,
-)
 from pensieve.service.http.bodies import Bodies
-from pensieve.service.http.exchange import Exchange
+from pensieve.service.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.service.http.uploads import Upload
 from pensieve.service.jobs.values import JobHeader, Jobs, JobView
-from pensieve.service.openai import Refusal, RequestKind
-from pensieve.service.openai.fields import Fields
-from pensieve.store.job_records import JobState, ResultBytes, Which
+from pensieve.service.openai.fields import Fields, Refusal
+from pensieve.service.openai.request import RequestKind
+from pensieve.store.job_records import JobOutcome, JobState, ResultBytes, Which
 from pensieve.store.records import ID_PATTERN
 
 NAME_CHARACTERS_MAX = 128
 FILES_LISTED, BATCHES_LISTED = 100, 20  # where a client does not say how many
 FILES_LISTED_MAX, BATCHES_LISTED_MAX = 10_000, 100
-QUERY_FIELDS_MAX = 16
 METADATA_MAX, KEY_CHARACTERS_MAX, VALUE_CHARACTERS_MAX = 16, 64, 512
 CHUNK_BYTES = 256 << 10
 SIZES_MAX = 1 << 16  # of jobs that have ended, remembered
+UPLOADED = re.compile(r"file-[0-9a-f]{24}")
+STATUSES = {
+    JobState.RECEIVING: "validating",
+    JobState.CHECKING: "validating",
+    JobState.WAITING: "in_progress",
+    JobState.RUNNING: "in_progress",
+    JobState.PAUSED: "in_progress",
+}
+OUTCOMES = {
+    JobOutcome.COMPLETED: "completed",
+    JobOutcome.CHECKED: "completed",
+    JobOutcome.CANCELLED: "cancelled",
+    JobOutcome.FAILED: "failed",
+}
 
 
 class _OfJobs:
@@ -88,11 +96,10 @@ class Files(_OfJobs):
 
     async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         await exchange.no_body()  # from now on it is seen when the client leaves
-        query = _query(exchange)
-        purpose, order = query.text("purpose"), query.text("order") or "desc"
-        if order not in ("asc", "desc"):
-            raise Refusal("order", "is not one of asc, desc")
-        limit, after = _limit(query, FILES_LISTED, FILES_LISTED_MAX), query.text("after")
+        query = Fields(query_of(exchange))
+        purpose, descending = query.text("purpose"), is_descending(query.text("order"))
+        limit = limit_of(query.text("limit"), FILES_LISTED, FILES_LISTED_MAX)
+        after = query.text("after")
         query.end()
         found: list[tuple[JobView, FileId]] = []
         for view in await self._jobs.list(by.tenant):
@@ -100,7 +107,7 @@ class Files(_OfJobs):
                 found.append((view, FileId(Content.UPLOAD, view.job_id)))
             elif not is_file(view) and purpose in (None, "batch_output"):
                 found += [(view, each) for each in result_files(view)]
-        found.sort(key=lambda each: each[0].number, reverse=order == "desc")
+        found.sort(key=lambda each: each[0].number, reverse=descending)
         ids = [str(file_id) for _, file_id in found]
         first = _place(ids, after)
         shown = found[first : first + limit]
@@ -204,8 +211,9 @@ class Batches(_OfJobs):
         return batch_object(await jobs.create(by.tenant, header, lines))
 
     async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        query = _query(exchange)
-        limit, after = _limit(query, BATCHES_LISTED, BATCHES_LISTED_MAX), query.text("after")
+        query = Fields(query_of(exchange))
+        limit = limit_of(query.text("limit"), BATCHES_LISTED, BATCHES_LISTED_MAX)
+        after = query.text("after")
         query.end()
         found = [each for each in await self._jobs.list(by.tenant) if not is_file(each)]
         found.sort(key=lambda each: -each.number)
@@ -263,23 +271,6 @@ def _check_form(fields: Mapping[str, str]) -> None:
             raise Refusal(name[:80], "is not supported", "unsupported_parameter")
 
 
-def _query(exchange: Exchange) -> Fields:
-    text = exchange.scope.get("query_string", b"").decode("latin-1")
-    try:
-        return Fields(dict(parse_qsl(text, max_num_fields=QUERY_FIELDS_MAX)))
-    except ValueError:
-        raise InvalidArgument("query", f"has more than {QUERY_FIELDS_MAX} fields") from None
-
-
-def _limit(query: Fields, default: int, most: int) -> int:
-    given = query.text("limit")
-    if given is None:
-        return default
-    if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= most):
-        raise Refusal("limit", f"must lie in 1..{most}")
-    return int(given)
-
-
 def _place(ids: list[str], after: str | None) -> int:
     if after is None:
         return 0
@@ -299,3 +290,125 @@ def _metadata(fields: Fields) -> Mapping[str, Any]:
             problem = f"has a key of more than {KEY_CHARACTERS_MAX} characters, or a value of more"
             raise Refusal(where, f"{problem} than {VALUE_CHARACTERS_MAX}")
     return found
+
+
+class Content(StrEnum):
+    """What of a job a file holds."""
+
+    UPLOAD = "upload"
+    INPUT = "input"
+    OUTPUT = "output"
+    ERRORS = "errors"
+
+
+class FileId(NamedTuple):
+    """Which job a file belongs to, and what of it."""
+
+    content: Content
+    job_id: str
+
+    def __str__(self) -> str:
+        if self.content is Content.UPLOAD:
+            return self.job_id
+        return f"file-{self.content}.{self.job_id}"
+
+
+def file_id_of(text: str) -> FileId | None:
+    """None: no file is called so."""
+    if UPLOADED.fullmatch(text):
+        return FileId(Content.UPLOAD, text)
+    kind, _, job_id = text.removeprefix("file-").partition(".")
+    if text.startswith("file-") and job_id and kind in ("input", "output", "errors"):
+        return FileId(Content(kind), job_id)
+    return None
+
+
+def is_file(view: JobView) -> bool:
+    """Whether a job is there for its file alone."""
+    return view.check_only and UPLOADED.fullmatch(view.job_id) is not None
+
+
+def result_files(view: JobView) -> list[FileId]:
+    """Those that a batch has come to, once it has ended."""
+    if view.state is not JobState.ENDED:
+        return []
+    counts = {Content.OUTPUT: view.num_answered, Content.ERRORS: view.num_refused}
+    return [FileId(content, view.job_id) for content, count in counts.items() if count]
+
+
+def file_object(view: JobView, file_id: FileId, num_bytes: int) -> dict[str, Any]:
+    is_result = file_id.content in (Content.OUTPUT, Content.ERRORS)
+    created_at = view.ended_at if is_result and view.ended_at is not None else view.created_at
+    name = f"{view.job_id}_{file_id.content}.jsonl" if is_result else view.name
+    return {
+        "id": str(file_id),
+        "object": "file",
+        "bytes": num_bytes,
+        "created_at": int(created_at),
+        "filename": name,
+        "purpose": "batch_output" if is_result else "batch",
+        "status": "processed",
+        "status_details": _status_details(view) if file_id.content is Content.UPLOAD else None,
+        "expires_at": None,
+    }
+
+
+def _status_details(view: JobView) -> str | None:
+    if not view.num_refused:
+        return None
+    return f"{view.num_refused:,} of {view.num_lines:,} requests cannot be answered"
+
+
+def batch_object(view: JobView) -> dict[str, Any]:
+    files = {each.content: str(each) for each in result_files(view)}
+    given = view.details.get("input_file_id")
+    ended_at = None if view.ended_at is None else int(view.ended_at)
+    status = STATUSES[view.state] if view.outcome is None else OUTCOMES[view.outcome]
+    ended = {f"{each}_at": ended_at if status == each else None for each in OUTCOMES.values()}
+    return {
+        "id": view.job_id,
+        "object": "batch",
+        "endpoint": view.endpoint,
+        "model": None,
+        "errors": _errors(view) if status == "failed" else None,
+        "input_file_id": given or str(FileId(Content.INPUT, view.job_id)),
+        "completion_window": "24h",
+        "status": status,
+        "output_file_id": files.get(Content.OUTPUT),
+        "error_file_id": files.get(Content.ERRORS),
+        "created_at": int(view.created_at),
+        "in_progress_at": None if view.started_at is None else int(view.started_at),
+        **ended,
+        "expires_at": None,
+        "expired_at": None,
+        "finalizing_at": None,
+        "cancelling_at": ended["cancelled_at"],
+        "request_counts": {
+            "total": view.num_lines,
+            "completed": view.num_answered,
+            "failed": view.num_refused,
+        },
+        "usage": {
+            "input_tokens": view.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": view.saved_tokens},
+            "output_tokens": view.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},  # of jobs they are not counted apart
+            "total_tokens": view.prompt_tokens + view.output_tokens,
+        },
+        "metadata": view.details.get("metadata"),
+    }
+
+
+def _errors(view: JobView) -> dict[str, Any]:
+    error = {"code": "job_failed", "message": view.problem, "line": None, "param": None}
+    return {"object": "list", "data": [error]}
+
+
+def listed(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
+    }

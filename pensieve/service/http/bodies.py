@@ -27,7 +27,8 @@ from pensieve.service.heads import check_length
 from pensieve.service.http.exchange import Exchange
 from pensieve.service.http.front import Front
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.openai import Refusal, Request, RequestKind, Served, parse, read_json
+from pensieve.service.openai.fields import Refusal, read_json
+from pensieve.service.openai.request import Request, RequestKind, Served, parse
 from pensieve.service.openai.tool_call_items import cut_reply
 from pensieve.text import ChatTemplate, Message, Part, Setting
 from pensieve.text.message import ToolCall

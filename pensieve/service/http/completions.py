@@ -1,68 +1,152 @@
-"""`POST /v1/completions`: text that goes on from a prompt, in no conversation; nothing of it is kept."""
+"""`POST /v1/chat/completions` and `/v1/completions`.
+
+A chat brings its whole history, and only what is new of it is computed: the conversation is found by its
+messages (service/binding).  Of `n` choices the first goes on with that conversation, the others with forks of
+it.  `store: false`, or a header that names a task of Open WebUI's, makes a turn of all messages that leaves
+nothing.  A text completion goes on from a prompt, in no conversation, and nothing of it is kept.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from pensieve.errors import InvalidArgument
+from pensieve.service.binding.binder import Binder, Chat
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.http.bodies import Bodies, named
-from pensieve.service.http.chat import DONE, all_of
 from pensieve.service.http.exchange import Exchange, event
-from pensieve.service.http.replies import digest, follow, prompt_of, reply_of, sources, tokens_of
+from pensieve.service.http.replies import (
+    digest,
+    follow,
+    prompt_of,
+    reply_of,
+    request_id_of,
+    sources,
+    tokens_of,
+)
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.openai import Heading, Request, RequestKind, answer
-from pensieve.service.openai.completion_stream import CompletionStream
-from pensieve.text.reply_pieces import Piece as ReplyPiece
-from pensieve.text.reply_pieces import ReplyPieces
+from pensieve.service.openai.answer import Heading, answer
+from pensieve.service.openai.chunks import ChatStream, CompletionStream
+from pensieve.service.openai.request import Request, RequestKind
+from pensieve.text.reply_pieces import Piece, ReplyPieces
+
+DONE = b"data: [DONE]\n\n"
+TASK_HEADER = "x-openwebui-task"
+SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
 
 
 class Completions:
-    def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
-        self._daemon, self._bodies = daemon, bodies
+    """The endpoint of one kind of request."""
+
+    def __init__(self, daemon: Daemon, bodies: Bodies, binder: Binder, kind: RequestKind) -> None:
+        self._daemon, self._bodies, self._binder = daemon, bodies, binder
+        self._kind = kind
 
     async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        request = await self._bodies.request(exchange, by, RequestKind.COMPLETION)
+        request = await self._bodies.request(exchange, by, self._kind)
         with named(request):
-            options = self._bodies.options(request, by)
-            lives = await self._bodies.begin_unstored(request, options, by)
-        heading = Heading(
-            digest(by.tenant, lives[0].number, time.time()), int(time.time()), request.model
-        )
+            lives = await self._begin(exchange, by, request)
+        first, is_chat = lives[0], self._kind is RequestKind.CHAT
+        names = (first.conversation_id, first.turn_id) if is_chat else (first.number, time.time())
+        heading = Heading(digest(by.tenant, *names), int(time.time()), request.model)
+        pieces = [self._bodies.pieces(request) for _ in lives]
         if request.stream:
-            await self._stream(exchange, request, heading, lives)
+            await self._stream(exchange, request, heading, lives, pieces)
             return None
-        await all_of(follow(self._daemon, exchange, live, _no_pieces(), None) for live in lives)
-        exchange.out |= sources(lives[0].figures)
-        replies = [reply_of(live) for live in lives]
-        tokenizer, prompt = self._bodies.template.tokenizer, prompt_of(lives[0])
-        made = partial(answer, request, replies, prompt, heading, tokenizer)
-        return await self._bodies.made(by, sum(live.num_tokens for live in lives), made)
+        await all_of(
+            follow(self._daemon, exchange, live, of, None)
+            for live, of in zip(lives, pieces, strict=True)
+        )
+        exchange.out |= sources(first.figures)
+        bodies, replies = self._bodies, [reply_of(live) for live in lives]
+        tokenizer, prompt = bodies.template.tokenizer, prompt_of(first)
+        made = partial(answer, request, replies, prompt, heading, tokenizer, bodies.style)
+        return await bodies.made(by, sum(live.num_tokens for live in lives), made)
+
+    async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
+        # Open WebUI can name what it wants of a model beside its chats: titles, tags, queries.
+        is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
+        if self._kind is RequestKind.COMPLETION or request.store is False or is_errand:
+            options = self._bodies.options(request, by)
+            return await self._bodies.begin_unstored(request, options, by)
+        return await begin_bound(self._binder, self._bodies, exchange, by, request)
 
     async def _stream(
-        self, exchange: Exchange, request: Request, heading: Heading, lives: Sequence[LiveTurn]
+        self,
+        exchange: Exchange,
+        request: Request,
+        heading: Heading,
+        lives: Sequence[LiveTurn],
+        pieces: Sequence[ReplyPieces],
     ) -> None:
-        stream = CompletionStream(request, heading, self._bodies.template.tokenizer)
+        kind = ChatStream if self._kind is RequestKind.CHAT else CompletionStream
+        stream = kind(request, heading, self._bodies.template.tokenizer)
         exchange.begin_events()
 
-        async def one(number: int, live: LiveTurn) -> None:
-            async def on_pieces(found: Sequence[ReplyPiece], start: int, stop: int) -> None:
-                await exchange.write(event(stream.chunk(number, tokens_of(live, start, stop))))
+        async def write(values: Sequence[Mapping[str, Any]]) -> None:
+            if values:
+                await exchange.write(b"".join(map(event, values)))
 
-            await follow(self._daemon, exchange, live, _no_pieces(), on_pieces)
-            await exchange.write(event(stream.end(number, reply_of(live).finish)))
+        async def one(number: int, live: LiveTurn) -> None:
+            async def on_pieces(found: Sequence[Piece], start: int, stop: int) -> None:
+                await write(stream.chunks(number, found, tokens_of(live, start, stop)))
+
+            await follow(self._daemon, exchange, live, pieces[number], on_pieces)
+            finish, ends_with_call = reply_of(live).finish, pieces[number].ends_with_call
+            await write([stream.end(number, finish, ends_with_call=ends_with_call)])
 
         await all_of(one(number, live) for number, live in enumerate(lives))
         if request.include_usage:
-            replies = [reply_of(live) for live in lives]
-            await exchange.write(event(stream.usage(replies, prompt_of(lives[0]))))
+            await write([stream.usage([reply_of(live) for live in lives], prompt_of(lives[0]))])
         await exchange.write(DONE)
         await exchange.end_events()
 
 
-def _no_pieces() -> ReplyPieces:
-    """The prompt was no chat, so nothing is a part."""
-    return ReplyPieces(None, ())
+async def begin_bound(
+    binder: Binder, bodies: Bodies, exchange: Exchange, by: Caller, request: Request
+) -> list[LiveTurn]:
+    """A turn for each choice, in the conversation that the request's messages go on with."""
+    chat = Chat(
+        messages=request.messages,
+        tools=request.tools,
+        template_options=request.template_options,
+        options=bodies.options(request, by),
+        tenant=by.tenant,
+        session_key=session_key(exchange, request),
+        request_id=request_id_of(exchange),
+        given_sampling=bodies.given_sampling(request),
+        num_choices=request.num_choices,
+        reply_reader=bodies.reply_reader(request),
+    )
+    try:
+        bound = await binder.begin(chat)
+    except InvalidArgument as error:
+        if error.field != "request_id":
+            raise
+        problem = "was used before with another request"
+        raise InvalidArgument("idempotency-key", problem) from None
+    exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
+    exchange.out["x-pensieve-bound"] = bound[0].how.value
+    exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
+    return [each.live for each in bound]
+
+
+def session_key(exchange: Exchange, request: Request) -> str:
+    named = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
+    return next(filter(None, named), request.prompt_cache_key)
+
+
+async def all_of(works: Any) -> None:
+    """All of them; the first error ends the others."""
+    tasks = [asyncio.ensure_future(each) for each in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

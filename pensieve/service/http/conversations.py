@@ -21,15 +21,12 @@ from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.heads import check_length
 from pensieve.service.http.bodies import Bodies
-from pensieve.service.http.exchange import Exchange
+from pensieve.service.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.service.http.pasts import Pasts, as_stored
-from pensieve.service.http.queries import is_descending, limit_of, query_of
 from pensieve.service.http.response_places import drawn_id
-from pensieve.service.openai import Refusal
-from pensieve.service.openai.conversation_items import items_of
-from pensieve.service.openai.fields import Fields, check_json
-from pensieve.service.openai.item_ids import Place, place_of, tag_of
-from pensieve.service.openai.response_items import add_items
+from pensieve.service.openai.conversation_items import Place, items_of, place_of, tag_of
+from pensieve.service.openai.fields import Fields, Refusal, check_json
+from pensieve.service.openai.messages import add_items
 from pensieve.service.stored_responses import StoredResponses, appended
 from pensieve.store import records
 from pensieve.store.conversation_changes import Pending
@@ -37,6 +34,7 @@ from pensieve.store.conversation_rows import refuse_running
 from pensieve.text import Message
 
 ITEMS_MAX = 20  # of a request
+ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100  # where a client does not say how many
 ATTEMPTS_MAX = 3  # to delete an item of a conversation that others change, too
 PENDING_MAX = 100  # of a conversation: a turn has few messages
 WINDOW = 16  # messages that are read at once, from the end on
@@ -103,7 +101,8 @@ class Conversations:
     async def list_items(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         seen = await self._seen(exchange, by)
         query = query_of(exchange)
-        limit, descending = limit_of(query), is_descending(query)
+        limit = limit_of(query.get("limit"), ITEMS_LISTED, ITEMS_LISTED_MAX)
+        descending = is_descending(query.get("order"))
         after = _parsed(query["after"], seen) if query.get("after") else None
         found: list[Mapping[str, Any]] = []
         async for item in self._items(seen, after, descending):

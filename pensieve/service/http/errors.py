@@ -6,9 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 from pensieve import errors
-from pensieve.service.grpc.translate import COME_BACK, text_of
+from pensieve.service.grpc.translate import retry_seconds, text_of
 from pensieve.service.http.exchange import BodyTooLarge, PackedBody
-from pensieve.service.openai import Refusal
+from pensieve.service.openai.fields import Refusal
 
 
 class Shape(NamedTuple):
@@ -67,10 +67,7 @@ def body_of(error: errors.PensieveError) -> dict[str, Any]:
 
 def retry_after(error: errors.PensieveError) -> dict[str, str]:
     """The headers that say when to try again; whole seconds, and for OpenAI's clients milliseconds too."""
-    seconds = error.retry_after_seconds
-    if seconds is None:
-        seconds = next((each for kind, each in COME_BACK.items() if isinstance(error, kind)), None)
-    if seconds is None:
+    if (seconds := retry_seconds(error)) is None:
         return {}
     return {
         "retry-after": str(max(1, math.ceil(seconds))),

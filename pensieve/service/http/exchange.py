@@ -18,13 +18,15 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from pensieve.errors import InvalidArgument
-from pensieve.service.openai import one_line
+from pensieve.service.openai.fields import Refusal, one_line
 
 BODY_BYTES_MAX = 8 << 20
 SHORT_BODY_BYTES = 64 << 10  # that a body has without a place among those on their way
 KEEP_ALIVE_SECONDS = 15.0
+QUERY_FIELDS_MAX = 64
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -37,13 +39,6 @@ class PackedBody(InvalidArgument):
 
 
 WINDOW_BYTES = 64 << 10  # of an answer, at once
-
-
-class Piece(bytes):
-    """Bytes of a stream; their size goes by the name that messages of gRPC have for it."""
-
-    def ByteSize(self) -> int:
-        return len(self)
 
 
 class Exchange:
@@ -170,7 +165,7 @@ class Exchange:
 
     async def answer_bytes(self, body: bytes, kind: str, status: int = 200) -> None:
         if self.call is not None:
-            self.call.answers(Piece(body))
+            self.call.answers(body)
         self.out |= {"content-type": kind, "content-length": str(len(body))}
         await self._begin(status)
         body = b"" if self.method == "HEAD" else body
@@ -205,7 +200,7 @@ class Exchange:
         if self.call is None:
             await self.write_now(piece)
         else:
-            await self.call.write(Piece(piece))
+            await self.call.write(piece)
 
     async def write_now(self, piece: bytes) -> None:
         """The same, whatever its tenant's clients have to take first."""
@@ -270,11 +265,11 @@ class Uncounted:
         self.time_remaining = exchange.time_remaining
 
 
-def event(value: Mapping[str, Any], name: str = "") -> Piece:
+def event(value: Mapping[str, Any], name: str = "") -> bytes:
     """A server-sent event; JSON holds no line end, so one `data` line is enough."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
-    return Piece(f"{head}data: {text}\n\n".encode("utf-8", "replace"))
+    return f"{head}data: {text}\n\n".encode("utf-8", "replace")
 
 
 def _header(value: str) -> bytes:
@@ -284,3 +279,31 @@ def _header(value: str) -> bytes:
 
 def _too_large() -> BodyTooLarge:
     return BodyTooLarge("body", f"has more than {BODY_BYTES_MAX:,} bytes")
+
+
+def query_of(exchange: Exchange) -> dict[str, str]:
+    """What stands behind the question mark of the path: the first value of each name."""
+    raw = exchange.scope.get("query_string", b"").decode("latin-1")
+    found: dict[str, str] = {}
+    try:
+        pairs = parse_qsl(raw, max_num_fields=QUERY_FIELDS_MAX)
+    except ValueError:
+        raise Refusal("query", f"has more than {QUERY_FIELDS_MAX} fields") from None
+    for name, value in pairs:
+        found.setdefault(name, value)
+    return found
+
+
+def limit_of(given: str | None, default: int, most: int) -> int:
+    """How many of a list are wanted."""
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= most):
+        raise Refusal("limit", f"must lie in 1..{most}")
+    return int(given)
+
+
+def is_descending(order: str | None) -> bool:
+    if order not in (None, "asc", "desc"):
+        raise Refusal("order", "is not one of asc, desc")
+    return order != "asc"

@@ -155,7 +155,7 @@ class Endpoint:
                 by = front.caller_of(exchange)
                 set_caller(by)
                 takes_over.set(True)
-                call = exchange.call = guard.calls.enter(Uncounted(exchange), by.tenant)
+                call = exchange.call = guard.enter(Uncounted(exchange), by.tenant)
                 await call.admit(method)
             value = await self._act(exchange, by or Caller())
             if value is not None:

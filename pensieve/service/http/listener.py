@@ -13,13 +13,15 @@ import contextlib
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pensieve.errors import AddressInUse, ConfigError
 from pensieve.extras import need
+from pensieve.service.grpc.reload import Reloaded
 from pensieve.service.grpc.server import Listening, Server, is_loopback
-from pensieve.service.http.certificates import Certificates
 from pensieve.service.http.connections import HEAD_BYTES_MAX, IDLE_SECONDS, protocol
 from pensieve.service.http.front import Allowed, Front, own_names
 from pensieve.service.http.routes import application
@@ -80,7 +82,7 @@ class HttpListener:
         make: Callable[[], Any],
         on_reload: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """`make` gives the application, when the socket is about to answer; `on_reload` as Certificates'."""
+        """`make` gives the application, when the socket is about to answer; `on_reload` as Reloaded's."""
         need("http", "uvicorn", PURPOSE)
         need("http", "starlette", PURPOSE)
         need("http", "python_multipart", PURPOSE)
@@ -130,8 +132,8 @@ class HttpListener:
         of = self._listening
         if of.tls_cert is None or of.tls_key is None:
             return {}
-        certificates = Certificates(of.tls_cert, of.tls_key, of.tls_client_ca, self._on_reload)
-        return {"ssl_context_factory": lambda config, default: certificates.context}
+        context = tls_context(of.tls_cert, of.tls_key, of.tls_client_ca, self._on_reload)
+        return {"ssl_context_factory": lambda config, default: context}
 
     async def close(self) -> None:
         """What is answered has a moment to end."""
@@ -155,6 +157,47 @@ def bound_socket(address: str) -> socket.socket:
         if error.errno is None or isinstance(error, socket.gaierror):
             raise ConfigError(f"cannot listen on {address}: {error}") from error
         raise AddressInUse(f"cannot listen on {address} for HTTP: {error.strerror}") from error
+
+
+def tls_context(
+    cert: Path,
+    key: Path,
+    client_ca: Path | None,
+    on_reload: Callable[[str], None] = lambda problem: None,
+) -> ssl.SSLContext:
+    """One whose handshakes each have the certificate that is in force when they begin.
+
+    If files have changed, a new context is made of them, and takes the place of the one before only if it
+    could be made: a certificate with the key of another would otherwise be half in force.
+    """
+
+    def read() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(cert, key, lambda: "")  # nobody is there to type a password
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot use {cert} with its key: {_reason(error)}") from error
+        if client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(client_ca)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"cannot use {client_ca}: {_reason(error)}") from error
+        return context
+
+    what = "the certificate of HTTP"
+    files = Reloaded(what, (cert, key, client_ca), read, on_reload)
+
+    class Context(ssl.SSLContext):
+        def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+            files.if_changed()
+            return files.value.wrap_bio(*args, **kwargs)
+
+    return Context(ssl.PROTOCOL_TLS_SERVER)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _server(uvicorn: Any) -> Any:

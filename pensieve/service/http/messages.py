@@ -16,15 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pensieve.errors import ContextFull, PensieveError
-from pensieve.service.anthropic import (
-    UNSUPPORTED_THREAD,
+from pensieve.service.anthropic.parse import UNSUPPORTED_THREAD, parse, parse_count
+from pensieve.service.anthropic.render import (
     Ending,
     MessageStream,
     ending_of,
     error_body,
     message,
-    parse,
-    parse_count,
     stopped_by,
 )
 from pensieve.service.binding.binder import Binder
@@ -32,9 +30,9 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.grpc.translate import text_of
 from pensieve.service.http.bodies import Bodies, named
-from pensieve.service.http.chat import begin_bound
+from pensieve.service.http.completions import begin_bound
 from pensieve.service.http.errors import shape_of
-from pensieve.service.http.exchange import Exchange, Piece, event
+from pensieve.service.http.exchange import Exchange, event
 from pensieve.service.http.replies import (
     digest,
     follow,
@@ -44,9 +42,10 @@ from pensieve.service.http.replies import (
     sources,
 )
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.openai import Heading, PromptTokens, Refusal, Request
-from pensieve.text.reply_pieces import Piece as ReplyPiece
-from pensieve.text.reply_pieces import ReplyPieces
+from pensieve.service.openai.answer import Heading, PromptTokens
+from pensieve.service.openai.fields import Refusal
+from pensieve.service.openai.request import Request
+from pensieve.text.reply_pieces import Piece, ReplyPieces
 
 
 class Messages:
@@ -88,7 +87,7 @@ class Messages:
         stream = MessageStream(heading, prompt)
         exchange.begin_events()
 
-        async def on_pieces(found: Sequence[ReplyPiece], start: int, stop: int) -> None:
+        async def on_pieces(found: Sequence[Piece], start: int, stop: int) -> None:
             if events := stream.events(found):
                 await exchange.write(_written(events))
 
@@ -119,5 +118,5 @@ def _identify(exchange: Exchange) -> None:
     exchange.out["request-id"] = f"req_{secrets.token_hex(12)}"
 
 
-def _written(events: Iterable[Mapping[str, Any]]) -> Piece:
-    return Piece(b"".join(event(each, each["type"]) for each in events))
+def _written(events: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(event(each, each["type"]) for each in events)

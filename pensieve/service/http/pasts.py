@@ -13,13 +13,14 @@ from pensieve.errors import NotFound
 from pensieve.service.daemon import Daemon
 from pensieve.service.heads import message_of
 from pensieve.service.http.bodies import Bodies
-from pensieve.service.openai import Refusal
 from pensieve.service.openai.conversation_items import (
+    Place,
     calls_of,
     items_of,
     reply_as_sent_back,
+    tag_of,
 )
-from pensieve.service.openai.item_ids import Place, tag_of
+from pensieve.service.openai.fields import Refusal
 from pensieve.service.stored_responses import StoredResponses
 from pensieve.store import records
 from pensieve.text import Message

@@ -16,7 +16,7 @@ from pensieve.core.turn import FinishReason
 from pensieve.service.daemon import Daemon
 from pensieve.service.http.exchange import Exchange
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.openai import PromptTokens, Reply
+from pensieve.service.openai.answer import PromptTokens, Reply
 from pensieve.text.reply_pieces import Piece, ReplyPieces
 
 Write = Callable[[Sequence[Piece], int, int], Awaitable[None]]  # pieces of tokens [start, stop)

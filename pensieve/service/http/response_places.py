@@ -45,8 +45,9 @@ from pensieve.service.http.pasts import (
     no_previous,
 )
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.openai import Refusal, Request
-from pensieve.service.openai.item_ids import Place, tag_of
+from pensieve.service.openai.conversation_items import Place, tag_of
+from pensieve.service.openai.fields import Refusal
+from pensieve.service.openai.request import Request
 from pensieve.service.stored_responses import StoredResponses
 from pensieve.store import records
 from pensieve.store.records import ChainMatch

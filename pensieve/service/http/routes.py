@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pensieve import __version__
+from pensieve.errors import DiskFull, NotFound, Unavailable
 from pensieve.extras import need
 from pensieve.service.binding.binder import Binder
 from pensieve.service.daemon import Daemon
+from pensieve.service.grpc.auth import Caller
+from pensieve.service.grpc.translate import text_of
 from pensieve.service.http.batches import Batches, Files
 from pensieve.service.http.bodies import Bodies
-from pensieve.service.http.chat import ChatCompletions
 from pensieve.service.http.completions import Completions
 from pensieve.service.http.conversations import Conversations
+from pensieve.service.http.exchange import Exchange
 from pensieve.service.http.front import Act, Endpoint, Front
 from pensieve.service.http.gateway import Gateway
 from pensieve.service.http.messages import Messages
 from pensieve.service.http.messages import body_of as anthropics
-from pensieve.service.http.models import Health, Models, not_here
-from pensieve.service.http.page import Page
+from pensieve.service.http.page import Page, Watching
 from pensieve.service.http.pasts import Pasts
 from pensieve.service.http.response_places import ResponsePlaces
 from pensieve.service.http.responses import Responses
-from pensieve.service.http.watching import Watching
 from pensieve.service.jobs.values import Jobs
+from pensieve.service.openai.fields import Refusal
+from pensieve.service.openai.request import RequestKind
 from pensieve.service.stored_responses import StoredResponses
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
@@ -58,8 +63,13 @@ def application(
         ("GET", "/version", health.version, {"is_open": True}),
         ("GET", "/v1/models", models.all, {}),
         ("GET", "/v1/models/{model:path}", models.one, {}),
-        ("POST", "/v1/chat/completions", ChatCompletions(daemon, bodies, binder), {}),
-        ("POST", "/v1/completions", Completions(daemon, bodies), {}),
+        ("POST", "/v1/chat/completions", Completions(daemon, bodies, binder, RequestKind.CHAT), {}),
+        (
+            "POST",
+            "/v1/completions",
+            Completions(daemon, bodies, binder, RequestKind.COMPLETION),
+            {},
+        ),
         ("POST", "/v1/messages", messages.create, as_anthropic),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens, as_anthropic),
         ("POST", "/v1/files", files.upload, {}),
@@ -118,3 +128,55 @@ class _Methods:
         else:
             endpoint = self._endpoints.get(method, self._otherwise)
         await endpoint(scope, receive, send)
+
+
+class Models:
+    """The list, and each model of it."""
+
+    def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
+        self._daemon, self._bodies = daemon, bodies
+        self._since = int(time.time())
+
+    async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        return {"object": "list", "data": [self._model(self._bodies.models[0])]}
+
+    async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        name = exchange.values["model"]
+        if name not in self._bodies.models:
+            raise Refusal("model", "is not served here", "model_not_found")
+        return self._model(name)
+
+    def _model(self, name: str) -> Mapping[str, Any]:
+        ready = self._daemon.engine.ready
+        length = {"max_model_len": ready.context_max} if ready is not None else {}
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "pensieve",
+            **length,
+        }
+
+
+class Health:
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    async def health(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        """An error unless new turns are taken."""
+        refusal = self._daemon.store_refusal
+        if isinstance(refusal, DiskFull):
+            raise Unavailable(text_of(refusal))
+        if not self._daemon.serving:
+            raise Unavailable("the daemon does not take turns at present")
+        return {"status": "ok"}
+
+    async def version(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        return {"version": __version__}
+
+
+async def not_here(exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+    """Every path that is none, and what this server does not do."""
+    if exchange.path == "/v1/embeddings":
+        raise NotFound("there are no embeddings here: the model that is served writes text")
+    raise NotFound(f"there is nothing at {exchange.method} {exchange.path[:200]}")

@@ -2,7 +2,7 @@
 
 Fields may come before or after the file. The form's headers, parts and fields have size limits, and the
 file's data leaves in chunks, so memory is bounded. Time limits are those of a job's file over gRPC
-(service/grpc/incoming.py).
+(service/grpc/calls.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pensieve.errors import InvalidArgument
 from pensieve.extras import need
-from pensieve.service.grpc.incoming import Incoming
+from pensieve.service.grpc.calls import Incoming
 from pensieve.service.http.exchange import Exchange
 
 PURPOSE = "the HTTP API"

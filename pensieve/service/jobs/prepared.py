@@ -20,21 +20,17 @@ from pensieve.engine.batch_run import Finished
 from pensieve.errors import ContextFull, PensieveError
 from pensieve.service.constraints import Constraints
 from pensieve.service.heads import check_length
-from pensieve.service.openai import (
+from pensieve.service.openai.answer import Heading, PromptTokens, Reply, answer
+from pensieve.service.openai.batch_line import (
     BatchLine,
-    Heading,
     LineError,
-    PromptTokens,
-    Reply,
-    Request,
-    Served,
-    answer,
     answer_line,
     error_line,
     line_error,
-    one_line,
     read_line,
 )
+from pensieve.service.openai.fields import one_line
+from pensieve.service.openai.request import Request, Served
 from pensieve.store.job_records import Job, JobLine, JobUsage, NewAnswer, NewRefusal
 from pensieve.text import CallStyle, ChatTemplate, PartMarker, Setting
 

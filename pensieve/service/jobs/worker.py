@@ -19,21 +19,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any, TypeVar
 
 from pensieve.core.group_feed import FeedConfig
+from pensieve.engine.messages import Message
 from pensieve.errors import Unavailable, one_line
 from pensieve.service.constraints import Constraints
 from pensieve.service.daemon import Daemon
+from pensieve.service.fair_pool import FairPool
 from pensieve.service.history import Texts
-from pensieve.service.jobs.activity import Activity
 from pensieve.service.jobs.job_run import JobRun, Ready
 from pensieve.service.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
-from pensieve.service.jobs.store_thread import StoreThread
-from pensieve.service.openai import LineError, Served
+from pensieve.service.openai.batch_line import LineError
+from pensieve.service.openai.request import Served
 from pensieve.store.job_records import (
     Job,
     JobKey,
@@ -43,6 +46,7 @@ from pensieve.store.job_records import (
     NewAnswer,
     NewRefusal,
 )
+from pensieve.store.job_store import JobStore
 from pensieve.text import CallStyle
 
 FIRST_NUMBER = 1 << 40  # of the turns of jobs; those of conversations are counted from 1
@@ -54,6 +58,8 @@ RETRY_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 FORGET_SECONDS = 3600.0
 KEEP_SECONDS = 30 * 86_400.0
+T = TypeVar("T")
+RATE_SECONDS = 30.0  # over which tokens per second are counted
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,69 @@ class JobsConfig:
     turns_max: int = TURNS_MAX
     keep_seconds: float = KEEP_SECONDS  # that a job is kept after its end; 0: for ever
     call_style: CallStyle | None = None  # how the model writes calls of tools; None: they are text
+
+
+class StoreThread:
+    """The store of jobs in a thread of its own, so that no job keeps a conversation's commit waiting."""
+
+    def __init__(self, jobs: JobStore) -> None:
+        self.jobs = jobs  # whose methods are for `call`
+        self._pool = FairPool(asyncio.get_running_loop(), 1, "jobs")
+
+    async def call(
+        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
+    ) -> T:
+        return await self._pool.run(tenant, lambda: function(*arguments, **named))
+
+    async def set_state(
+        self, key: JobKey, state: JobState, outcome: JobOutcome | None = None, problem: str = ""
+    ) -> Job:
+        return await self.call(key.tenant, self.jobs.set_state, key, state, outcome, problem)
+
+    async def close(self) -> None:
+        """Wait for what was called; no more is taken."""
+        await asyncio.to_thread(self._pool.close)
+        self.jobs.close()
+
+
+@dataclass
+class Activity:
+    """A job is being checked, or run.  Whoever finds `stopping` set leaves at once."""
+
+    key: JobKey
+    began_at: float
+    stopping: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    run: JobRun | None = None
+    problem: str = ""
+    num_done: int = 0  # lines that have their answers since it began
+    num_tokens: int = 0  # that these took
+    _before: deque[tuple[float, int]] = field(default_factory=deque)  # when, and `num_tokens` then
+
+    def stop(self, put: Callable[[Message], None]) -> None:
+        self.stopping = True
+        if self.run is not None:
+            self.run.stop(put)
+
+    def done(self, num_lines: int, num_tokens: int, now: float) -> None:
+        self.num_done += num_lines
+        self.num_tokens += num_tokens
+        self._before.append((now, self.num_tokens))
+        while self._before[0][0] < now - RATE_SECONDS:
+            self._before.popleft()
+
+    def tokens_per_second(self, now: float) -> float:
+        since = max(self.began_at, now - RATE_SECONDS)
+        counted = [tokens for at, tokens in self._before if at >= since]
+        if not counted or now <= since:
+            return 0.0
+        before = 0 if self._before[0][0] - self.began_at < RATE_SECONDS else counted[0]
+        return (counted[-1] - before) / (now - since)
+
+    def seconds_left(self, num_pending: int, now: float) -> float | None:
+        if not self.num_done:
+            return None
+        return num_pending * (now - self.began_at) / self.num_done
 
 
 class Worker:

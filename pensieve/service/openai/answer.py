@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
-from pensieve.service.openai.kinds import RequestKind
-from pensieve.service.openai.request import Request
+from pensieve.service.openai.request import Request, RequestKind
 from pensieve.service.openai.tool_call_items import call_items, cut_reply, message_calls
 from pensieve.text.parts import Part
 from pensieve.text.tokenizer import Tokenizer

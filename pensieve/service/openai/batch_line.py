@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pensieve.errors import ContextFull, InvalidArgument, PensieveError
-from pensieve.service.openai.fields import Fields, Refusal, quoted
-from pensieve.service.openai.json_text import read_json
-from pensieve.service.openai.kinds import RequestKind
-from pensieve.service.openai.request import Request, Served, parse
+from pensieve.service.openai.fields import Fields, Refusal, quoted, read_json
+from pensieve.service.openai.request import Request, RequestKind, Served, parse
 from pensieve.text.message import plain_text
 
 LINE_BYTES_MAX = 8 << 20

@@ -1,24 +1,62 @@
 """The messages of a conversation as items, and its replies as the messages that a client would send back.
 
 a client's message    one item: a message, or the output of a function
-a reply               what it thought, its text and its calls, as the response had them (output_items)
+a reply               what it thought, its text and its calls, as the response had them
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pensieve.service.openai.item_ids import Place
-from pensieve.service.openai.output_items import OutputItems
+from pensieve.service.openai.response_stream import OutputItems
+from pensieve.service.openai.tool_call_items import call_id
 from pensieve.store.bodies import canonical_json
 from pensieve.store.records import Message as StoredMessage
 from pensieve.text.message import Message, ToolCall
 from pensieve.text.parts import Part
 from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
+
+PATTERN = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{16})-([0-9]{1,9})-([0-9]{1,6})")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A message of a conversation, by its number, and the ids of its items.
+
+        msg_1f0c53a9d2b7e684-3-1     the second part of message 3 of the conversation with this tag
+
+    A client's message is one item; a reply may be several: thinking, text, calls.  Number 0 is kept for the
+    instructions, which a conversation may get when it has items already.
+    """
+
+    tag: str
+    number: int
+
+    def item_id(self, prefix: str, part: int = 0) -> str:
+        return f"{prefix}_{self.tag}-{self.number}-{part}"
+
+    def call_id(self, number: int) -> str:
+        """Of the calls of a reply."""
+        return call_id(f"{self.tag}-{self.number}", 0, number)
+
+
+def tag_of(tenant: str, conversation_id: str) -> str:
+    words = f"{tenant}/{conversation_id}".encode()
+    return hashlib.blake2b(words, digest_size=8).hexdigest()
+
+
+def place_of(item_id: str) -> tuple[Place, int] | None:
+    """Of an item: its message, and which part of it; None if this is no id of one."""
+    found = PATTERN.fullmatch(item_id)
+    if found is None:
+        return None
+    return Place(found[1], int(found[2])), int(found[3])
 
 
 def reply_items(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[dict[str, Any]]:

@@ -4,15 +4,17 @@
 * A bool is no number, a number with a point no integer.  Numbers are finite, and no larger than a double.
 * Every problem names its member by the path that leads to it: `messages[2].content[0].type`.
 
-`check_json` comes first, for a whole value: afterwards all its strings can be written as UTF-8, and its depth
-and the number of its values are bounded, so whatever reads it takes no longer than they allow.
+`read_json` refuses what Python's parser would let pass: a name that an object has twice, NaN and Infinity,
+more than OBJECTS_MAX objects.  `check_json` comes next, for a whole value: afterwards all its strings can be
+written as UTF-8, and its depth and the number of its values are bounded.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from pensieve.errors import InvalidArgument
 from pensieve.text.message import DEPTH_MAX, plain_text
@@ -139,3 +141,63 @@ class Fields:
         if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
             raise Refusal(self.where(name), f"must be {what}", "invalid_type")
         return found
+
+
+# They are line ends to some readers, and need no escape in JSON.
+LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+OBJECTS_MAX = 65_536  # of one text, their members counted too
+
+
+def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -> Any:
+    """The value; whatever is wrong with the text becomes a Refusal of `where`."""
+    try:
+        written = text if isinstance(text, str) else text.decode("utf-8")
+        return json.loads(
+            written, object_pairs_hook=_Objects(objects_max), parse_constant=_no_number
+        )
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON: {error.msg} at character {error.pos + 1}"
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8: byte {error.start + 1}"
+    except RecursionError:
+        problem = "is nested too deeply"
+    except _NotOurs as error:
+        problem = str(error)
+    except ValueError:  # the one that is left: Python reads no integer of so many digits
+        problem = "holds a number that is too large"
+    raise Refusal(where, problem, "invalid_json")
+
+
+def one_line(value: Mapping[str, Any]) -> bytes:
+    """A line of JSON, with its end; nothing within it ends a line for any reader."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(LINE_ENDS).encode() + b"\n"
+
+
+class _NotOurs(ValueError):
+    """Python reads it, and we do not."""
+
+
+class _Objects:
+    """Makes the objects of one text, of the parser's pairs."""
+
+    def __init__(self, objects_max: float) -> None:
+        self._objects_max = self._left = objects_max
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._left -= 1 + len(pairs)
+        if self._left < 0:
+            raise _NotOurs(f"holds more than {self._objects_max:,} objects and members")
+        members = dict(pairs)
+        if len(members) < len(pairs):
+            names: set[str] = set()
+            for name, _ in pairs:
+                if name in names:
+                    raise _NotOurs(f"has {quoted(name)} twice in one object")
+                names.add(name)
+        return members
+
+
+def _no_number(name: str) -> NoReturn:
+    raise _NotOurs(f"holds {name}, which is not JSON")

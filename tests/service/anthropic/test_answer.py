@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from pensieve.core.turn import FinishReason
-from pensieve.service.anthropic import (
+from pensieve.service.anthropic.render import (
+    SIGNATURE,
     Ending,
     MessageStream,
+    blocks_of,
     ending_of,
     error_body,
     message,
     stopped_by,
+    whole_part,
 )
-from pensieve.service.anthropic.answer import SIGNATURE, blocks_of, whole_part
-from pensieve.service.openai import Heading, PromptTokens, Reply
+from pensieve.service.openai.answer import Heading, PromptTokens, Reply
 from pensieve.text import Part, Tokenizer
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking
 from tests.text.families import QWEN_3, tokenizer_of

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument
-from pensieve.service.anthropic import parse, parse_count
-from pensieve.service.openai import Refusal, Request, Served
+from pensieve.service.anthropic.parse import parse, parse_count
+from pensieve.service.openai.fields import Refusal
+from pensieve.service.openai.request import Request, Served
 from pensieve.text import Message, ToolCall
 from tests.scale import SCALE, SEED
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from pensieve.service.grpc.auth import Token
-from pensieve.service.http.batch_objects import batch_object, result_files
+from pensieve.service.http.batches import batch_object, result_files
 from pensieve.service.jobs.values import JobHeader, JobView
 from pensieve.service.jobs.worker import JobsConfig
 from pensieve.store.job_records import JobKey, JobOutcome, JobState, ResultBytes
@@ -327,9 +327,9 @@ def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
         ended(client, batch.id)  # whose sizes nobody has asked for
-    store, calls = door.rig.job_store, door.rig.server.guard.calls
+    store, guard = door.rig.job_store, door.rig.server.guard
     read, go_on, is_over = [], threading.Event(), threading.Event()
-    result_bytes, enter = store.result_bytes, calls.enter
+    result_bytes, enter = store.result_bytes, guard.enter
 
     def enter_seen(exchange: Any, tenant: str) -> Any:
         exchange.add_done_callback(lambda _: is_over.set())
@@ -341,7 +341,7 @@ def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI
         return result_bytes(key)
 
     store.result_bytes = read_slowly  # type: ignore[method-assign]
-    calls.enter = enter_seen  # type: ignore[method-assign, assignment]
+    guard.enter = enter_seen  # type: ignore[method-assign, assignment]
     try:
         connection = door.connection()
         connection.request("GET", "/v1/files")
@@ -351,6 +351,6 @@ def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI
         assert is_over.wait(30)
     finally:
         go_on.set()
-        del calls.enter
+        del guard.enter
         del store.result_bytes
     assert len(read) == 1

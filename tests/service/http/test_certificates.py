@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.service.http.certificates import Certificates
+from pensieve.service.http.listener import tls_context
 from tests.service.http.rig_http import http_rig
 from tests.service.rig_daemon import wait_for
 
@@ -104,10 +104,10 @@ def test_a_daemon_does_not_begin_with_files_that_cannot_be_used(
     tmp_path: Path, broken: str
 ) -> None:
     paths = {"cert": CERTS / "server.pem", "key": CERTS / "server.key", "ca": CERTS / "ca.pem"}
-    Certificates(paths["cert"], paths["key"], paths["ca"])
+    tls_context(paths["cert"], paths["key"], paths["ca"])
     paths[broken] = tmp_path / "broken.pem"
     for text in (None, "no certificate"):
         if text is not None:
             paths[broken].write_text(text)
         with pytest.raises(ConfigError, match="cannot use"):
-            Certificates(paths["cert"], paths["key"], paths["ca"])
+            tls_context(paths["cert"], paths["key"], paths["ca"])

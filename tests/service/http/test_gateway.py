@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pensieve.service.grpc import auth
-from pensieve.service.http import watching as watching_module
+from pensieve.service.http import page
 from tests.service.http.rig_http import Answer, HttpRig, http_rig
 from tests.service.rig_daemon import wait_for
 
@@ -118,7 +118,7 @@ def watch(rig: HttpRig, count: int, **headers: str) -> list[Any]:
 
 
 def test_the_memory_is_drawn_by_chunks(rig: HttpRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(page, "LOOK_SECONDS", 0.01)
     send(rig, "talk", "Hello there.")
     *_, last = watch(rig, 3)
     (shown,) = last["conversations"]
@@ -133,8 +133,8 @@ def test_the_memory_is_drawn_by_chunks(rig: HttpRig, monkeypatch: pytest.MonkeyP
 def test_a_tenant_that_watches_a_lot_locks_out_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching_module, "WATCHERS_MAX", 2)
-    monkeypatch.setattr(watching_module, "WATCHERS_OF_ALL_MAX", 2)
+    monkeypatch.setattr(page, "WATCHERS_MAX", 2)
+    monkeypatch.setattr(page, "WATCHERS_OF_ALL_MAX", 2)
     entries, given = "", []
     for tenant in ("red", "blue"):
         token, entry = auth.new_token(tenant, admin=False)
@@ -159,7 +159,7 @@ def test_a_tenant_that_watches_a_lot_locks_out_no_other(
 def test_a_tenant_sees_its_own_memory_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(page, "LOOK_SECONDS", 0.01)
     given, entries = {}, ""
     for tenant in ("red", "blue"):
         given[tenant], entry = auth.new_token(tenant, admin=False)

@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from pensieve.service.anthropic.answer import SIGNATURE
+from pensieve.service.anthropic.render import SIGNATURE
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.service.grpc.incoming import RECEIVING_MAX, Terms
+from pensieve.service.grpc.calls import RECEIVING_MAX, Terms
 from pensieve.service.http import connections as connections_module
 from pensieve.service.http import exchange as exchange_module
 from pensieve.service.http.listener import (

@@ -8,7 +8,8 @@ import pytest
 
 from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument
-from pensieve.service.openai import Refusal, Request, RequestKind, Served, parse
+from pensieve.service.openai.fields import Refusal
+from pensieve.service.openai.request import Request, RequestKind, Served, parse
 
 SERVED = Served(
     Sampling(temperature=0.6, top_p=0.95, max_tokens=512),

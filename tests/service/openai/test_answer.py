@@ -9,7 +9,8 @@ import pytest
 
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
-from pensieve.service.openai import Heading, PromptTokens, Reply, answer, one_line
+from pensieve.service.openai.answer import Heading, PromptTokens, Reply, answer
+from pensieve.service.openai.fields import one_line
 from pensieve.text import Message, Part, PartMarker, Tokenizer, style_of
 from tests.service.openai.bodies import USER, chat, completion, response
 from tests.text.families import QWEN_3, template_of, tokenizer_of

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.errors import InvalidArgument
-from pensieve.service.openai import BatchLine, LineError, Request, RequestKind, parse, read_line
+from pensieve.service.openai.batch_line import BatchLine, LineError, read_line
+from pensieve.service.openai.request import Request, RequestKind, parse
 from tests.scale import SCALE, SEED
 from tests.service.openai.bodies import SERVED, USER
 

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 
 from pensieve.errors import ContextFull, InvalidArgument, TurnFailed
-from pensieve.service.openai import (
+from pensieve.service.openai.batch_line import (
     BatchLine,
     LineError,
-    RequestKind,
     answer_line,
     error_line,
     line_error,
-    one_line,
-    read_json,
     read_line,
 )
+from pensieve.service.openai.fields import one_line, read_json
+from pensieve.service.openai.request import RequestKind
 from pensieve.text import Message
 from tests.service.openai.bodies import SERVED, USER
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pensieve.errors import InvalidArgument
-from pensieve.service.openai import RequestKind, parse
+from pensieve.service.openai.request import RequestKind, parse
 from pensieve.text import Message, ToolCall
 from tests.service.openai.bodies import SERVED, USER, chat, code_of, refused
 

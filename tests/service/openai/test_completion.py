@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.service.openai import RequestKind, parse
+from pensieve.service.openai.request import RequestKind, parse
 from tests.service.openai.bodies import SERVED, code_of, completion, refused
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pensieve.service.openai.conversation_items import calls_of, items_of, reply_as_sent_back
-from pensieve.service.openai.item_ids import Place
+from pensieve.service.openai.conversation_items import Place, calls_of, items_of, reply_as_sent_back
 from pensieve.store.records import Message
 from pensieve.text.message import Message as TemplateMessage
 from pensieve.text.message import ToolCall

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.constraint import OBJECTS_MAX, TEXT_BYTES_MAX, Constraint, ConstraintKind
-from pensieve.service.openai import Request
+from pensieve.service.openai.request import Request
 from tests.service.openai.bodies import chat, completion, refused, response
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -12,13 +12,14 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from pensieve.core.turn import FinishReason
-from pensieve.service.openai import Heading, PromptTokens, Reply
-from pensieve.service.openai.item_ids import Place, place_of, tag_of
-from pensieve.service.openai.output_items import OutputItems, pieces_of
+from pensieve.service.openai.answer import Heading, PromptTokens, Reply
+from pensieve.service.openai.conversation_items import Place, place_of, tag_of
 from pensieve.service.openai.response_stream import (
+    OutputItems,
     ResponseStream,
     failed,
     finished,
+    pieces_of,
     unfinished,
 )
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.sampling import Sampling
-from pensieve.service.openai import Request, RequestKind, parse
+from pensieve.service.openai.request import Request, RequestKind, parse
 from tests.service.openai.bodies import SERVED, chat, code_of, completion, refused, response
 
 DEFAULTS = SERVED.defaults

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.turn import FinishReason
-from pensieve.service.openai import Heading, PromptTokens, Reply, answer
+from pensieve.service.openai.answer import Heading, PromptTokens, Reply, answer
 from pensieve.text import CallStyle, Message, PartMarker, ToolCall, style_of
 from tests.service.openai.bodies import USER, chat, response
 from tests.text.families import QWEN_3, template_of, tokenizer_of

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pensieve.core.constraint import OBJECTS_MAX, TEXT_BYTES_MAX, ConstraintKind
-from pensieve.service import anthropic
-from pensieve.service.openai import Refusal, Request, RequestKind, Served, parse
+from pensieve.service.anthropic.parse import parse as parse_message
+from pensieve.service.openai.fields import Refusal
+from pensieve.service.openai.request import Request, RequestKind, Served, parse
 from pensieve.text import style_named
 from tests.service.openai.bodies import SERVED
 from tests.text.families import QWEN_3, template_of
@@ -44,7 +45,7 @@ def response(**members: Any) -> Request:
 def message(**members: Any) -> Request:
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "tiny", "max_tokens": 9, "messages": messages, **members}
-    return anthropic.parse(body, HELD)
+    return parse_message(body, HELD)
 
 
 def wanted_of(request: Request) -> dict[str, Any]:

@@ -1,23 +1,32 @@
-"""The messages and tools of a chat completion, as a template takes them.
+"""The messages and tools of a chat completion, and the input of a response, as a template takes them.
 
 Content is text: a string, or a list of text parts, which become lines.  An assistant's message may bring its
-thinking (`reasoning_content`) and tool calls.  What a server adds to a message and a client sends back with
-it (`annotations`, a null `refusal`) says nothing and passes, as does what a client adds for itself
-(`provider_specific_fields`, LiteLLM's).
+thinking (`reasoning_content`) and tool calls.  What a server adds to a message (`annotations`, a null
+`refusal`), or a client for itself (`provider_specific_fields`, LiteLLM's), passes without a meaning.
+
+A response's input cuts what an assistant did in one turn into items, which a template wants together again:
+
+    reasoning  message  function_call  function_call     one assistant's message
+    function_call_output  function_call_output           a tool's message each
+
+So an assistant's message grows until another role follows.  Reasoning begins a new one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from pensieve.service.openai.fields import Fields, Refusal, check_json, quoted
-from pensieve.service.openai.json_text import read_json
+from pensieve.service.openai.fields import Fields, Refusal, check_json, quoted, read_json
 from pensieve.service.openai.tool_choice import ToolRules, take_choice
 from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
 
-TEXT_PARTS = frozenset({"text"})
+CHAT_PARTS = frozenset({"text"})
 ADDED = "provider_specific_fields"
+INPUT_PARTS = frozenset({"input_text", "output_text", "text"})
+REASONING_PARTS = frozenset({"reasoning_text"})
+INPUT_ROLES = ("system", "developer", "user", "assistant")
 
 
 def take_messages(fields: Fields) -> tuple[Message, ...]:
@@ -48,7 +57,7 @@ def _message(fields: Fields) -> Message:
         tool_call_id = fields.needed_text("tool_call_id")
     if not (calls or thinking) and "content" not in fields:
         raise Refusal(fields.where("content"), "is required", "missing_required_parameter")
-    content = take_content(fields, "content", TEXT_PARTS)
+    content = take_content(fields, "content", CHAT_PARTS)
     name = fields.text("name")
     fields.take("annotations")
     fields.take(ADDED)
@@ -151,3 +160,92 @@ def _tool(
     function.end()
     fields.end()
     return {"type": "function", "function": described}
+
+
+# -- the input of a response --
+
+
+def take_input(fields: Fields) -> tuple[Message, ...]:
+    """With the instructions in front, as a system prompt."""
+    instructions = fields.text("instructions")
+    messages = [] if instructions is None else [Message("system", instructions)]
+    given, where = fields.take("input"), fields.where("input")
+    if given is None:
+        raise Refusal(where, "is required", "missing_required_parameter")
+    if isinstance(given, str):
+        return (*messages, Message("user", given))
+    if not isinstance(given, list | tuple):
+        raise Refusal(where, "must be a string or a list of items", "invalid_type")
+    if not given:
+        raise Refusal(where, "must not be empty")
+    add_items(messages, given, where)
+    return tuple(messages)
+
+
+def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None:
+    """Behind these messages; `where`: what the body calls the list."""
+    for number, each in enumerate(given):
+        _add(messages, Fields(each, f"{where}[{number}]"))
+        if len(messages) > MESSAGES_MAX:
+            raise Refusal(where, f"a request has at most {MESSAGES_MAX} messages")
+
+
+def _add(messages: list[Message], fields: Fields) -> None:
+    """One item: a message of its own, or more of the assistant's last."""
+    kind = fields.text("type") or "message"
+    fields.text("id")
+    fields.text("status")
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
+    if kind == "message":
+        message = _item_message(fields)
+        is_reasoning = last is not None and not (last.content or last.tool_calls)
+        if last is not None and is_reasoning and message.role == "assistant":
+            messages[-1] = replace(last, content=message.content)
+        else:
+            messages.append(message)
+    elif kind == "function_call":
+        call = _call(fields)
+        if last is None:
+            messages.append(Message("assistant", tool_calls=(call,)))
+        else:
+            messages[-1] = replace(last, tool_calls=(*last.tool_calls, call))
+    elif kind == "function_call_output":
+        call_id = fields.needed_text("call_id")
+        output = _needed_content(fields, "output")
+        messages.append(Message("tool", output, tool_call_id=call_id))
+    elif kind == "reasoning":
+        thinking = _reasoning(fields)
+        if thinking:
+            messages.append(Message("assistant", thinking=thinking))
+    else:
+        problem = f"{quoted(kind)} is not supported"
+        raise Refusal(fields.where("type"), problem, "unsupported_parameter")
+    fields.end()
+
+
+def _item_message(fields: Fields) -> Message:
+    role = fields.needed_text("role")
+    if role not in INPUT_ROLES:
+        raise Refusal(
+            fields.where("role"), f"{quoted(role)} is not one of {', '.join(INPUT_ROLES)}"
+        )
+    fields.text("phase")
+    return Message(role, _needed_content(fields, "content"))
+
+
+def _needed_content(fields: Fields, name: str) -> str:
+    if name not in fields:
+        raise Refusal(fields.where(name), "is required", "missing_required_parameter")
+    return take_content(fields, name, INPUT_PARTS)
+
+
+def _call(fields: Fields) -> ToolCall:
+    name = fields.needed_text("name")
+    return ToolCall(name, take_arguments(fields), fields.needed_text("call_id"))
+
+
+def _reasoning(fields: Fields) -> str:
+    """Its text; a summary of it is not what the model thought."""
+    fields.only("encrypted_content", "", problem="encrypted reasoning cannot be read")
+    fields.items("summary")
+    return take_content(fields, "content", REASONING_PARTS)

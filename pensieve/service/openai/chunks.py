@@ -1,7 +1,7 @@
-"""A chat completion as it comes: chunks, each with what is new of one choice.
+"""Chat completions and text completions as they come: chunks, each with what is new of one choice.
 
-    role             the first chunk of each choice
-    pieces           thinking (`reasoning_content`), text, calls of tools with their arguments as they come
+    role             the first chunk of each choice of a chat
+    pieces           text; of a chat also thinking (`reasoning_content`), and calls with their arguments
     finish_reason    the last chunk of each choice
     usage            one chunk without choices, where the request wants it
 
@@ -20,19 +20,53 @@ from pensieve.service.openai.answer import (
     Heading,
     PromptTokens,
     Reply,
+    logprob_columns,
     logprob_rows,
     usage_of,
 )
-from pensieve.service.openai.request import Request
+from pensieve.service.openai.request import Request, RequestKind
 from pensieve.service.openai.tool_call_items import call_id
 from pensieve.text.reply_pieces import Piece, Text, Thinking
 from pensieve.text.tokenizer import Tokenizer
 from pensieve.text.tool_calls import CallArguments, CallBegan
 
 
-class ChatStream:
+class _Stream:
+    """The chunks of all choices of a request."""
+
     def __init__(self, request: Request, heading: Heading, tokenizer: Tokenizer) -> None:
         self._request, self._heading, self._tokenizer = request, heading, tokenizer
+
+    def usage(self, replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
+        return {**self._head(), "choices": [], "usage": usage_of(replies, prompt)}
+
+    def _chunk(
+        self,
+        choice: int,
+        new: Mapping[str, Any],
+        finish_reason: str | None = None,
+        *,
+        logprobs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        one = {"index": choice, **new, "logprobs": logprobs, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._request.include_usage else {}
+        return {**self._head(), "choices": [one], **usage}
+
+    def _head(self) -> dict[str, Any]:
+        heading, kind = self._heading, self._request.kind
+        is_chat = kind is RequestKind.CHAT
+        return {
+            "id": ID_PREFIXES[kind] + heading.answer_id,
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
+            "created": heading.created,
+            "model": heading.model,
+            "system_fingerprint": None,
+        }
+
+
+class ChatStream(_Stream):
+    def __init__(self, request: Request, heading: Heading, tokenizer: Tokenizer) -> None:
+        super().__init__(request, heading, tokenizer)
         self._begun: set[int] = set()  # choices
         self._has_text: set[int] = set()
 
@@ -43,13 +77,13 @@ class ChatStream:
         found = []
         if choice not in self._begun:
             self._begun.add(choice)
-            found.append(self._chunk(choice, {"role": "assistant", "content": ""}))
+            found.append(self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}))
         deltas = [self._delta(choice, each) for each in merged(pieces)]
         logprobs = self._logprobs(choice, tokens)
         if logprobs and not deltas:
             deltas = [{"content": ""}]
         for delta in deltas:
-            found.append(self._chunk(choice, delta, logprobs=logprobs))
+            found.append(self._chunk(choice, {"delta": delta}, logprobs=logprobs))
             logprobs = None
         return found
 
@@ -57,10 +91,7 @@ class ChatStream:
         self, choice: int, finish: FinishReason, *, ends_with_call: bool = False
     ) -> dict[str, Any]:
         waits = ends_with_call and finish is FinishReason.STOP
-        return self._chunk(choice, {}, "tool_calls" if waits else finish.value)
-
-    def usage(self, replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
-        return {**self._head(), "choices": [], "usage": usage_of(replies, prompt)}
+        return self._chunk(choice, {"delta": {}}, "tool_calls" if waits else finish.value)
 
     def _delta(self, choice: int, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, Thinking):
@@ -88,32 +119,26 @@ class ChatStream:
         self._has_text.add(choice)
         return {"content": rows, "refusal": None}
 
-    def _chunk(
-        self,
-        choice: int,
-        delta: Mapping[str, Any],
-        finish_reason: str | None = None,
-        *,
-        logprobs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        one = {
-            "index": choice,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        usage = {"usage": None} if self._request.include_usage else {}
-        return {**self._head(), "choices": [one], **usage}
 
-    def _head(self) -> dict[str, Any]:
-        heading = self._heading
-        return {
-            "id": ID_PREFIXES[self._request.kind] + heading.answer_id,
-            "object": "chat.completion.chunk",
-            "created": heading.created,
-            "model": heading.model,
-            "system_fingerprint": None,
-        }
+class CompletionStream(_Stream):
+    def __init__(self, request: Request, heading: Heading, tokenizer: Tokenizer) -> None:
+        super().__init__(request, heading, tokenizer)
+        self._num_characters: dict[int, int] = {}  # that were sent, by choice
+
+    def chunks(self, choice: int, pieces: Iterable[Piece], tokens: Reply) -> list[dict[str, Any]]:
+        """For some of a choice's tokens; the prompt was no chat, so their parts do not count."""
+        sent = self._num_characters.get(choice, 0)
+        text, logprobs = "".join(tokens.texts), None
+        if self._request.sampling.logprobs is not None:
+            rows = logprob_rows(tokens, self._tokenizer, is_first=not sent)
+            logprobs = logprob_columns(rows, sent)
+        self._num_characters[choice] = sent + len(text)
+        return [self._chunk(choice, {"text": text}, logprobs=logprobs)]
+
+    def end(
+        self, choice: int, finish: FinishReason, *, ends_with_call: bool = False
+    ) -> dict[str, Any]:
+        return self._chunk(choice, {"text": ""}, finish.value)
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:

@@ -1,22 +1,22 @@
-"""Replies as messages of Anthropic's API: content blocks, why the reply ended, and what it took.
+"""Replies as messages of Anthropic's API, as a whole or as events; and errors.
 
     Thinking, Thinking          {"type": "thinking", "thinking": …, "signature": SIGNATURE}
     Text                        {"type": "text", "text": …}
     CallBegan, CallArguments    {"type": "tool_use", "id": "toolu_…", "name": …, "input": {…}}
 
-Neighbours of one kind are one block, and each call is one.  A signature signs nothing: thinking is taken back
-as it is sent, from whomever.  But it is not empty, since clients send thinking without one back as text.  Of
-a call that broke off at the limit of the reply's length, `input` has what is whole of its arguments.
+Neighbours of one kind are one block, and each call is one.  A signature signs nothing, but it is not empty,
+since clients send thinking without one back as text.  Of a call that broke off at the limit of the reply's
+length, `input` has what is whole of its arguments.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pensieve.core.turn import FinishReason
-from pensieve.service.openai import Heading, PromptTokens, Reply
+from pensieve.service.openai.answer import Heading, PromptTokens, Reply
 from pensieve.text.detokenizer import Detokenizer
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Thinking
 from pensieve.text.tokenizer import Tokenizer
@@ -157,3 +157,104 @@ def _closed(text: str) -> Any:
         return json.loads(text[:end] + "".join(reversed(open_brackets)))
     except (ValueError, RecursionError):
         return {}
+
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(
+    status: int, message: str, details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What is in no line of the table is an error of ours."""
+    error = {"type": TYPES.get(status, "api_error"), "message": message}
+    return {"type": "error", "error": error | ({"details": details} if details else {})}
+
+
+DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
+
+
+class MessageStream:
+    """A message as events, which a client puts together to the same blocks.
+
+    message_start, ping                       with the length of the prompt content_block_start, deltas,
+    content_block_stop     once for each block, one after the other message_delta
+    why it ended, and what it took, in place of the first numbers message_stop
+    """
+
+    def __init__(self, heading: Heading, prompt: PromptTokens) -> None:
+        """`prompt`: as it is known before anything is computed."""
+        self._heading, self._prompt = heading, prompt
+        self._begun = False
+        self._block = ""  # the type of the one that is open
+        self._index = -1  # of the block that began last
+
+    def events(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+        """For pieces of the reply; the first call also begins the message."""
+        found = self._begin()
+        for piece in pieces:
+            if isinstance(piece, CallArguments):
+                delta = {"type": "input_json_delta", "partial_json": piece.text}
+                found.append(self._delta(delta))
+                continue
+            block = opened(piece, self._heading.answer_id)
+            kind = block["type"]
+            if kind != self._block or isinstance(piece, CallBegan):
+                found += self._stop()
+                self._index += 1
+                self._block = kind
+                block |= {"signature": ""} if kind == "thinking" else {}  # it comes at the end
+                found.append(self._of_block("content_block_start", content_block=block))
+            if not isinstance(piece, CallBegan):
+                found.append(self._delta({"type": DELTAS[kind], kind: piece.text}))
+        return found
+
+    def end(self, reply: Reply, prompt: PromptTokens, ending: Ending) -> list[dict[str, Any]]:
+        """Once all pieces are there; `prompt` with what was cached of it."""
+        delta = {"stop_reason": ending.reason, "stop_sequence": ending.stop_sequence}
+        return [
+            *self._begin(),
+            *self._stop(),
+            {"type": "message_delta", "delta": delta, "usage": usage_of(prompt, reply)},
+            {"type": "message_stop"},
+        ]
+
+    def _begin(self) -> list[dict[str, Any]]:
+        if self._begun:
+            return []
+        self._begun = True
+        start: dict[str, Any] = {
+            "id": message_id(self._heading),
+            "type": "message",
+            "role": "assistant",
+            "model": self._heading.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_of(self._prompt),
+        }
+        return [{"type": "message_start", "message": start}, {"type": "ping"}]
+
+    def _stop(self) -> list[dict[str, Any]]:
+        """The open block, if there is one."""
+        kind, self._block = self._block, ""
+        if not kind:
+            return []
+        signature = {"type": "signature_delta", "signature": SIGNATURE}
+        signed = [self._delta(signature)] if kind == "thinking" else []
+        return [*signed, self._of_block("content_block_stop")]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._of_block("content_block_delta", delta=delta)
+
+    def _of_block(self, name: str, **values: Any) -> dict[str, Any]:
+        return {"type": name, "index": self._index, **values}
