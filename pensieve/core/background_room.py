@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from typing import NamedTuple
 
 from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
 
@@ -38,14 +37,6 @@ RETRY_AFTER = 256
 GROWTH = 2
 
 
-class _Planned(NamedTuple):
-    at: float
-    interactive_tokens: int
-    background_tokens: int
-    has_prompt: bool  # of an interactive turn
-    predicted: float  # without background
-
-
 class BackgroundRoom:
     def __init__(self) -> None:
         self._interactive_at = float("-inf")  # one was there
@@ -53,8 +44,6 @@ class BackgroundRoom:
         self._costs: deque[tuple[int, float]] = deque(maxlen=NUM_KEPT)  # tokens, seconds of each
         self._num_beside = self._num_without = 0  # iterations in a row, with and without background
         self._pace = TOKENS_MIN  # tokens of an iteration without interactive turns
-        self._uncommitted: deque[_Planned] = deque()
-        self._committed_at = float("-inf")
 
     def saw_interactive(self, now: float) -> None:
         """Such a turn runs or waits."""
@@ -66,29 +55,23 @@ class BackgroundRoom:
         if (num_tokens := self._tokens(draft, now)) is not None:
             draft.limit(num_tokens)
 
-    def planned(self, draft: IterationDraft, now: float) -> None:
-        interactive = draft.num_tokens - draft.num_background
-        if interactive:
+    def planned(self, draft: IterationDraft) -> None:
+        if draft.num_tokens > draft.num_background:
             self._num_beside = self._num_beside + 1 if draft.num_background else 0
             self._num_without = 0 if draft.num_background else self._num_without + 1
-        has_prompt = interactive > draft.num_decodes
-        self._uncommitted.append(
-            _Planned(*(now, interactive, draft.num_background, has_prompt, draft.predicted_without))
-        )
 
-    def committed(self, now: float) -> None:
-        planned = self._uncommitted.popleft()
-        seconds, self._committed_at = now - max(planned.at, self._committed_at), now
-        if planned.has_prompt:
+    def committed(self, draft: IterationDraft, seconds: float) -> None:
+        """It took so long."""
+        if draft.num_prompt_tokens:
             return
-        if not planned.interactive_tokens:
-            self._set_pace(planned, seconds)
-        elif not planned.background_tokens:
-            if planned.predicted:
-                self._ratios.append(seconds / planned.predicted)
+        num_tokens, predicted = draft.num_background, draft.predicted_without
+        if num_tokens == draft.num_tokens:
+            self._set_pace(num_tokens, seconds)
+        elif not num_tokens:
+            if predicted:
+                self._ratios.append(seconds / predicted)
         elif self._ratios:
-            over = seconds - statistics.median(self._ratios) * planned.predicted
-            num_tokens = planned.background_tokens
+            over = seconds - statistics.median(self._ratios) * predicted
             self._costs.append((num_tokens, max(over, 0.0) / num_tokens))
 
     def _tokens(self, draft: IterationDraft, now: float) -> int | None:
@@ -106,8 +89,7 @@ class BackgroundRoom:
         room = min(int(SHARE * predicted / cost), most) if cost else most
         return room or int(self._num_without >= RETRY_AFTER)
 
-    def _set_pace(self, planned: _Planned, seconds: float) -> None:
-        num_tokens = planned.background_tokens
+    def _set_pace(self, num_tokens: int, seconds: float) -> None:
         if not num_tokens or seconds <= 0.0:
             return
         if num_tokens >= self._pace or seconds > SECONDS:  # else it had less than it might have

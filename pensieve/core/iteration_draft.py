@@ -42,6 +42,7 @@ class IterationDraft:
     def __init__(self, config: SchedulerConfig, chunk_tokens: int) -> None:
         self.num_tokens_max = config.batch_tokens_max
         self.num_tokens_left = config.batch_tokens_max
+        self.planned_at = 0.0
         self.num_decodes = 0  # of interactive turns
         self.others_generate = False  # in uncommitted iterations; see micro_batches.py
         self.predicted_without = 0.0  # of its decodes alone; see time_budget.py
@@ -173,6 +174,11 @@ class IterationDraft:
     def num_background(self) -> int:
         """Tokens of background turns; see background_room.py."""
         return 0 if self.num_interactive is None else self.num_tokens - self.num_interactive
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of interactive turns."""
+        return self.num_tokens - self.num_background - self.num_decodes
 
     def limit(self, num_tokens: int) -> None:
         """Take at most so many further tokens."""

@@ -157,6 +157,7 @@ class Scheduler:
         self._pending_cuts: dict[str, int] = {}  # by conversation: how much is to stay
         self._pending_evictions: dict[str, bool] = {}  # by conversation: whether to the host
         self._uncommitted: deque[tuple[Iteration, IterationDraft]] = deque()
+        self._committed_at = float("-inf")
         self._time_budget = TimeBudget(config)
         has_place = self._time_budget.has_place
         self.preemption = Preemption(cache, self.queued, has_place, config.time_share)
@@ -420,9 +421,9 @@ class Scheduler:
 
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
         self._index += 1
+        draft.planned_at = now
         draft.predicted_seconds = self._time_budget.planned(draft, now)
-        self._room.planned(draft, now)
-        self.streaming.planned(draft, now)
+        self._room.planned(draft)
         news = self._started, self._forgotten
         iteration = draft.iteration(self._index, swap_outs, *news, self._groups)
         self._started.clear()
@@ -463,9 +464,10 @@ class Scheduler:
         """
         oldest, draft = self._uncommitted.popleft()
         assert oldest is iteration, "iterations are committed in order"
-        self._time_budget.committed(now)
-        self._room.committed(now)
-        self.streaming.committed(now)
+        seconds, self._committed_at = now - max(draft.planned_at, self._committed_at), now
+        self._time_budget.committed(draft, now)
+        self._room.committed(draft, seconds)
+        self.streaming.committed(draft, seconds)
         self.cache.release_sources(draft.sources, now)
         for copy_id in outcome.finished_copies:
             self.cache.finish_copy(copy_id, now)

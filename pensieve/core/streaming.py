@@ -27,7 +27,6 @@ For the smallest, idle pages are made available ahead.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -48,11 +47,6 @@ NEVER_SEEN = 1e-12  # of a term that nothing was observed of
 CONFIGURED = (1.0, 0.0, 1.0, 1.0)
 
 
-class _Planned(NamedTuple):
-    at: float
-    load: Load | None  # None: nothing is learned from it
-
-
 class Streaming:
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         possible = cache.staging_pages > 0 and cache.host_pages > 0 and config.stages == 1
@@ -61,8 +55,6 @@ class Streaming:
         self._device_pages, self._reserve_pages = cache.device_pages, cache.reserve_pages
         self._tbt = config.tbt_seconds
         self.cost = StreamCost(config, cache.staging_pages)
-        self._uncommitted: deque[_Planned] = deque()
-        self._committed_at = float("-inf")
         self._paused, self._pause = 0, PAUSE_MIN  # iterations without: now, and the next time
         self._num_streamed = 0  # iterations since it began
         self.required_pages = 0  # for one that could return
@@ -168,17 +160,10 @@ class Streaming:
 
     # -- what is measured --
 
-    def planned(self, draft: IterationDraft, now: float) -> None:
-        load = None
+    def committed(self, draft: IterationDraft, seconds: float) -> None:
+        """It took so long; nothing is learned from one with prompts or background turns."""
         if draft.num_tokens == draft.num_decodes and not draft.num_background:
-            load = Load(draft.num_decodes, draft.work.keys, draft.num_staged)
-        self._uncommitted.append(_Planned(now, load))
-
-    def committed(self, now: float) -> None:
-        planned = self._uncommitted.popleft()
-        seconds, self._committed_at = now - max(planned.at, self._committed_at), now
-        if planned.load is not None:
-            self.cost.took(planned.load, seconds)
+            self.cost.took(Load(draft.num_decodes, draft.work.keys, draft.num_staged), seconds)
 
 
 def load_of(running: Iterable[Turn]) -> Load:

@@ -65,14 +65,6 @@ BACKLOG_FACTOR = 2.0
 STALE_SHARE = 0.75  # of what an iteration should take without prompts
 
 
-class _Planned(NamedTuple):
-    at: float
-    num_decodes: int
-    num_prompt_tokens: int
-    without: float  # seconds of its decodes alone, as predicted; 0: nothing is learned from it
-    added: float  # by prompts, as predicted
-
-
 class _Measured(NamedTuple):
     """What prompts added to an iteration."""
 
@@ -93,7 +85,6 @@ class TimeBudget:
         self._without: float | None = None  # measured over predicted seconds; None: to be measured
         self._added: deque[_Measured] = deque(maxlen=NUM_KEPT)
         self._num_with = 0  # iterations with prompts since the last one without
-        self._uncommitted: deque[_Planned] = deque()
         self._committed_at = float("-inf")
 
     def limit(
@@ -138,42 +129,37 @@ class TimeBudget:
 
     def planned(self, draft: IterationDraft, now: float) -> float:
         """What the iteration is predicted to take; 0 where it computes nothing, or nothing is known yet."""
-        num_decodes = draft.num_decodes
-        num_prompt_tokens = draft.num_tokens - draft.num_background - num_decodes
+        num_prompt_tokens = draft.num_prompt_tokens
         self._num_with = self._num_with + 1 if num_prompt_tokens else 0
-        without, added = draft.predicted_without, draft.seconds_added
-        measured = 0.0 if draft.num_background else without
-        self._uncommitted.append(_Planned(now, num_decodes, num_prompt_tokens, measured, added))
-        a, whole = self._without or 0.0, draft.predicted()
-        seconds = a * whole
+        a = self._without or 0.0
+        seconds = a * draft.predicted()
         if num_prompt_tokens and self._added:
-            seconds = max(seconds, a * without + self._slowness * added)
+            with_prompts = a * draft.predicted_without + self._slowness * draft.seconds_added
+            seconds = max(seconds, with_prompts)
         if self._stage_times is not None:
             self._stage_times.planned(now, seconds)
         return seconds
 
-    def committed(self, now: float) -> None:
-        planned = self._uncommitted.popleft()
-        since = self._committed_at
-        if not planned.num_decodes or since == float("-inf"):
-            since = max(planned.at, since)
+    def committed(self, draft: IterationDraft, now: float) -> None:
+        since, without, added = self._committed_at, draft.predicted_without, draft.seconds_added
+        if not draft.num_decodes or since == float("-inf"):
+            since = max(draft.planned_at, since)
         measured, self._committed_at = now - since, now
         if self._stage_times is not None:
             measured = self._stage_times.committed(now)
-        if not planned.without:  # where nothing takes time, or background turns took some
+        if draft.num_background or not without:  # background turns took time, or nothing does
             return
-        if not planned.num_prompt_tokens:
-            if planned.num_decodes:
-                self._without = measured / planned.without
+        if not draft.num_prompt_tokens:
+            if draft.num_decodes:
+                self._without = measured / without
             return
-        base = planned.without * (self._without or 0.0)
-        if planned.num_decodes and measured < STALE_SHARE * base:
+        base = without * (self._without or 0.0)
+        if draft.num_decodes and measured < STALE_SHARE * base:
             self._without = None
-        elif planned.num_prompt_tokens >= TOKENS_MIN and planned.added:
-            if not planned.num_decodes and self._added:
+        elif draft.num_prompt_tokens >= TOKENS_MIN and added:
+            if not draft.num_decodes and self._added:
                 return  # nobody waited for it, and it may be of another size altogether
-            ratio = max(measured - base, 0.0) / planned.added
-            self._added.append(_Measured(ratio, planned.added))
+            self._added.append(_Measured(max(measured - base, 0.0) / added, added))
 
     def _longest(self, now: float) -> float:
         """What an iteration may take, in each stage, if the objective is to be met."""

@@ -198,7 +198,16 @@ def _best(
         for r, weighted, (rr, r1, rt) in attended:
             nr = sum(map(mul, weighted, column))
             products = [[nn, nr, n1], [nr, rr, r1], [n1, r1, constant]]
-            left, found = nonnegative(products, [nt, rt, constant_seconds], squares, allowed)
+            targets = [nt, rt, constant_seconds]
+            solved = nonnegative(
+                [[products[i][j] for j in allowed] for i in allowed], [targets[i] for i in allowed]
+            )
+            found = [0.0, 0.0, 0.0]
+            left = squares
+            for i, x in zip(allowed, solved, strict=True):
+                found[i] = x
+                left -= x * targets[i]
+            left = max(left, 0.0)
             if best is None or left < best.squares:
                 best = _Solved(left, found[0], found[1], found[2], n, r)
     assert best is not None

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pensieve.core.cost import CostProfile
 from pensieve.sim.cost import CostModel
 from pensieve.sim.fit import FitError, error_of
-from pensieve.sim.least_squares import nonnegative_many
+from pensieve.sim.least_squares import nonnegative
 from pensieve.sim.observed import Observation
 
 ROUNDS = 6
@@ -100,7 +100,7 @@ def _solved(
             targets[i] += weight * value * row.seconds
             for j, other in some:
                 products[i][j] += weight * value * other
-    return nonnegative_many(products, targets)
+    return nonnegative(products, targets)
 
 
 def errors_of(cost: CostModel, held_out: Sequence[tuple[str, Observation]]) -> tuple[FitError, ...]:

@@ -1,9 +1,7 @@
 """Least squares with no negative number, from the normal equations.
 
-`nonnegative` is for a handful of unknowns: what is best without a negative number is best without bounds on
-some subset of the unknowns, the others being 0; so every subset is tried.  `nonnegative_many` is Lawson and
-Hanson's way: one unknown after the other joins, that which promises most, as long as one promises anything;
-and what would become negative by it leaves.
+This is Lawson and Hanson's way: one unknown after the other joins, the one that promises most, as long as one
+promises anything, and what would become negative by it leaves.
 """
 
 from __future__ import annotations
@@ -17,37 +15,7 @@ RIDGE = 1e-12  # relative: columns that are proportional share what they explain
 PROMISE_MIN = 1e-9  # of the largest: less is rounding
 
 
-def nonnegative(
-    products: Sequence[Sequence[float]],
-    targets: Sequence[float],
-    squares: float,
-    allowed: Sequence[int],
-) -> tuple[float, list[float]]:
-    """The squares that are left, and each unknown; those that are not `allowed` are 0.
-
-    `products` are the columns' with each other, `targets` with what is to be explained, `squares` its own.
-    """
-    best_left, best = squares, [0.0] * len(targets)
-    for subset in range(1, 1 << len(allowed)):
-        chosen = [each for bit, each in enumerate(allowed) if subset >> bit & 1]
-        scales = {i: math.sqrt(products[i][i]) or 1.0 for i in chosen}
-        right = [targets[i] / scales[i] for i in chosen]
-        matrix = [
-            [products[i][j] / (scales[i] * scales[j]) + (RIDGE if i == j else 0.0) for j in chosen]
-            for i in chosen
-        ]
-        found = solved(matrix, right)
-        if min(found) < 0:
-            continue
-        left = squares - sum(x * known for x, known in zip(found, right, strict=True))
-        if left < best_left:
-            best_left, best = left, [0.0] * len(targets)
-            for i, x in zip(chosen, found, strict=True):
-                best[i] = x / scales[i]
-    return max(best_left, 0.0), best
-
-
-def nonnegative_many(products: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
+def nonnegative(products: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
     """Each unknown; one whose column is empty is 0."""
     scales = [math.sqrt(products[i][i]) or 1.0 for i in range(len(targets))]
     right = [target / scale for target, scale in zip(targets, scales, strict=True)]
