@@ -36,13 +36,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
+from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cache_values import IsIntact, trusted
 from pensieve.core.iteration import Iteration, SampledToken
+from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.scheduler import Scheduler
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Ended, FinishReason, Turn, Usage
 from pensieve.engine.attainment import Attainment
 from pensieve.engine.hand_over import HandOver, verified
 from pensieve.engine.held_turns import HeldTurns
-from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
     TOKEN_BYTES,
     Answer,
@@ -69,7 +72,7 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.metrics import Metrics, cached, usage
 from pensieve.engine.pictures import picture
-from pensieve.engine.ports import Clock, Executor, KvPages, Observer, Preparer, Sink
+from pensieve.engine.ports import Executor, Observer, Ports
 
 IDLE_SECONDS = 1.0  # a round without anything to do; garbage is collected after the first
 
@@ -81,31 +84,57 @@ class EngineConfig:
     ttft_seconds: float = 0.0  # objective for the time to the first token of a reply; 0: none
 
 
+@dataclass(frozen=True)
+class EngineConfigs:
+    """The configuration of each part; `fitted` computes what follows from several of them."""
+
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    engine: EngineConfig
+
+    @classmethod
+    def fitted(
+        cls,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        context_max: int | None = None,  # the model's own limit, if it has one
+        turns_queued_max: int = EngineConfig.turns_queued_max,
+        ttft_seconds: float = 0.0,
+    ) -> EngineConfigs:
+        """A context is at most what the device tier holds."""
+        limit = cache.device_tokens_max
+        if context_max is not None:
+            limit = min(context_max, limit)
+        return cls(cache, scheduler, EngineConfig(limit, turns_queued_max, ttft_seconds))
+
+
 class Engine:
+    """Cache, scheduler and loop.
+
+    A daemon brings the executor that runs a model and the machine's clock, the simulator a modelled executor
+    and a virtual clock, a replay what a journal recorded.  Nothing else differs, or a simulated iteration
+    would not be the daemon's.
+    """
+
     def __init__(
         self,
-        config: EngineConfig,
-        scheduler: Scheduler,
+        configs: EngineConfigs,
+        policy: RetentionPolicy,
         executor: Executor,
-        clock: Clock,
-        mailbox: Mailbox,
-        sink: Sink,
+        ports: Ports,
         observers: Sequence[Observer] = (),
-        preparer: Preparer | None = None,
-        pages: KvPages | None = None,
+        is_intact: IsIntact = trusted,
     ) -> None:
-        self.config = config
-        self.scheduler = scheduler
+        self.config = configs.engine
+        self.scheduler = Scheduler(KVCache(configs.cache, policy, is_intact), configs.scheduler)
         self.executor = executor
-        self.clock = clock
-        self.mailbox = mailbox
-        self.sink = sink
-        self.metrics = Metrics(scheduler, clock.now())
-        self.attainment = Attainment(scheduler, config.ttft_seconds)
+        self.clock, self.mailbox, self.sink = ports.clock, ports.mailbox, ports.sink
+        self.metrics = Metrics(self.scheduler, self.clock.now())
+        self.attainment = Attainment(self.scheduler, self.config.ttft_seconds)
         self._observers: tuple[Observer, ...] = (self.metrics, self.attainment, *observers)
         self.num_rounds = 0  # of `run`; read by other threads
-        self.held = HeldTurns(preparer, mailbox.wake)
-        self.hand_over = HandOver(scheduler.cache, pages)
+        self.held = HeldTurns(ports.preparer, ports.mailbox.wake)
+        self.hand_over = HandOver(self.scheduler.cache, ports.pages)
         self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
         self.check_idle: Callable[[], None] = lambda: (
             None

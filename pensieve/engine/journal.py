@@ -39,10 +39,10 @@ from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine import codec
-from pensieve.engine.assembly import EngineConfigs, Ports, assemble
-from pensieve.engine.engine import EngineConfig
+from pensieve.engine.engine import Engine, EngineConfig, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, Message, SubmitTurn
+from pensieve.engine.ports import Ports
 from pensieve.errors import ConfigError, one_line
 
 log = logging.getLogger("pensieve")
@@ -312,7 +312,7 @@ class _ReplayedEngine:
         recorded = _Recorded()
         self._damaged: set[int] = set()  # host pages, as they were found
         ports = Ports(recorded, Mailbox(), recorded)
-        self._engine = assemble(
+        self._engine = Engine(
             configs, policy, recorded, ports, is_intact=lambda page: page not in self._damaged
         )
         self._scheduler = self._engine.scheduler

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from pensieve.core.adoption import KvPlace
 from pensieve.core.constraint import Constraint
 from pensieve.core.iteration import Iteration, Outcome
+from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, Message
 
 
@@ -75,3 +77,14 @@ class Observer(Protocol):
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None: ...
 
     def published(self, events: Sequence[Event]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What an engine reads its time and messages from, and where its events go."""
+
+    clock: Clock
+    mailbox: Mailbox
+    sink: Sink
+    preparer: Preparer | None = None  # None: turns wait in the executor for what they need
+    pages: KvPages | None = None  # None: no KV is handed over

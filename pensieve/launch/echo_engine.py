@@ -26,9 +26,9 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, Slice
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.engine.assembly import EngineConfigs, Ports, assemble
+from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.ports import Sink
+from pensieve.engine.ports import Ports, Sink
 from pensieve.launch import engine_process
 from pensieve.launch.engine import BuiltEngine, SystemClock
 from pensieve.launch.model_folder import Report, load_texts
@@ -128,7 +128,7 @@ def build(
     )
     cost = CostProfile.analytic(1_000_000, 2, 4, 64, size)
     policy = policy_named(settings.policy, cost, size)
-    engine = assemble(configs, policy, executor, Ports(SystemClock(), mailbox, sink))
+    engine = Engine(configs, policy, executor, Ports(SystemClock(), mailbox, sink))
     built = BuiltEngine(engine, executor, tokenizer.vocab_size, pages, size * 1024)
     if settings.tbt:
         predicted, now = configs.scheduler.cost, SystemClock().now

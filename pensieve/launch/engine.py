@@ -21,11 +21,10 @@ from pensieve.core.cache_values import IsIntact, trusted
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.engine.assembly import EngineConfigs, Ports, assemble
-from pensieve.engine.engine import Engine
+from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.journal import Journal, opened
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.ports import Sink
+from pensieve.engine.ports import Ports, Sink
 from pensieve.errors import ConfigError
 from pensieve.launch.kv_identity import KvIdentity, kv_identity
 from pensieve.launch.model_folder import LoadedTexts, Report
@@ -123,7 +122,7 @@ def build_engine(
         device = ranks.model.flat.module.device
         identity = kv_identity(settings, folder, shape, device.type, tiers.page_bytes)
         pages = PageBytes(tiers.memory, checksums) if identity.facts else None
-        engine = assemble(
+        engine = Engine(
             configs,
             policy_named(settings.policy, costs.retention, settings.chunk_tokens),
             executor,

@@ -24,7 +24,7 @@ from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.assembly import EngineConfigs, Ports, assemble
+from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
     Event,
@@ -33,6 +33,7 @@ from pensieve.engine.messages import (
     SubmitTurn,
     TurnEnded,
 )
+from pensieve.engine.ports import Ports
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel, instant
 from pensieve.sim.executor import ModelledExecutor
@@ -108,7 +109,7 @@ class Simulator:
         configs = EngineConfigs.fitted(cache, scheduler, context_max or None, 1 << 20)
         self.config = configs.engine
         ports = Ports(self.clock, self.mailbox, self)
-        self.engine = assemble(configs, policy, self.executor, ports)
+        self.engine = Engine(configs, policy, self.executor, ports)
         self.scheduler = self.engine.scheduler
         self.counts = Counts()
         self._chunk_tokens = cache.chunk_tokens

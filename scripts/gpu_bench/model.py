@@ -23,10 +23,10 @@ from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.assembly import EngineConfigs, Ports, assemble
-from pensieve.engine.engine import Engine
+from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import CancelTurn, Event, EvictConversation, SubmitTurn, TurnEnded
+from pensieve.engine.ports import Ports
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels.kv_format import FP8
@@ -283,7 +283,7 @@ def engine_of(
         layers.context_max,
     )
     ports = Ports(SystemClock(), people.mailbox, people)
-    return assemble(configs, policy_named(kind.policy, cost, PAGE), executor, ports)
+    return Engine(configs, policy_named(kind.policy, cost, PAGE), executor, ports)
 
 
 def serve(

@@ -47,10 +47,11 @@ from pensieve.core.prefix_groups import prefix_groups, saving, saving_of_tree
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Sharing
+from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, SubmitTurn
+from pensieve.engine.ports import Ports
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
 from pensieve.sim.executor import ModelledExecutor
@@ -190,7 +191,7 @@ class BatchSimulator:
         configs = EngineConfigs.fitted(cache, setting.scheduler, None, 1 << 20)
         policy = policy_named("lru", setting.recompute, cache.chunk_tokens)
         ports = Ports(self.clock, self.mailbox, self)
-        self.engine = assemble(configs, policy, self.executor, ports)
+        self.engine = Engine(configs, policy, self.executor, ports)
         options = TurnOptions(Sampling(max_tokens=output_max))
         numbers = count(1)
         self._batch = batch

@@ -5,7 +5,7 @@ clock's start and have turns to come are in progress, with a log of what was sai
 ended when it would have if a token of a reply took `seconds_per_token`. A share of the new conversations are
 forks: such a one begins with the whole log of one that talked lately.
 
-A **simulated replica** is an engine as every other (engine/assembly.py) with a modelled executor and a clock
+A **simulated replica** is an engine as every other (engine/engine.py) with a modelled executor and a clock
 of its own. The cluster steps the one whose clock is furthest behind, after everything has been delivered that
 happens until then. So no message is late by more than the iteration that runs when it comes, which a daemon's
 is, too.
@@ -34,7 +34,7 @@ from pensieve.core.policies.registry import DEFAULT, policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.assembly import EngineConfigs, Ports, assemble
+from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
     DeleteConversation,
@@ -43,6 +43,7 @@ from pensieve.engine.messages import (
     SubmitTurn,
     TurnEnded,
 )
+from pensieve.engine.ports import Ports
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel, instant
 from pensieve.sim.executor import ModelledExecutor
@@ -266,7 +267,7 @@ class SimulatedReplica(Replica):
         )
         policy = policy_named(DEFAULT, cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS)
         ports = Ports(self.clock, self._mailbox, self)
-        self._engine = assemble(configs, policy, self._executor, ports)
+        self._engine = Engine(configs, policy, self._executor, ports)
         self._turns: dict[int, Submitted] = {}
         self._num_turns = 0
         self.is_busy = False  # the cluster steps it

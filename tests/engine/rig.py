@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.policies.registry import policy_named
@@ -16,7 +16,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
-from pensieve.engine.engine import Engine, EngineConfig
+from pensieve.engine.engine import Engine, EngineConfig, EngineConfigs
 from pensieve.engine.journal import Journal
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
@@ -30,7 +30,7 @@ from pensieve.engine.messages import (
     SubmitTurn,
     TurnEnded,
 )
-from pensieve.engine.ports import Observer
+from pensieve.engine.ports import Ports
 from pensieve.sim.clock import VirtualClock
 from tests.fakes import LedgerExecutor, reply_to
 
@@ -107,7 +107,6 @@ class Rig:
     ) -> None:
         self.clock = VirtualClock()
         policy = policy_named("value", COST, cache.chunk_tokens)
-        self.scheduler = Scheduler(KVCache(cache, policy), scheduler)
         self.executor = PacedExecutor(
             self.clock,
             cache.device_pages,
@@ -119,13 +118,14 @@ class Rig:
             depth=depth,
         )
         self.mailbox, self.sink = Mailbox(), ListSink()
+        configs = EngineConfigs(cache, scheduler, config)
+        ports = Ports(self.clock, self.mailbox, self.sink)
+        self.engine = Engine(configs, policy, self.executor, ports)
+        self.scheduler = self.engine.scheduler
         self.auditor = Auditor(self.scheduler)
-        observers: list[Observer] = [self.auditor]
+        self.engine.observe(self.auditor)
         if journal is not None:
-            observers.append(Journal(journal, config, cache, scheduler, "value", COST))
-        self.engine = Engine(
-            config, self.scheduler, self.executor, self.clock, self.mailbox, self.sink, observers
-        )
+            self.engine.observe(Journal(journal, config, cache, scheduler, "value", COST))
 
     def run(self) -> None:
         while self.engine.step():

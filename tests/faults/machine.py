@@ -17,14 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine import pipe as channel
-from pensieve.engine.engine import Engine, EngineConfig
+from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.journal import hash_of
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
@@ -36,6 +35,7 @@ from pensieve.engine.messages import (
     SubmitTurn,
     TurnEnded,
 )
+from pensieve.engine.ports import Ports
 from pensieve.errors import DeviceError, QueueFull
 from pensieve.service.engine_client import EngineClient, EngineProgram, Ready
 from pensieve.sim.clock import VirtualClock
@@ -146,27 +146,23 @@ class Machine:
         self.incoming: deque[bytes] = deque()  # written by the service, not read yet
         self.frames: deque[bytes] = deque()  # written by the engine, not read yet
         self.mailbox = Mailbox()
-        self.cache = KVCache(shape.cache, policy_named(shape.policy, COST, shape.chunk_tokens))
-        self.scheduler = Scheduler(
-            self.cache,
-            SchedulerConfig(
-                shape.batch_tokens_max,
-                shape.turns_max,
-                time_share=shape.time_share,
-                stream=shape.stream,
-            ),
-        )
         self.executor = FaultyLedger(shape, seed, late, strikes)
         self.context_max = shape.cache.device_tokens_max
-        self.engine = Engine(
-            EngineConfig(self.context_max, shape.turns_queued_max),
-            self.scheduler,
-            self.executor,
-            clock,
-            self.mailbox,
-            sink=self,
-            observers=(self,),
+        scheduler = SchedulerConfig(
+            shape.batch_tokens_max,
+            shape.turns_max,
+            time_share=shape.time_share,
+            stream=shape.stream,
         )
+        self.engine = Engine(
+            EngineConfigs.fitted(shape.cache, scheduler, None, shape.turns_queued_max),
+            policy_named(shape.policy, COST, shape.chunk_tokens),
+            self.executor,
+            Ports(clock, self.mailbox, self),
+            (self,),
+        )
+        self.scheduler = self.engine.scheduler
+        self.cache = self.scheduler.cache
         self._clock = clock
         self._note = note
         self._published: list[Event] = []  # in the outbox

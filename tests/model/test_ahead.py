@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cache import CacheConfig
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapIn, SwapOut
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
-from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
-from pensieve.engine.engine import Engine, EngineConfig
+from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import CancelTurn, Event, SubmitTurn, TurnAdmitted, TurnEnded
+from pensieve.engine.ports import Ports
 from pensieve.kernels.layer import cpu as dense
 from pensieve.model.batch import Batch
 from pensieve.model.executor import TorchExecutor
@@ -116,7 +116,6 @@ class Crowd:
         self.seed = seed
         cost = CostProfile.analytic(1000, 2, 2, 8, cache.chunk_tokens)
         policy = policy_named("value", cost, cache.chunk_tokens)
-        self.scheduler = Scheduler(KVCache(cache, policy), SchedulerConfig(48, 12))
         self.memory = KVMemory(
             model.shape, cache.device_pages, cache.host_pages, cache.chunk_tokens
         )
@@ -125,10 +124,10 @@ class Crowd:
         sampler = Sampler(model.shape.vocab_size, EOS)
         self.executor = TorchExecutor(model, self.memory, sampler, letter_tokenizer(), depth)
         self.mailbox = Mailbox()
-        config = EngineConfig(cache.device_tokens_max)
-        self.engine = Engine(
-            config, self.scheduler, self.executor, self.clock, self.mailbox, self, [self]
-        )
+        configs = EngineConfigs.fitted(cache, SchedulerConfig(48, 12))
+        ports = Ports(self.clock, self.mailbox, self)
+        self.engine = Engine(configs, policy, self.executor, ports, [self])
+        self.scheduler = self.engine.scheduler
         self.turns: dict[int, Said] = {}
         self.cancels: dict[int, int] = {}  # turn -> after how many tokens
         self.most_launched = 0

@@ -7,8 +7,9 @@ import pytest
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.engine.assembly import EngineConfigs, Ports, assemble
+from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox, Outbox
+from pensieve.engine.ports import Ports
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import instant
 from pensieve.sim.executor import ModelledExecutor
@@ -27,7 +28,7 @@ def test_an_assembled_engine_has_nothing_to_do_at_first() -> None:
     configs = EngineConfigs.fitted(CacheConfig(4, 4, 32), SchedulerConfig(64, 2))
     clock, mailbox = VirtualClock(), Mailbox()
     executor = ModelledExecutor(instant(32)[0], clock, lambda iteration, begun, ended: None)
-    engine = assemble(configs, LruPolicy(), executor, Ports(clock, mailbox, Outbox()))
+    engine = Engine(configs, LruPolicy(), executor, Ports(clock, mailbox, Outbox()))
     assert not engine.step()
     assert engine.scheduler.cache.config is configs.cache
     engine.scheduler.check(clock.now())
