@@ -1,26 +1,41 @@
 """What a database gives to the history: SQLite in the data folder, or PostgreSQL.
 
     SqliteBackend     sqlite_backend.py, over connection.py; the default
-    PostgresBackend   postgres/backend.py
+    PostgresBackend   postgres/backend.py, over postgres/connection.py
 
-The SQL of the store is the same on both (postgres/dialect.py has the little that is not), and so are the
-invariants of conversation_store.py.  What only one of them has (a write-ahead log to truncate, compaction,
-backups) is in its own modules.
+The protocols say what both have, and the code that both share is below them.  The store's SQL is the same on
+both; `insert_numbered` and postgres/session.py have the little that is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pensieve.store.backup.capture import Feed
-from pensieve.store.write_figures import WriteFigures
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 T = TypeVar("T")
+INSTRUCTIONS = 10_000  # of SQLite, between two looks at the time: well under a millisecond
+BUSY_TIMEOUT_SECONDS = 5.0
+STATEMENT_SECONDS = 10.0
+COMMITS_MAX = 1024  # whose times are kept
+NUMBER_COLUMNS = {  # of tables whose rows have numbers of their own
+    "conversations": "conversation",
+    "turns": "turn_id",
+    "messages": "message",
+    "bodies": "body",
+    "chains": "chain",
+    "responses": "response",
+}
 
 
 class Transactions(Protocol):
@@ -44,19 +59,42 @@ class Reads(Protocol):
     def close(self) -> None: ...
 
 
-class ErasureSteps(Protocol):
-    """What deletions have left to do; used outside of transactions, but for `prepare`."""
+class ErasureSteps:
+    """What deletions leave to do: nothing, unless a database says otherwise.
+
+    Used outside of transactions, but for `prepare`.
+    """
+
+    pending = False  # whether a deletion waits for its end
 
     @property
-    def pending(self) -> bool: ...
-    @property
-    def due(self) -> bool: ...
-    def prepare(self) -> None: ...
-    def in_reserve(self, delete: Callable[[], T]) -> T: ...
-    def has_room(self) -> bool: ...
-    def finish(self) -> None: ...
-    def resume(self) -> None: ...
-    def step(self) -> bool: ...
+    def due(self) -> bool:
+        """Whether there is a step to take; any thread may ask."""
+        return self.pending
+
+    def prepare(self) -> None:
+        """Before a transaction that deletes is committed."""
+
+    def in_reserve(self, delete: Callable[[], T]) -> T:
+        """Carry out what deletes; if the disk is full, again with the space of a reserve."""
+        return delete()
+
+    def has_room(self) -> bool:
+        """Try a small write, and keep the reserve again; whether both worked."""
+        return True
+
+    def finish(self) -> None:
+        """After a deletion: ErasurePending if its content is still in the files."""
+
+    def resume(self) -> None:
+        """Go on with what an earlier process has left to do."""
+
+    def step(self) -> bool:
+        """Do a few milliseconds of what is due; returns whether there is more.
+
+        Raises StoreUnavailable if that is not possible now (ErasurePending, if text is still there).
+        """
+        return False
 
 
 class ScrubSteps(Protocol):
@@ -118,3 +156,95 @@ class Backend(Protocol):
     def scrub(self) -> ScrubSteps: ...
     def verify(self, conversation_id: str | None, tenant: str) -> list[str]: ...
     def integrity_check(self) -> list[str]: ...
+
+
+class TimeLimit:
+    """Ends what runs too long in a connection, so that a statement never holds its thread for minutes.
+
+    The time counts from the beginning of a transaction or a read, so it bounds the whole job.  A job that is
+    over time fails with StoreUnavailable and is rolled back.  Waiting for the disk or a lock is not counted.
+    Migrations, `verify` and `integrity_check` have no limit.  Used in the thread of its connection.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = math.inf
+
+    def watch(self, conn: Connection) -> None:
+        conn.set_progress_handler(self.is_over, INSTRUCTIONS)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        self._end = time.monotonic() + self.seconds
+        try:
+            yield
+        finally:
+            self._end = math.inf
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
+
+
+class WriteFigures:
+    """How writing the history goes, in figures: the writer adds to them, and any thread may look."""
+
+    def __init__(self, journal: Path | None = None) -> None:
+        self.num_commits = 0
+        self.on_commit: Callable[[float], None] = lambda seconds: None  # in the writer's thread
+        self.on_full: Callable[[], None] = lambda: None  # the disk is; in the writer's thread
+        self._journal = journal
+        self._seconds: deque[float] = deque(maxlen=COMMITS_MAX)
+
+    def committed(self, seconds: float) -> None:
+        """A transaction is on the disk, which took so long, most of it for the disk's sync."""
+        self._seconds.append(seconds)
+        self.num_commits += 1
+        self.on_commit(seconds)
+
+    @property
+    def commit_seconds(self) -> tuple[float, ...]:
+        """Of the latest transactions."""
+        return tuple(self._seconds)
+
+    @property
+    def journal_bytes(self) -> int:
+        """The length of the write-ahead log; 0 where it is another program's (PostgreSQL's)."""
+        if self._journal is None:
+            return 0
+        try:
+            return self._journal.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+
+class ServerSession:
+    """A connection that reserves numbers, and does not keep rows that were wiped."""
+
+    def take_number(self, table: str) -> int:
+        raise NotImplementedError
+
+    note_wiped: Callable[[], None]
+
+
+def insert_numbered(
+    conn: Connection, table: str, columns: tuple[str, ...], values: Sequence[Any]
+) -> int:
+    """Insert a row; returns its number.  Numbers grow, and none is given out twice; some are never used.
+
+    SQLite gives the number with the insertion.  A server would have to be asked, so its session takes numbers
+    that were reserved before, and nobody waits for the insertion: its error is that of a later statement, at
+    the latest of COMMIT.
+    """
+    if isinstance(conn, ServerSession):
+        number = conn.take_number(table)
+        conn.execute(_insertion(table, (NUMBER_COLUMNS[table], *columns)), (number, *values))
+        return number
+    statement = f"{_insertion(table, columns)} RETURNING {NUMBER_COLUMNS[table]}"
+    ((number,),) = conn.execute(statement, values).fetchall()
+    return int(number)
+
+
+@lru_cache
+def _insertion(table: str, columns: tuple[str, ...]) -> str:
+    marks = ", ".join("?" * len(columns))
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"

@@ -18,6 +18,13 @@ never move between pages:
 A wiped row keeps its space in its leaf.  `wiped_bytes` counts that space; when it is more than half of the
 file, compaction.py gives it back.  So the file is at most about twice as large as its content, and the cost
 of moving what is alive is spread over the deletions.
+
+`tenants` has how many bytes each tenant's conversations take, counted in the transactions that change it:
+
+    counted       each body that is not wiped: private part, tokens, and ROW_BYTES for rows and indices
+    not counted   what wiped bodies waste, the write-ahead log, backups
+
+A message that forks share counts once.  `verify` adds everything up and compares.
 """
 
 from __future__ import annotations
@@ -30,14 +37,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import StoreCorrupt
-from pensieve.store import stored_bytes
-from pensieve.store.numbered import ServerSession, insert_numbered
+from pensieve.store.backend import ServerSession, insert_numbered
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 TOKEN_BYTES = 4
 WIPED_AT_ONCE = 100
+ROW_BYTES = 256  # about what a record takes beside its body, links and chains included
 LOCAL_BYTES_MAX = 4061  # the most of one row that a 4096-byte leaf page holds; the rest overflows
 
 
@@ -80,7 +87,7 @@ def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: byt
     """The same, of the bytes of both parts."""
     values = body_crc(fields, tokens), fields, tokens
     body = insert_numbered(conn, "bodies", ("crc", "private", "tokens"), values)
-    stored_bytes.count(conn, tenant, len(fields) + len(tokens) + stored_bytes.ROW_BYTES)
+    _count(conn, tenant, len(fields) + len(tokens) + ROW_BYTES)
     return body
 
 
@@ -121,7 +128,7 @@ def shorten_body(conn: Connection, tenant: str, body: int, private: Mapping[str,
         "SELECT coalesce(sum(length(private)), 0) FROM bodies WHERE body = ?", (body,)
     ).fetchall()
     _waste(conn, max(0, min(LOCAL_BYTES_MAX, num_bytes) - len(fields)))
-    stored_bytes.count(conn, tenant, len(fields) - num_bytes)
+    _count(conn, tenant, len(fields) - num_bytes)
     conn.execute(
         "UPDATE bodies SET crc = ?, private = ? WHERE body = ?",
         (body_crc(fields, b""), fields, body),
@@ -138,8 +145,8 @@ def wipe_bodies(conn: Connection, tenant: str, bodies: Iterable[int]) -> None:
             " AND private IS NOT NULL AND tokens IS NOT NULL"
         ).fetchall()
         _waste(conn, sum(min(LOCAL_BYTES_MAX, num_bytes) for (num_bytes,) in lengths))
-        num_bytes = sum(num_bytes + stored_bytes.ROW_BYTES for (num_bytes,) in lengths)
-        stored_bytes.count(conn, tenant, -num_bytes)
+        num_bytes = sum(num_bytes + ROW_BYTES for (num_bytes,) in lengths)
+        _count(conn, tenant, -num_bytes)
         conn.execute(
             f"UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body IN ({some})"
         )
@@ -149,3 +156,63 @@ def _waste(conn: Connection, num_bytes: int) -> None:
     conn.execute("UPDATE space SET wiped_bytes = wiped_bytes + ?", (num_bytes,))
     if isinstance(conn, ServerSession):
         conn.note_wiped()
+
+
+def _count(conn: Connection, tenant: str, num_bytes: int) -> None:
+    """So much more for a tenant, or less."""
+    conn.execute(
+        "INSERT INTO tenants (tenant, stored_bytes) VALUES (?, ?)"
+        " ON CONFLICT (tenant) DO UPDATE SET stored_bytes = tenants.stored_bytes + excluded.stored_bytes",
+        (tenant, num_bytes),
+    )
+
+
+def bytes_of_tenant(conn: Connection, tenant: str) -> int:
+    """What the tenant's conversations take: one row is read, however much is stored."""
+    row = conn.execute("SELECT stored_bytes FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def bytes_by_tenant(conn: Connection) -> dict[str, int]:
+    """What the conversations of each tenant take, of the tenants that have something."""
+    rows = conn.execute("SELECT tenant, stored_bytes FROM tenants WHERE stored_bytes <> 0")
+    return {tenant: int(stored_bytes) for tenant, stored_bytes in rows}
+
+
+def miscounted(conn: Connection) -> dict[str, int]:
+    """The tenants whose number is wrong, with what their conversations really take."""
+    counted, added = bytes_by_tenant(conn), dict(conn.execute(ADDED_UP))
+    return {
+        tenant: added.get(tenant, 0)
+        for tenant in sorted({*counted, *added})
+        if counted.get(tenant, 0) != added.get(tenant, 0)
+    }
+
+
+# (tenant, bytes) added up from the records themselves.  A message belongs to whoever's turn made it, or, when
+# that turn is gone, to whoever's history holds it: forks are of the same tenant.
+ADDED_UP_BEFORE_LOGPROBS = f"""
+    WITH owned AS (
+        SELECT tenant, body FROM conversations
+        UNION ALL
+        SELECT c.tenant, t.body FROM turns t JOIN conversations c USING (conversation)
+        UNION ALL
+        SELECT coalesce(
+            (SELECT c.tenant FROM turns t JOIN conversations c USING (conversation)
+                WHERE t.turn_id = m.turn_id),
+            (SELECT c.tenant FROM history h JOIN conversations c USING (conversation)
+                WHERE h.message = m.message LIMIT 1)
+        ), m.body FROM messages m
+    )
+    SELECT tenant, sum(length(b.private) + length(b.tokens) + {ROW_BYTES})
+    FROM owned JOIN bodies b USING (body)
+    WHERE b.crc IS NOT NULL AND tenant IS NOT NULL GROUP BY tenant
+"""
+ADDED_UP = ADDED_UP_BEFORE_LOGPROBS.replace(
+    "WITH owned AS (",
+    """WITH owned AS (
+        SELECT c.tenant, t.logprobs AS body FROM turns t JOIN conversations c USING (conversation)
+        UNION ALL
+        SELECT c.tenant, r.body FROM responses r JOIN conversations c USING (conversation)
+        UNION ALL""",
+)

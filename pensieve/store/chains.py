@@ -23,32 +23,38 @@ transaction; a history that was last continued before that is new to us when it 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pensieve.store import chain_rows, conversation_rows
-from pensieve.store.backend import Transactions
-from pensieve.store.records import ChainMatch, ChainRequest
-from pensieve.store.running_rows import RunningRows
+from pensieve.store import conversation_rows
+from pensieve.store.records import ChainMatch, ChainRequest, ChainState
+from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
+KEY_BYTES = 16
+OF_A_REQUEST = b"request"  # in place of a session; the digests of sessions are longer
+STATES_MAX = 16  # that are looked at, of those with the same key, and of each
+HOLDERS_MAX = 64
 FORGOTTEN_AT_ONCE = 256
 
 
-class _Found(NamedTuple):
-    digest: bytes
-    messages: list[int]  # that end a history with it
-    is_of_session: bool
+class Holder(NamedTuple):
+    """A conversation whose history has a message."""
+
+    conversation: int
+    revision: int  # that the message came with
+    is_head: bool  # it is the last one
+    running_turn_id: int | None
 
 
 class Chains:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Transactions, running: RunningRows) -> None:
-        self._writer = writer
-        self._running = running
+    def __init__(self, transactions: StoreTransactions) -> None:
+        self._transactions = transactions
 
     def longest(
         self, digests: Sequence[bytes], session: bytes, *, tenant: str = ""
@@ -58,58 +64,127 @@ class Chains:
         `digests` are those of the beginnings of a client's history, from the longest on.  Of conversations at
         the same point one is preferred that the turn may be appended to.
         """
-        with self._writer.reading() as conn:
-            if (found := _longest(conn, digests, session, tenant)) is None:
+        with self._transactions.reading() as conn:
+            for digest in digests:
+                messages, is_of_session = _states(conn, chain_key(tenant, digest), session)
+                if messages:
+                    break
+            else:
                 return None
-            holder, may_append = self._best(conn, found.messages, found.is_of_session)
-            conversation = conversation_rows.conversation_numbered(conn, holder.conversation)
+            holder, may_append = self._best(conn, messages, is_of_session)
+            found = conversation_rows.conversation_numbered(conn, holder.conversation)
         return ChainMatch(
-            found.digest,
-            conversation.conversation_id,
-            holder.revision,
-            conversation.revision,
-            may_append,
+            digest, found.conversation_id, holder.revision, found.revision, may_append
         )
 
     def request(self, request_id: str, *, tenant: str = "") -> ChainRequest | None:
-        """Return the turn that a keyed request began, if the turn runs or has its reply."""
-        with self._writer.reading() as conn:
-            turn = chain_rows.turn_of_request(conn, tenant, request_id)
-            if turn is None:
+        """The turn that a keyed request began, in whichever conversation, if it runs or has its reply."""
+        with self._transactions.reading() as conn:
+            row = conn.execute(
+                "SELECT t.conversation, (SELECT count(*) FROM messages m"
+                " WHERE m.turn_id = t.turn_id AND m.finish_reason IS NULL)"
+                " FROM chains c JOIN messages first ON first.message = c.message"
+                " JOIN turns t ON t.turn_id = first.turn_id WHERE c.key = ? AND c.session = ?"
+                " AND t.state IN ('running', 'completed', 'cancelled') LIMIT 1",
+                (chain_key(tenant, _request_digest(request_id)), OF_A_REQUEST),
+            ).fetchone()
+            if row is None:
                 return None
-            conversation = conversation_rows.conversation_numbered(conn, turn.conversation)
-        return ChainRequest(conversation.conversation_id, turn.num_messages)
+            number, num_messages = row
+            found = conversation_rows.conversation_numbered(conn, number)
+        return ChainRequest(found.conversation_id, num_messages)
 
     def forget(self, before: float) -> bool:
         """Delete some of the states from before that time; whether there may be more."""
-        with self._writer.reading() as conn:
-            old, goes_on = chain_rows.oldest_states(conn, before, FORGOTTEN_AT_ONCE)
+        with self._transactions.reading() as conn:
+            rows = conn.execute(
+                "SELECT chain, at FROM chains WHERE chain > 0 ORDER BY chain LIMIT ?",
+                (FORGOTTEN_AT_ONCE,),
+            ).fetchall()
+        old = tuple(chain for chain, at in rows if at < before)
         if old:
-            with self._running.writing() as conn:
-                chain_rows.delete_states(conn, old)
-        return goes_on
+            marks = ",".join("?" * len(old))
+            with self._transactions.writing() as conn:
+                conn.execute(f"DELETE FROM chains WHERE chain IN ({marks})", old)
+        return len(old) == FORGOTTEN_AT_ONCE
 
     def _best(
         self, conn: Connection, messages: Sequence[int], is_of_session: bool
-    ) -> tuple[chain_rows.Holder, bool]:
+    ) -> tuple[Holder, bool]:
         """Who has one of these messages, and whether the turn may be appended there."""
         others = []
         for message in messages:
-            for holder in chain_rows.holders(conn, message):
+            for holder in _holders(conn, message):
                 turn_id = holder.running_turn_id
-                is_idle = turn_id is None or self._running.is_dead(turn_id)
+                is_idle = turn_id is None or self._transactions.is_dead(turn_id)
                 if is_of_session and holder.is_head and is_idle:
                     return holder, True
                 others.append(holder)
         return others[0], False  # some history has the messages
 
 
-def _longest(
-    conn: Connection, digests: Sequence[bytes], session: bytes, tenant: str
-) -> _Found | None:
-    for digest in digests:
-        key = chain_rows.chain_key(tenant, digest)
-        messages, is_of_session = chain_rows.states(conn, key, session)
-        if messages:
-            return _Found(digest, messages, is_of_session)
-    return None
+def chain_key(tenant: str, digest: bytes) -> bytes:
+    """The `key` column: tenants never meet."""
+    whole = tenant.encode(errors="surrogatepass") + b"\0" + digest
+    return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
+
+
+def _request_digest(request_id: str) -> bytes:
+    whole = b"request\0" + request_id.encode()
+    return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
+
+
+def insert_state(
+    conn: Connection, tenant: str, state: ChainState, message: int, now: float
+) -> None:
+    """A history that ends with this message, the reply of a turn."""
+    conn.execute(
+        "INSERT INTO chains (key, message, session, at) VALUES (?, ?, ?, ?)",
+        (chain_key(tenant, state.digest), message, state.session, now),
+    )
+
+
+def insert_request(
+    conn: Connection, tenant: str, request_id: str, message: int, now: float
+) -> None:
+    """Record which turn a request began; `message` is one of the turn's messages."""
+    state = ChainState(_request_digest(request_id), OF_A_REQUEST)
+    insert_state(conn, tenant, state, message, now)
+
+
+def copy_states(conn: Connection, old: int, new: int) -> None:
+    """The same message with other tokens is found as the old one is."""
+    conn.execute(
+        "INSERT INTO chains (key, message, session, at)"
+        " SELECT key, ?, session, at FROM chains WHERE message = ?",
+        (new, old),
+    )
+
+
+def _states(conn: Connection, key: bytes, session: bytes) -> tuple[list[int], bool]:
+    """The messages that end a history with this key, of those that some history has.
+
+    The newest that were made in this session, and true; or else any one, and false.
+    """
+    held = " AND EXISTS (SELECT 1 FROM history h WHERE h.message = chains.message)"
+    rows = conn.execute(
+        f"SELECT message FROM chains WHERE key = ? AND session = ?{held} ORDER BY chain DESC LIMIT ?",
+        (key, session, STATES_MAX),
+    ).fetchall()
+    if rows:
+        return [message for (message,) in rows], True
+    row = conn.execute(f"SELECT message FROM chains WHERE key = ?{held} LIMIT 1", (key,)).fetchone()
+    return ([] if row is None else [row[0]]), False
+
+
+def _holders(conn: Connection, message: int) -> list[Holder]:
+    """The oldest of them."""
+    rows = conn.execute(
+        "SELECT h.conversation, h.revision, NOT EXISTS (SELECT 1 FROM history l"
+        " WHERE l.conversation = h.conversation AND l.position > h.position),"
+        " (SELECT turn_id FROM turns t WHERE t.conversation = h.conversation"
+        " AND t.state = 'running' LIMIT 1)"
+        " FROM history h WHERE h.message = ? ORDER BY h.conversation LIMIT ?",
+        (message, HOLDERS_MAX),
+    )
+    return [Holder(row[0], row[1], bool(row[2]), row[3]) for row in rows]

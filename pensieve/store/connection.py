@@ -33,9 +33,8 @@ from sqlite_utils import Database
 from sqlite_utils.utils import sqlite3
 
 from pensieve.errors import DiskFull, StoreCorrupt, StoreError, StoreUnavailable
+from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, TimeLimit, WriteFigures
 from pensieve.store.backup.capture import Capture, Feed
-from pensieve.store.time_limit import STATEMENT_SECONDS, TimeLimit
-from pensieve.store.write_figures import WriteFigures
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 preferred_driver: Any = sqlite3  # pysqlite3 where it is installed
 
 SQLITE_VERSION_MIN = (3, 37, 0)  # STRICT tables
-BUSY_TIMEOUT_SECONDS = 5.0
 JOURNAL_BYTES_MAX = 64 * 2**20
 
 # Primary result codes (sqlite.org/rescode.html), in words for error messages.

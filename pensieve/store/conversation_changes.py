@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import ErasurePending, InvalidArgument, StaleRevision, TurnRunning
 from pensieve.store import conversation_rows, message_rows
-from pensieve.store.backend import ErasureSteps, Transactions
+from pensieve.store.backend import ErasureSteps
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.records import Conversation, NewMessage, check_text
-from pensieve.store.running_rows import RunningRows
+from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -61,20 +61,18 @@ class ConversationChanges:
 
     def __init__(
         self,
-        writer: Transactions,
-        running: RunningRows,
+        transactions: StoreTransactions,
         erasure: ErasureSteps,
         now: Callable[[], float],
     ) -> None:
-        self._writer = writer
-        self._running = running
+        self._transactions = transactions
         self._erasure = erasure
         self._now = now
 
     def set_metadata(
         self, conversation_id: str, metadata: Mapping[str, Any], *, tenant: str = ""
     ) -> Conversation:
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             number, _ = require_conversation(conn, conversation_id, tenant)
             _change_private(conn, number, tenant, {"metadata": dict(metadata)})
             return require_conversation(conn, conversation_id, tenant)[1]
@@ -91,7 +89,7 @@ class ConversationChanges:
         """Give a conversation without messages what it begins with; StaleRevision if it has some."""
         head = [NewMessage("system", system_prompt)] if system_prompt else []
         check_text(head)
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             number, found = require_conversation(conn, conversation_id, tenant)
             if found.running_turn_id is not None:
                 raise TurnRunning(conversation_id, str(found.running_turn_id))
@@ -108,9 +106,9 @@ class ConversationChanges:
     ) -> PendingChange:
         """What `change` makes of the messages that are pending; no turn may be running.
 
-        A message that goes is deleted: nothing of it stays on the disk (erasure.py).
+        A message that goes is deleted: nothing of it stays on the disk.
         """
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             if conversation.running_turn_id is not None:
                 raise TurnRunning(conversation_id, str(conversation.running_turn_id))
@@ -141,7 +139,7 @@ class ConversationChanges:
             StaleRevision: the conversation has changed since the caller read it.
             InvalidArgument: the last message is one that the conversation began with, or there is none.
         """
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             number, found = require_conversation(conn, conversation_id, tenant)
             refuse_running(found)
             refuse_stale(found, revision, created_at)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import AlreadyExists, NotFound, StaleRevision, TurnRunning
+from pensieve.store.backend import insert_numbered
 from pensieve.store.bodies import insert_body, last_within, read_private, wipe_bodies
-from pensieve.store.numbered import insert_numbered
 from pensieve.store.records import PAGE_BYTES_MAX, Conversation
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ Invariants, whatever happens to the process or the disk:
   did not finish changes nothing in the log.  At most one turn of a conversation is `running`.
 * A `running` row belongs to a turn that this process computes.  At the start there is none, so all such
   rows become `interrupted`; the same happens, before the next write, to a turn whose end could not be
-  written (a full disk).  Whether that end was committed is then read from the disk (running_rows.py).
+  written (a full disk).  Whether that end was committed is then read from the disk (transactions.py).
 * Revisions only grow.  A rewind takes the next one, and the messages it cuts stay readable through the
   turn that made them until the conversation is deleted or the request is forgotten (forgetting.py).
 * Messages are shared by reference and never changed, and are wiped when nothing holds them any more;
-  after `delete_conversation` no byte of them is left in SQLite's files (PostgreSQL: postgres/erasure.py).
+  after `delete_conversation` no byte of them is left in SQLite's files (PostgreSQL: postgres/backend.py).
   Until `erasure` has done what is `due`, the owner calls its `step` from time to time.
 
 The caller uses the store from one thread at a time; `verify`, `integrity_check` and what `reader` returns
@@ -29,27 +29,23 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pensieve.errors import InvalidArgument, NotFound
-from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows
-from pensieve.store.backend import ScrubSteps
-from pensieve.store.chain_rows import insert_request, insert_state
-from pensieve.store.chains import Chains
+from pensieve.errors import InvalidArgument, NotFound, PrefixTaken
+from pensieve.store import conversation_rows, message_rows, turn_rows
+from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, Backend, ScrubSteps
+from pensieve.store.bodies import bytes_of_tenant
+from pensieve.store.chains import Chains, insert_request, insert_state
 from pensieve.store.compaction import COMPACT_BYTES_MIN
-from pensieve.store.connection import BUSY_TIMEOUT_SECONDS
 from pensieve.store.conversation_changes import ConversationChanges, pending_json, take_pending
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.declared_prefixes import DeclaredPrefixes
 from pensieve.store.folder import DataFolder
 from pensieve.store.forgetting import Forgetting
-from pensieve.store.grouping import GroupedTransactions
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
-from pensieve.store.logprob_rows import insert_logprobs
-from pensieve.store.opening import open_backend
 from pensieve.store.owners import Owners
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
@@ -70,9 +66,10 @@ from pensieve.store.records import (
     check_text,
 )
 from pensieve.store.responses import Responses, StoredResponse, put_response
-from pensieve.store.running_rows import RunningRows
-from pensieve.store.shared_head import shared_head
-from pensieve.store.time_limit import STATEMENT_SECONDS
+from pensieve.store.transactions import StoreTransactions
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
 
 
 class ConversationStore:
@@ -98,21 +95,20 @@ class ConversationStore:
         times = busy_timeout_seconds, compact_bytes_min, statement_seconds
         self._backend = open_backend(folder, url, now, driver, *times)
         self._writer = self._backend.writer
-        self._grouped = GroupedTransactions(self._writer)
-        self.group = self._grouped.group
+        self._transactions = StoreTransactions(self._writer, now)
+        self.group = self._transactions.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
         self.backup_source = self._backend.backup_source
-        self._running = RunningRows(self._grouped, now)
-        self.forgetting = Forgetting(self._grouped, self._running)
-        self.prefixes = DeclaredPrefixes(self._grouped, self._running, now)
-        self.chains = Chains(self._grouped, self._running)
-        self.responses = Responses(self._grouped, self._running, self.erasure)
-        self.changes = ConversationChanges(self._grouped, self._running, self.erasure, now)
-        self.owners = Owners(self._grouped, self._running, now)
+        self.forgetting = Forgetting(self._transactions)
+        self.prefixes = DeclaredPrefixes(self._transactions, now)
+        self.chains = Chains(self._transactions)
+        self.responses = Responses(self._transactions, self.erasure)
+        self.changes = ConversationChanges(self._transactions, self.erasure, now)
+        self.owners = Owners(self._transactions, now)
         try:
             if keep_running:
-                self._running.keep()
-            interrupted = self._running.interrupt_dead()
+                self._transactions.keep()
+            interrupted = self._transactions.interrupt_dead()
             self.erasure.resume()
             self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
             self.marks = self._backend.marks
@@ -158,16 +154,16 @@ class ConversationStore:
 
         Its pending messages wait for the first turn.
 
-        Raises PrefixTaken if its head differs from that of its prefix_id (shared_head.py).
+        Raises PrefixTaken if its head differs from that of its prefix_id.
         """
         check_id("conversation_id", new.conversation_id)
         if new.prefix_id:
             check_id("prefix_id", new.prefix_id)
         check_text((*new.messages, *new.pending))
         now = self.now() if new.created_at is None else new.created_at
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
-            shared = shared_head(conn, new)
+            shared = _shared_head(conn, new)
             number = conversation_rows.insert_conversation(
                 conn, new.at_first(now), pending_json(new.pending)
             )
@@ -177,28 +173,30 @@ class ConversationStore:
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
         """One conversation, without its messages."""
-        with self._grouped.reading() as conn:
-            return self._running.as_read(require_conversation(conn, conversation_id, tenant)[1])
+        with self._transactions.reading() as conn:
+            return self._transactions.as_read(
+                require_conversation(conn, conversation_id, tenant)[1]
+            )
 
     def claim(self, conversation_id: str, *, tenant: str = "") -> None:
         """Nobody else writes to this history; where several do, see remote/remote_store.py."""
 
     def num_conversations(self) -> int:
         """Those of all tenants, without declared prefixes."""
-        with self._grouped.reading() as conn:
+        with self._transactions.reading() as conn:
             return conversation_rows.num_conversations(conn)
 
     def stored_bytes(self, tenant: str = "") -> int:
         """That the tenant's conversations take."""
-        with self._grouped.reading() as conn:
-            return stored_bytes.of_tenant(conn, tenant)
+        with self._transactions.reading() as conn:
+            return bytes_of_tenant(conn, tenant)
 
     def list_conversations(
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
     ) -> Page:
         """A page of conversations, the newest first; new ones do not move the later pages."""
-        with self._grouped.reading() as conn:
-            return page_of_conversations(conn, self._running, page_size, page_token, tenant)
+        with self._transactions.reading() as conn:
+            return page_of_conversations(conn, self._transactions, page_size, page_token, tenant)
 
     def fork_conversation(
         self,
@@ -215,7 +213,7 @@ class ConversationStore:
         """
         check_id("conversation_id", new_id)
         now = self.now()
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             number, source = require_conversation(conn, source_id, tenant)
             conversation_rows.refuse_taken(conn, new_id, tenant)
             links = message_rows.require_links(conn, number, source, at_revision)
@@ -245,7 +243,7 @@ class ConversationStore:
 
         StaleRevision if the conversation is not at the expected revision; None accepts any.
         """
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             refuse_running(conversation)
             refuse_stale(conversation, expected_revision)
@@ -267,7 +265,7 @@ class ConversationStore:
 
         `token_ids` has one sequence per message of the history, in order.
         """
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             refuse_running(conversation)
             if len(token_ids) != conversation.num_messages:
@@ -283,11 +281,11 @@ class ConversationStore:
         """Leave nothing of the conversation on the disk; messages that a fork holds stay the fork's.
 
         No turn of it may be running.  ErasurePending means that it is deleted, but not yet erased from the
-        files (erasure.py); this one again then tries that, and raises NotFound once it is done.
+        files; this one again then tries that, and raises NotFound once it is done.
         """
 
         def delete() -> None:
-            with self._running.writing() as conn:
+            with self._transactions.writing() as conn:
                 number, conversation = require_conversation(conn, conversation_id, tenant)
                 refuse_running(conversation)
                 conversation_rows.delete_conversation(conn, number, tenant)
@@ -311,7 +309,7 @@ class ConversationStore:
         check_id("request_id", request.request_id)
         check_text(request.messages)
         content_hash = request.content_hash()
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             number, conversation, known = conversation_rows.require_with_request(
                 conn, conversation_id, tenant, request.request_id
             )
@@ -334,7 +332,7 @@ class ConversationStore:
             if request.history_digest:
                 first = links[0].message
                 insert_request(conn, tenant, request.request_id, first, self.now())
-        self._running.add(turn.turn_id)
+        self._transactions.add(turn.turn_id)
         return Begun(turn, must_run=True)
 
     def finish_turn(
@@ -355,7 +353,7 @@ class ConversationStore:
         """
         is_cancelled = finish_reason == TurnState.CANCELLED.value
         state = TurnState.CANCELLED if is_cancelled else TurnState.COMPLETED
-        with self._running.ending(turn_id, attempt) as conn:
+        with self._transactions.ending(turn_id, attempt) as conn:
             check_text([reply])
             now = self.now()
             progress = turn_rows.require_progress(conn, turn_id)
@@ -369,7 +367,7 @@ class ConversationStore:
             message = message_rows.insert_message(conn, tenant, reply, turn_id, finish_reason)
             links.append(message_rows.Link(message, revision, len(reply.token_ids)))
             message_rows.append_history(conn, number, links, end)
-            insert_logprobs(conn, tenant, turn_id, reply.logprobs)
+            turn_rows.insert_logprobs(conn, tenant, turn_id, reply.logprobs)
             if chain_state is not None:
                 insert_state(conn, tenant, chain_state, message, now)
             if response is not None:
@@ -380,31 +378,31 @@ class ConversationStore:
 
     def fail_turn(self, turn_id: int, failure: str, attempt: int = 0) -> StoredTurn:
         """End a turn that the engine could not finish; its messages stay out of the history."""
-        with self._running.ending(turn_id, attempt) as conn:
+        with self._transactions.ending(turn_id, attempt) as conn:
             if turn_rows.require_turn(conn, turn_id).turn.state is TurnState.RUNNING:
                 turn_rows.fail_turn(conn, turn_id, failure, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
     def interrupt_turn(self, turn_id: int, attempt: int = 0) -> StoredTurn:
         """End a turn that no client waits for any more; its messages stay out of the history."""
-        with self._running.ending(turn_id, attempt) as conn:
+        with self._transactions.ending(turn_id, attempt) as conn:
             if turn_rows.require_turn(conn, turn_id).turn.state is TurnState.RUNNING:
                 turn_rows.interrupt_turn(conn, turn_id, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
     def get_turn(self, turn_id: int) -> StoredTurn:
         """One turn by its id."""
-        with self._grouped.reading() as conn:
-            return self._running.turn_as_read(turn_rows.require_turn(conn, turn_id).turn)
+        with self._transactions.reading() as conn:
+            return self._transactions.turn_as_read(turn_rows.require_turn(conn, turn_id).turn)
 
     def find_turn(
         self, conversation_id: str, request_id: str, *, tenant: str = ""
     ) -> StoredTurn | None:
         """The turn that a request_id began; None also if there is no such conversation."""
-        with self._grouped.reading() as conn:
+        with self._transactions.reading() as conn:
             key = conversation_rows.conversation_key(conversation_id, tenant)
             found = turn_rows.find_request(conn, key, request_id)
-        return None if found is None else self._running.turn_as_read(found.turn)
+        return None if found is None else self._transactions.turn_as_read(found.turn)
 
     def look_up(
         self, conversation_id: str, request_id: str, num_tokens: int, *, tenant: str = ""
@@ -423,7 +421,7 @@ class ConversationStore:
 
     def turn_messages(self, turn_id: int) -> TurnMessages:
         """The messages and the reply of a turn, even if a rewind has cut them."""
-        with self._grouped.reading() as conn:
+        with self._transactions.reading() as conn:
             turn_rows.require_turn(conn, turn_id)
             return turn_rows.read_turn_messages(conn, turn_id)
 
@@ -433,13 +431,13 @@ class ConversationStore:
         self, conversation_id: str, num_tokens: int | None = None, *, tenant: str = ""
     ) -> array[int]:
         """The exact token ids of the conversation, or the first so many of them, checked ('I')."""
-        with self._grouped.reading() as conn:
+        with self._transactions.reading() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_log(conn, number, conversation, num_tokens)
 
     def log_end(self, conversation_id: str, num_tokens: int, *, tenant: str = "") -> array[int]:
         """The last token ids of the conversation; the time it takes does not grow with the conversation."""
-        with self._grouped.reading() as conn:
+        with self._transactions.reading() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_log_end(conn, number, conversation, num_tokens)
 
@@ -453,12 +451,14 @@ class ConversationStore:
         tenant: str = "",
     ) -> list[Message]:
         """The messages at positions [start, start + limit), or all from start on."""
-        with self._grouped.reading() as conn:
+        with self._transactions.reading() as conn:
             return some_messages(conn, conversation_id, start, limit, include_token_ids, tenant)
 
     def reader(self) -> HistoryReader:
         """For reading in another thread."""
-        return HistoryReader(self._backend.snapshots(), self._running, lambda: self.erasure.pending)
+        return HistoryReader(
+            self._backend.snapshots(), self._transactions, lambda: self.erasure.pending
+        )
 
     def scrub(self) -> ScrubSteps:
         """For reading all of it, in the thread of reads."""
@@ -479,3 +479,64 @@ class ConversationStore:
             self.integrity_check_due = False
             self.marks.mark_damaged(False)
         return problems
+
+
+def _shared_head(conn: Connection, new: NewConversation) -> list[message_rows.Link]:
+    """The messages that a new conversation shares with others of its prefix_id; empty if it needs its own.
+
+    The first conversation with a prefix_id fixes system prompt and tools: PrefixTaken if these are others.
+    Later ones hold the messages of the first, so that their KV can be shared too, unless their tokens differ
+    because the model or tokenizer has changed since.
+    """
+    if not new.prefix_id:
+        return []
+    first = conversation_rows.first_with_prefix(conn, new.tenant, new.prefix_id)
+    if first is None:
+        return []
+    number, holder = first
+    head = message_rows.links(conn, number, until_revision=0)
+    messages = message_rows.read_messages(conn, number, holder, 0, len(head), True)
+    if _texts(messages) != _texts(new.messages) or list(holder.tools) != list(new.tools):
+        raise PrefixTaken(f"prefix {new.prefix_id!r} has another system prompt or other tools")
+    same_tokens = all(
+        list(each.token_ids or ()) == list(other.token_ids)
+        for each, other in zip(messages, new.messages, strict=True)
+    )
+    return head if same_tokens and holder.fingerprint == new.fingerprint else []
+
+
+def _texts(messages: Iterable[Message | NewMessage]) -> list[tuple[Any, ...]]:
+    return [(each.role, each.content, each.tool_call_id, each.extra) for each in messages]
+
+
+def open_backend(
+    folder: DataFolder,
+    url: str,
+    now: Callable[[], float],
+    driver: Any,
+    busy_timeout_seconds: float,
+    compact_bytes_min: int,
+    statement_seconds: float,
+) -> Backend:
+    """Of the address of a PostgreSQL database, or of the data folder where there is none.
+
+    The first use opens it.
+    """
+    if url:
+        from pensieve.store.postgres.backend import PostgresBackend
+        from pensieve.store.postgres.connection import Address
+
+        return PostgresBackend(
+            Address(url, driver), folder.holder, now, busy_timeout_seconds, statement_seconds
+        )
+    from pensieve.store.connection import preferred_driver
+    from pensieve.store.sqlite_backend import SqliteBackend
+
+    return SqliteBackend(
+        folder,
+        now,
+        driver or preferred_driver,
+        busy_timeout_seconds,
+        compact_bytes_min,
+        statement_seconds,
+    )

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import StoreCorrupt, StoreError
-from pensieve.store.backend import Backend
+from pensieve.store.backend import (
+    BUSY_TIMEOUT_SECONDS,
+    NUMBER_COLUMNS,
+    Backend,
+    ServerSession,
+)
 from pensieve.store.bodies import checked_body, last_within
 from pensieve.store.compaction import COMPACT_BYTES_MIN
-from pensieve.store.connection import BUSY_TIMEOUT_SECONDS
+from pensieve.store.conversation_store import open_backend
 from pensieve.store.folder import DataFolder
-from pensieve.store.numbered import KEYS, ServerSession
-from pensieve.store.opening import open_backend
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -113,10 +116,10 @@ def _copy_table(old: Connection, new: Connection, table: str) -> None:
 
 def _batches(old: Connection, table: str, columns: list[str]) -> Iterator[list[Any]]:
     listed = ", ".join(columns)
-    if table not in KEYS and table != "history":  # few rows
+    if table not in NUMBER_COLUMNS and table != "history":  # few rows
         yield old.execute(f"SELECT {listed} FROM {table}").fetchall()
         return
-    key, where = KEYS.get(table, "conversation"), "true"
+    key, where = NUMBER_COLUMNS.get(table, "conversation"), "true"
     length = "0"
     if table == "bodies":
         where, length = "crc IS NOT NULL", "length(private) + length(tokens)"
@@ -146,7 +149,7 @@ def _highest(conn: Connection) -> int:
 def _go_on_from(conn: Connection, highest_turn: int) -> None:
     """New rows get numbers above all that were given out."""
     if isinstance(conn, ServerSession):
-        for table, key in KEYS.items():
+        for table, key in NUMBER_COLUMNS.items():
             found = conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()
             highest = max(found[0], highest_turn if table == "turns" else 0)
             if highest:

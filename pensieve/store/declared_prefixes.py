@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from pensieve.errors import AlreadyExists, NotFound, StoreCorrupt
 from pensieve.store import conversation_rows, message_rows
-from pensieve.store.backend import Transactions
 from pensieve.store.conversation_changes import pending_json
 from pensieve.store.records import (
     PAGE_BYTES_MAX,
@@ -34,7 +33,7 @@ from pensieve.store.records import (
     check_id,
     check_text,
 )
-from pensieve.store.running_rows import RunningRows
+from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -51,11 +50,8 @@ def stored_id(prefix_id: str) -> str:
 class DeclaredPrefixes:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(
-        self, writer: Transactions, running: RunningRows, now: Callable[[], float]
-    ) -> None:
-        self._writer = writer
-        self._running = running
+    def __init__(self, transactions: StoreTransactions, now: Callable[[], float]) -> None:
+        self._transactions = transactions
         self._now = now
 
     def declare(self, new: NewPrefix) -> Prefix:
@@ -63,7 +59,7 @@ class DeclaredPrefixes:
         check_id("prefix_id", new.prefix_id)
         check_text(new.messages)
         now, conversation_id = self._now(), stored_id(new.prefix_id)
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             if find(conn, new.prefix_id, new.tenant) is not None:
                 raise AlreadyExists(f"there is a prefix {new.prefix_id!r} already")
             number = conversation_rows.insert_conversation(
@@ -98,7 +94,7 @@ class DeclaredPrefixes:
         check_id("conversation_id", new.conversation_id)
         check_text(new.pending)
         now = self._now()
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             source_id = stored_id(new.prefix_id)
             number, source = conversation_rows.require_conversation(conn, source_id, new.tenant)
             conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
@@ -119,17 +115,17 @@ class DeclaredPrefixes:
 
     def find(self, prefix_id: str, *, tenant: str = "") -> Prefix | None:
         """None if the tenant has not declared it."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             return find(conn, prefix_id, tenant)
 
     def num_of(self, tenant: str) -> int:
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             count = conn.execute("SELECT count(*) FROM prefixes WHERE tenant = ?", (tenant,))
             return int(count.fetchone()[0])
 
     def to_keep_warm(self) -> list[tuple[str, str]]:
         """(tenant, id) of the prefixes that are to be kept warm, in the order of their declaration."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             rows = conn.execute(
                 "SELECT conversation FROM prefixes WHERE keep_warm <> 0 ORDER BY conversation"
             ).fetchall()
@@ -143,7 +139,7 @@ class DeclaredPrefixes:
 
     def num_shared_tokens(self, conversation: Conversation) -> int:
         """How many first tokens of a conversation are those of its declared prefix, message by message."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             found = conversation_rows.find_conversation(
                 conn, stored_id(conversation.prefix_id), conversation.tenant
             )
@@ -164,7 +160,7 @@ class DeclaredPrefixes:
 
     def has_turns(self, conversation: Conversation) -> bool:
         """Whether its history has more than what it began with."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             row = conn.execute(
                 "SELECT h.revision FROM history h JOIN conversations c USING (conversation)"
                 " WHERE c.key = ? ORDER BY h.position DESC LIMIT 1",

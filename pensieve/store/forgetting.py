@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pensieve.store.backend import Transactions
 from pensieve.store.bodies import shorten_body, wipe_bodies
 from pensieve.store.conversation_rows import KEY_BYTES
-from pensieve.store.logprob_rows import wipe_logprobs
-from pensieve.store.running_rows import RunningRows
+from pensieve.store.transactions import StoreTransactions
+from pensieve.store.turn_rows import wipe_logprobs
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -33,16 +32,15 @@ FORGOTTEN = {"request_id": "", "sampling": {}, "content_hash": ""}
 class Forgetting:
     """Used outside of transactions."""
 
-    def __init__(self, writer: Transactions, running: RunningRows) -> None:
-        self._writer = writer
-        self._running = running
+    def __init__(self, transactions: StoreTransactions) -> None:
+        self._transactions = transactions
         self._first = 0  # turns up to here are forgotten
         self._after = 0  # where the next step begins
         self._has_gap = False  # in this pass: a turn that cannot be forgotten yet
 
     def step(self, before: float) -> bool:
         """Forget some of the turns that ended before that time; whether the pass goes on."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             rows = conn.execute(
                 "SELECT turn_id, body, length(request_key) = ?, created_at,"
                 " state <> 'running' AND coalesce(finished_at, created_at) < ?,"
@@ -70,7 +68,7 @@ class Forgetting:
             has_gap = has_gap or (is_known and not has_ended)
             after, first = turn_id, first if has_gap else turn_id
         if old:
-            with self._running.writing() as conn:
+            with self._transactions.writing() as conn:
                 for turn_id, body in old:
                     _forget(conn, turn_id, body)
         self._first = first

@@ -2,7 +2,7 @@
 
 A read sees what was committed when it began, all of it and nothing newer; it waits for no writer, and no
 writer waits for it.  Its snapshot ends with it: one that stayed open would keep deleted text in the
-write-ahead log.  While deleted text waits to be erased (erasure.py), a read begins a moment later now and
+write-ahead log.  While deleted text waits to be erased, a read begins a moment later now and
 then, so that reads without a pause between them do not keep it.  One thread reads at a time.
 """
 
@@ -20,10 +20,10 @@ from pensieve.store import (
     declared_prefixes,
     message_rows,
     responses,
-    stored_bytes,
     turn_rows,
 )
 from pensieve.store.backend import Reads
+from pensieve.store.bodies import bytes_by_tenant
 from pensieve.store.conversation_changes import Pending, with_pending
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import (
@@ -37,7 +37,7 @@ from pensieve.store.records import (
     StoredTurn,
 )
 from pensieve.store.responses import StoredResponse
-from pensieve.store.running_rows import RunningRows
+from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -50,18 +50,20 @@ PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
 class HistoryReader:
     def __init__(
-        self, snapshots: Reads, running: RunningRows, is_pending: Callable[[], bool]
+        self, snapshots: Reads, transactions: StoreTransactions, is_pending: Callable[[], bool]
     ) -> None:
         """`is_pending`: deleted text waits for a moment without a reader, to be erased."""
         self._snapshots = snapshots
         self._is_pending = is_pending
-        self._running = running
+        self._transactions = transactions
         self._makes_way_at = 0.0  # not before
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
         """One conversation, without its messages."""
         with self._snapshot() as conn:
-            return self._running.as_read(require_conversation(conn, conversation_id, tenant)[1])
+            return self._transactions.as_read(
+                require_conversation(conn, conversation_id, tenant)[1]
+            )
 
     def find_turn(
         self, conversation_id: str, turn_id: str, request_id: str, *, tenant: str = ""
@@ -77,7 +79,7 @@ class HistoryReader:
                 return None
         if found is None:
             return None
-        turn = self._running.turn_as_read(found.turn)
+        turn = self._transactions.turn_as_read(found.turn)
         is_of_it = (turn.conversation_id, turn.tenant) == (conversation_id, tenant)
         return turn if is_of_it else None
 
@@ -89,12 +91,12 @@ class HistoryReader:
     def stored_bytes(self) -> dict[str, int]:
         """That the conversations of each tenant take."""
         with self._snapshot() as conn:
-            return stored_bytes.of_all(conn)
+            return bytes_by_tenant(conn)
 
     def tenants_of(self, conversation_id: str) -> list[str]:
         """Those that have a conversation with this id, by name."""
         with self._snapshot() as conn:
-            tenants = sorted(stored_bytes.of_all(conn))
+            tenants = sorted(bytes_by_tenant(conn))
             return conversation_rows.tenants_of(conn, conversation_id, tenants)
 
     def list_conversations(
@@ -102,7 +104,7 @@ class HistoryReader:
     ) -> Page:
         """A page of conversations, the newest first; new ones do not move the later pages."""
         with self._snapshot() as conn:
-            return page_of_conversations(conn, self._running, page_size, page_token, tenant)
+            return page_of_conversations(conn, self._transactions, page_size, page_token, tenant)
 
     def prefix(self, prefix_id: str, *, tenant: str = "") -> tuple[Prefix, list[Message]]:
         """A declared prefix and its messages."""
@@ -141,7 +143,7 @@ class HistoryReader:
         """One conversation, and the messages that come before those of its next turn."""
         with self._snapshot() as conn:
             found, pending = with_pending(conn, conversation_id, tenant)
-            return self._running.as_read(found), pending
+            return self._transactions.as_read(found), pending
 
     def message_page(
         self, conversation_id: str, start: int, size: int, *, include_token_ids: bool, tenant: str
@@ -172,12 +174,12 @@ class HistoryReader:
 
 
 def page_of_conversations(
-    conn: Connection, running: RunningRows, page_size: int, page_token: str, tenant: str
+    conn: Connection, transactions: StoreTransactions, page_size: int, page_token: str, tenant: str
 ) -> Page:
     _check_page(page_size, page_token)
     before = int(page_token) if page_token else 2**63 - 1
     page, more = conversation_rows.conversations_before(conn, tenant, before, page_size)
-    conversations = tuple(running.as_read(each) for _, each in page)
+    conversations = tuple(transactions.as_read(each) for _, each in page)
     tokens = tuple(str(number) for number, _ in page)
     return Page(conversations, tokens[-1] if more else "", tokens)
 

@@ -21,6 +21,16 @@ Invariants, whatever happens to the process or the disk:
   that does not know whether its write was committed writes again.  An ended job takes no results.
 * The counts and sums of a job are those of its results: they are written in the same transaction.
 
+Its tables:
+
+    job        one row: the job without its lines
+    lines      the lines of the file, as they came
+    names      which line has a custom_id, by its digest: it may be of any length
+    results    one row for each line that has its result; its key is the line, so that there is never a second
+
+Lines and results are apart, so that writing a result rewrites no line.  Nothing is ever taken out of these
+tables: a job is deleted with its file.  Each text has a checksum, for disks lose bits.
+
 What a kill -9 leaves, and what the next `open` makes of it:
 
     before create returned, receiving     nothing was acknowledged: the file is removed
@@ -38,9 +48,11 @@ files are open at a time.  The data folder must be held by this process (folder.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,13 +61,15 @@ from pensieve.errors import (
     AlreadyExists,
     NotFound,
     PensieveError,
+    StoreCorrupt,
     StoreError,
     StoreUnavailable,
     WrongJobState,
     one_line,
 )
-from pensieve.store import job_rows
-from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
+from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS
+from pensieve.store.bodies import canonical_json
+from pensieve.store.connection import Writer, preferred_driver
 from pensieve.store.conversation_rows import digest
 from pensieve.store.durable import sync
 from pensieve.store.folder import JOBS_NAME
@@ -67,6 +81,7 @@ from pensieve.store.job_records import (
     JobLine,
     JobOutcome,
     JobState,
+    JobUsage,
     NewAnswer,
     NewJob,
     NewRefusal,
@@ -74,13 +89,16 @@ from pensieve.store.job_records import (
     ResultBytes,
     Which,
 )
+from pensieve.store.migrations import Step, migrate
 from pensieve.store.records import check_id
-from pensieve.store.time_limit import STATEMENT_SECONDS
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 OPEN_MAX = 4  # files at a time
+PAGE_BYTES = 1 << 20  # of the texts of a page; one of a single text may be larger
+APPLICATION_ID = 0x50656E4A  # "PenJ"
+LAST_RESORT = "delete the job"
 OUR_FILE = re.compile(r"(?P<database>[0-9a-f]{32}\.db)(?P<beside>.*)")
 
 
@@ -156,8 +174,20 @@ class JobStore:
         file = JobFile(self._writer(path))
         try:
             with self._opened(path, file).writing() as conn:
-                job_rows.insert_job(conn, new, number, self._now())
-                file.job = job_rows.find_job(conn)
+                conn.execute(
+                    "INSERT INTO job (number, tenant, job_id, name, sha256, options, state, created_at)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        number,
+                        *new.key,
+                        new.name,
+                        new.sha256,
+                        canonical_json(dict(new.options)).decode(),
+                        JobState.RECEIVING,
+                        self._now(),
+                    ),
+                )
+                file.job = _find_job(conn)
             self._sync()
         except BaseException:
             self._remove(path)
@@ -210,7 +240,7 @@ class JobStore:
                     raise WrongJobState(
                         f"{job.num_pending} lines of the job {key.job_id!r} have no result"
                     )
-                job_rows.set_state(conn, state, outcome, problem, self._now())
+                _set_state(conn, state, outcome, problem, self._now())
         return self.get(key)
 
     def delete(self, key: JobKey) -> None:
@@ -242,8 +272,19 @@ class JobStore:
 
     def append_lines(self, key: JobKey, lines: Sequence[JobLine]) -> Job:
         """More lines of a job that is `receiving`; one that it has keeps its text."""
+        num_lines = num_bytes = 0
         with self._writing(key, JobState.RECEIVING) as (conn, _):
-            job_rows.insert_lines(conn, lines)
+            for line in lines:
+                inserted = conn.execute(
+                    "INSERT INTO lines VALUES (?, ?, ?) ON CONFLICT (line) DO NOTHING",
+                    (line.number, zlib.crc32(line.text), line.text),
+                ).rowcount
+                num_lines += inserted
+                num_bytes += inserted * len(line.text)
+            conn.execute(
+                "UPDATE job SET num_lines = num_lines + ?, num_bytes = num_bytes + ?",
+                (num_lines, num_bytes),
+            )
         return self.get(key)
 
     def received(
@@ -255,9 +296,11 @@ class JobStore:
         """
         with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, job):
             if job.state is JobState.RECEIVING:
-                known = job.options if options is None else options
-                job_rows.complete(conn, sha256 or job.sha256, known)
-                job_rows.set_state(conn, JobState.CHECKING, None, "", self._now())
+                known = canonical_json(dict(job.options if options is None else options)).decode()
+                conn.execute(
+                    "UPDATE job SET sha256 = ?, options = ?", (sha256 or job.sha256, known)
+                )
+                _set_state(conn, JobState.CHECKING, None, "", self._now())
         return self.get(key)
 
     def name_lines(self, key: JobKey, names: Sequence[tuple[int, str]]) -> list[Duplicate]:
@@ -265,18 +308,25 @@ class JobStore:
 
         The same again returns the same.
         """
+        duplicates = []
         with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, _):
-            return job_rows.name_lines(conn, names)
+            for line, custom_id in names:
+                name = digest(custom_id)
+                conn.execute("INSERT OR IGNORE INTO names VALUES (?, ?)", (name, line))
+                found = conn.execute("SELECT line FROM names WHERE key = ?", (name,))
+                (first,) = found.fetchone()
+                if first != line:
+                    duplicates.append(Duplicate(line, custom_id, first))
+        return duplicates
 
     def pending_lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
         """Lines without a result behind the line `after`, in order, about a MiB of them; empty at the end."""
-        with self._reading(key) as conn:
-            return job_rows.some_lines(conn, key.job_id, after, limit, pending=True)
+        pending = " AND NOT EXISTS (SELECT 1 FROM results r WHERE r.line = l.line)"
+        return self._lines(key, after, limit, pending)
 
     def lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
         """Likewise, whether they have a result or not."""
-        with self._reading(key) as conn:
-            return job_rows.some_lines(conn, key.job_id, after, limit, pending=False)
+        return self._lines(key, after, limit)
 
     # -- results --
 
@@ -295,21 +345,73 @@ class JobStore:
 
         Empty if there are no more by now.
         """
-        with self._reading(key) as conn:
-            return job_rows.some_results(conn, key.job_id, after, limit, which)
+        page = self._page(
+            key,
+            "SELECT line, crc, text, is_answer FROM results WHERE line > ? AND is_answer IN (?, ?)"
+            " ORDER BY line LIMIT ?",
+            (after, which is not Which.ERRORS, which is Which.ANSWERS, limit),
+        )
+        return [Result(line, text, bool(is_answer)) for line, _, text, is_answer in page]
 
     def result_bytes(self, key: JobKey) -> ResultBytes:
         """As the files of answers and of errors that they are fetched as."""
         with self._reading(key) as conn:
-            return job_rows.result_bytes(conn)
+            rows = conn.execute(
+                "SELECT is_answer, sum(length(text) + 1) FROM results GROUP BY is_answer"
+            ).fetchall()
+        found = {bool(is_answer): int(num_bytes) for is_answer, num_bytes in rows}
+        return ResultBytes(found.get(True, 0), found.get(False, 0))
 
     # -- inside --
 
     def _insert(self, key: JobKey, results: Sequence[NewAnswer | NewRefusal]) -> Job:
         states = set(JobState) - {JobState.RECEIVING, JobState.ENDED}
+        num_answered = num_refused = num_bytes = prompt = saved = output = 0
         with self._writing(key, *states) as (conn, _):
-            job_rows.insert_results(conn, results)
+            for result in results:
+                is_answer = isinstance(result, NewAnswer)
+                inserted = conn.execute(
+                    "INSERT INTO results VALUES (?, ?, ?, ?) ON CONFLICT (line) DO NOTHING",
+                    (result.line, is_answer, zlib.crc32(result.text), result.text),
+                )
+                if not inserted.rowcount:
+                    continue
+                num_bytes += len(result.text)
+                if isinstance(result, NewAnswer):
+                    num_answered += 1
+                    prompt += result.usage.prompt_tokens
+                    saved += result.usage.saved_tokens
+                    output += result.usage.output_tokens
+                else:
+                    num_refused += 1
+            conn.execute(
+                "UPDATE job SET num_answered = num_answered + ?, num_refused = num_refused + ?,"
+                " num_bytes = num_bytes + ?, prompt_tokens = prompt_tokens + ?,"
+                " saved_tokens = saved_tokens + ?, output_tokens = output_tokens + ?",
+                (num_answered, num_refused, num_bytes, prompt, saved, output),
+            )
         return self.get(key)
+
+    def _lines(self, key: JobKey, after: int, limit: int, where: str = "") -> list[JobLine]:
+        query = f"SELECT line, crc, text FROM lines l WHERE line > ?{where} ORDER BY line LIMIT ?"
+        return [JobLine(line, text) for line, _, text in self._page(key, query, (after, limit))]
+
+    def _page(self, key: JobKey, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The rows (line, crc, text, …) of a query, checked, as many as fit into a page."""
+        page: list[tuple[Any, ...]] = []
+        num_bytes = 0
+        with self._reading(key) as conn:
+            rows = conn.execute(query, values)
+            for row in rows:
+                line, crc, text = row[:3]
+                num_bytes += len(text)
+                if page and num_bytes > PAGE_BYTES:
+                    break
+                if zlib.crc32(text) != crc:
+                    raise StoreCorrupt(f"the job {key.job_id!r}: line {line} fails its checksum")
+                page.append(row)
+            rows.close()
+        return page
 
     @contextlib.contextmanager
     def _writing(self, key: JobKey, *states: JobState) -> Iterator[tuple[Connection, Job]]:
@@ -321,7 +423,7 @@ class JobStore:
         file.is_sure = False
         with self._opened(path, file).writing() as conn:
             yield conn, job
-            changed = job_rows.find_job(conn)
+            changed = _find_job(conn)
         file.job, file.is_sure = changed, True
 
     @contextlib.contextmanager
@@ -334,7 +436,7 @@ class JobStore:
         """The job, from the disk unless what is known is sure."""
         if not file.is_sure:
             with self._opened(path, file).reading() as conn:
-                file.job = job_rows.find_job(conn) or file.job
+                file.job = _find_job(conn) or file.job
             file.is_sure = True
         assert file.job is not None
         return file.job
@@ -376,7 +478,7 @@ class JobStore:
         """A job that an earlier process made; None, and its file is removed, if it was being received."""
         file = JobFile(self._writer(path))
         with self._opened(path, file).reading() as conn:
-            file.job = job_rows.find_job(conn)
+            file.job = _find_job(conn)
         if file.job is None or file.job.state is JobState.RECEIVING:
             self._remove(path)
             return None
@@ -389,7 +491,7 @@ class JobStore:
     def _writer(self, path: Path) -> Writer:
         return Writer(
             path,
-            lambda db: job_rows.migrate_job(db, path),
+            lambda db: migrate(db, path, STEPS, APPLICATION_ID, LAST_RESORT),
             self._now,
             self._driver,
             self._busy_timeout_seconds,
@@ -432,3 +534,105 @@ class JobStore:
             sync(self.path)
         except OSError as error:
             raise StoreUnavailable(f"{self.path} cannot be used: {error.strerror}") from error
+
+
+def _find_job(conn: Connection) -> Job | None:
+    """The job of a database; None of one that was just made."""
+    row = conn.execute(
+        "SELECT number, tenant, job_id, name, sha256, options, state, outcome, problem, num_lines,"
+        " num_answered, num_refused, prompt_tokens, saved_tokens, output_tokens, num_bytes,"
+        " created_at, started_at, ended_at FROM job"
+    ).fetchone()
+    if row is None:
+        return None
+    try:
+        options, state = json.loads(row[5]), JobState(row[6])
+        outcome = JobOutcome(row[7]) if row[7] else None
+        if not isinstance(options, dict):
+            raise ValueError("options are no object")
+    except ValueError as error:
+        raise StoreCorrupt(f"a job's row is damaged: {error}") from error
+    return Job(
+        number=row[0],
+        key=JobKey(row[1], row[2]),
+        name=row[3],
+        sha256=row[4],
+        options=options,
+        state=state,
+        outcome=outcome,
+        problem=row[8],
+        num_lines=row[9],
+        num_answered=row[10],
+        num_refused=row[11],
+        usage=JobUsage(*row[12:15]),
+        num_bytes=row[15],
+        created_at=row[16],
+        started_at=row[17],
+        ended_at=row[18],
+    )
+
+
+def _set_state(
+    conn: Connection, state: JobState, outcome: JobOutcome | None, problem: str, now: float
+) -> None:
+    conn.execute(
+        "UPDATE job SET state = ?, outcome = ?, problem = ?,"
+        " started_at = CASE WHEN ? = 'running' THEN coalesce(started_at, ?) ELSE started_at END,"
+        " ended_at = CASE WHEN ? = 'ended' THEN ? ELSE NULL END",
+        (state, outcome, problem, state, now, state, now),
+    )
+
+
+def m001_initial(db: Any) -> None:
+    for statement in (
+        f"PRAGMA application_id = {APPLICATION_ID}",
+        """
+        CREATE TABLE job (
+            number INTEGER NOT NULL,
+            tenant TEXT NOT NULL,
+            job_id TEXT NOT NULL,
+            name TEXT NOT NULL,
+            sha256 TEXT NOT NULL,
+            options TEXT NOT NULL,
+            state TEXT NOT NULL,
+            outcome TEXT,
+            problem TEXT NOT NULL DEFAULT '',
+            num_lines INTEGER NOT NULL DEFAULT 0,
+            num_answered INTEGER NOT NULL DEFAULT 0,
+            num_refused INTEGER NOT NULL DEFAULT 0,
+            prompt_tokens INTEGER NOT NULL DEFAULT 0,
+            saved_tokens INTEGER NOT NULL DEFAULT 0,
+            output_tokens INTEGER NOT NULL DEFAULT 0,
+            num_bytes INTEGER NOT NULL DEFAULT 0,
+            created_at REAL NOT NULL,
+            started_at REAL,
+            ended_at REAL
+        ) STRICT
+        """,
+        """
+        CREATE TABLE lines (
+            line INTEGER PRIMARY KEY,
+            crc INTEGER NOT NULL,
+            text BLOB NOT NULL
+        ) STRICT
+        """,
+        """
+        CREATE TABLE names (
+            key BLOB PRIMARY KEY,
+            line INTEGER NOT NULL REFERENCES lines
+        ) STRICT, WITHOUT ROWID
+        """,
+        """
+        CREATE TABLE results (
+            line INTEGER PRIMARY KEY REFERENCES lines,
+            is_answer INTEGER NOT NULL,
+            crc INTEGER NOT NULL,
+            text BLOB NOT NULL
+        ) STRICT
+        """,
+        "PRAGMA user_version = 1",
+    ):
+        db.conn.execute(statement)
+
+
+STEPS: tuple[Step, ...] = (m001_initial,)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import NotFound, StoreCorrupt
+from pensieve.store.backend import insert_numbered
 from pensieve.store.bodies import (
     TOKEN_BYTES,
     checked_body,
@@ -20,10 +21,9 @@ from pensieve.store.bodies import (
     unpack_tokens,
     wipe_bodies,
 )
-from pensieve.store.chain_rows import copy_states
-from pensieve.store.logprob_rows import wipe_logprobs
-from pensieve.store.numbered import insert_numbered
+from pensieve.store.chains import copy_states
 from pensieve.store.records import PAGE_BYTES_MAX, Conversation, Message, MessagePage, NewMessage
+from pensieve.store.turn_rows import wipe_logprobs
 
 if TYPE_CHECKING:
     from sqlite3 import Connection

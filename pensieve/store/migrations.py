@@ -2,7 +2,7 @@
 
 Each migration runs in one transaction together with the record that it ran, and sets `user_version` to its
 number.  A database that already holds conversations is copied to a file beside it first; the next deletion
-removes the copy, because it must reach everything (erasure.py).  A database of a newer Pensieve is refused.
+removes the copy, because it must reach everything.  A database of a newer Pensieve is refused.
 The tables:
 
     conversations   one row each; `key` is a digest of (tenant, conversation_id)
@@ -11,7 +11,7 @@ The tables:
     history         which messages a conversation has, in order: (position, message)
     bodies          the private part of all three, logprobs of turns, responses (see bodies.py)
     space           one row: the bytes that wiped bodies waste
-    tenants         the bytes that each tenant's conversations take (stored_bytes.py)
+    tenants         the bytes that each tenant's conversations take (bodies.py)
     prefixes        which conversations are declared prefixes (declared_prefixes.py)
     chains          digests by which a history that a client sends is found again (chains.py)
     responses       which turns of a conversation are responses that clients may fetch (responses.py)
@@ -33,7 +33,7 @@ from typing import Any
 from sqlite_utils import Migrations
 
 from pensieve.errors import StoreError, StoreTooNew, StoreUnavailable
-from pensieve.store.stored_bytes import ADDED_UP_BEFORE_LOGPROBS
+from pensieve.store.bodies import ADDED_UP_BEFORE_LOGPROBS
 
 APPLICATION_ID = 0x50656E73  # "Pens"
 LAST_RESORT = "restore a backup from before that (`pensieve restore`)"

@@ -11,7 +11,7 @@ A daemon has a *session*: a row that says who and where it is, until it has ende
 * A claim is a part of the transaction that writes to the conversation, so whoever does not own it has
   written nothing.
 * A turn is written to by the owner of its conversation alone.  When a session ends, its running turns are
-  abandoned (running_rows.py) and the next transaction interrupts them; so a late writer finds its turn
+  abandoned (transactions.py) and the next transaction interrupts them; so a late writer finds its turn
   ended or its conversation another's, and is refused either way.
 
 Sessions that ended are kept as long as a conversation was theirs last, to tell the next owner where KV may
@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.errors import NotFound, OwnedElsewhere, Unavailable
 from pensieve.store import conversation_rows
-from pensieve.store.backend import Transactions
 from pensieve.store.records import TurnState
-from pensieve.store.running_rows import RunningRows
+from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -75,18 +74,15 @@ class OwnedTurn(NamedTuple):
 class Owners:
     """Used in the thread of the store."""
 
-    def __init__(
-        self, writer: Transactions, running: RunningRows, now: Callable[[], float]
-    ) -> None:
-        self._writer = writer
-        self._running = running
+    def __init__(self, transactions: StoreTransactions, now: Callable[[], float]) -> None:
+        self._transactions = transactions
         self._now = now
 
     # -- sessions --
 
     def open_session(self, session: Session) -> Session:
         """Another one, with the number that it gets; one that its replica had before has ended."""
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             for (number,) in conn.execute(
                 "SELECT session FROM sessions WHERE replica = ? AND ended_at IS NULL",
                 (session.replica,),
@@ -112,7 +108,7 @@ class Owners:
 
     def move_session(self, session: Session) -> None:
         """It has other addresses."""
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             conn.execute(
                 "UPDATE sessions SET address = ?, http_address = ?, metrics_address = ?"
                 " WHERE session = ?",
@@ -121,7 +117,7 @@ class Owners:
 
     def end_session(self, number: int) -> None:
         """It writes no more; its turns are interrupted before anything else is written."""
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             self._end(conn, number)
 
     def _end(self, conn: Connection, number: int) -> None:
@@ -130,7 +126,7 @@ class Owners:
             " WHERE t.state = 'running' AND o.session = ?",
             (number,),
         ).fetchall()
-        self._running.abandon(turn_id for (turn_id,) in turns)
+        self._transactions.abandon(turn_id for (turn_id,) in turns)
         conn.execute(
             "UPDATE sessions SET ended_at = ? WHERE session = ? AND ended_at IS NULL",
             (self._now(), number),
@@ -138,32 +134,32 @@ class Owners:
 
     def session(self, number: int) -> Session:
         """NotFound if there is none, or none any more."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             return _session(conn, number)
 
     def open_sessions(self) -> list[Session]:
         """Those that have not ended."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             rows = conn.execute(SESSION + "WHERE ended_at IS NULL ORDER BY session").fetchall()
         return [_session_of(row) for row in rows]
 
     def abandon(self, turn_ids: Iterable[int]) -> None:
         """Nobody computes these turns; the next transaction interrupts those that run."""
-        self._running.abandon(turn_ids)
+        self._transactions.abandon(turn_ids)
 
     @property
     def live_turns(self) -> frozenset[int]:
         """Those that somebody computes, as far as is known."""
-        return self._running.live
+        return self._transactions.live
 
     def restore(self, turn_ids: Iterable[int]) -> None:
         """Somebody computes these turns, after a transaction that failed."""
-        self._running.restore(turn_ids)
+        self._transactions.restore(turn_ids)
 
     def running_turns(self) -> dict[int, list[int]]:
         """By the session that owns their conversations."""
         found: dict[int, list[int]] = {}
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             for turn_id, session in conn.execute(
                 "SELECT t.turn_id, o.session FROM turns t JOIN owners o USING (conversation)"
                 " WHERE t.state = 'running'"
@@ -173,7 +169,7 @@ class Owners:
 
     def note_call(self, session: int, number: int) -> None:
         """This writing call of the session is part of the transaction."""
-        with self._writer.writing() as conn:
+        with self._transactions.writing() as conn:
             conn.execute("UPDATE sessions SET last_call = ? WHERE session = ?", (number, session))
 
     def begin_epochs(self) -> None:
@@ -182,7 +178,7 @@ class Owners:
         A microsecond is a number, so a history of before has had fewer of them.
         """
         now = round(1_000_000 * self._now())
-        with self._writer.writing() as conn:
+        with self._transactions.writing() as conn:
             conn.execute("UPDATE epochs SET last = ? WHERE last < ?", (now, now))
 
     # -- conversations --
@@ -201,7 +197,7 @@ class Owners:
         runs.  What the session gave up, and no other one took, is its own as before.  NotFound without the
         conversation.
         """
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             row = conn.execute(
                 "SELECT c.conversation, o.session, o.epoch, s.ended_at IS NULL, s.replica, s.address,"
                 " EXISTS (SELECT 1 FROM turns t WHERE t.conversation = c.conversation"
@@ -236,7 +232,7 @@ class Owners:
 
     def give_up(self, conversation_id: str, session: int, *, tenant: str = "") -> bool:
         """The next one that claims the conversation gets it; whether it was the session's, and idle."""
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             found = conn.execute(
                 "UPDATE owners SET session = -session WHERE session = ? AND conversation ="
                 " (SELECT conversation FROM conversations WHERE key = ?) AND NOT EXISTS"
@@ -248,12 +244,12 @@ class Owners:
 
     def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
         """None if it has none."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             return owner_of(conn, conversation_id, tenant)
 
     def turn(self, turn_id: int) -> OwnedTurn | None:
         """None if there is no such turn, or none any more."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             row = conn.execute(
                 "SELECT o.session, o.epoch, t.state, t.attempts"
                 " FROM turns t LEFT JOIN owners o USING (conversation) WHERE t.turn_id = ?",
@@ -262,7 +258,7 @@ class Owners:
         if row is None:
             return None
         session, epoch, state, attempt = row
-        is_dead = state == TurnState.RUNNING and self._running.is_dead(turn_id)
+        is_dead = state == TurnState.RUNNING and self._transactions.is_dead(turn_id)
         found = TurnState.INTERRUPTED if is_dead else TurnState(state)
         return OwnedTurn(session or NOBODY, epoch or 0, found, attempt)
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import AlreadyExists, NotFound
 from pensieve.store import conversation_rows
-from pensieve.store.backend import ErasureSteps, Transactions
+from pensieve.store.backend import ErasureSteps
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.conversation_rows import digest
-from pensieve.store.running_rows import RunningRows
+from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -56,14 +56,13 @@ class Removed(NamedTuple):
 class Responses:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Transactions, running: RunningRows, erasure: ErasureSteps) -> None:
-        self._writer = writer
-        self._running = running
+    def __init__(self, transactions: StoreTransactions, erasure: ErasureSteps) -> None:
+        self._transactions = transactions
         self._erasure = erasure
 
     def save(self, response: StoredResponse) -> None:
         """Store a response, in place of what is stored of it; NotFound without its conversation."""
-        with self._running.writing() as conn:
+        with self._transactions.writing() as conn:
             number, _ = conversation_rows.require_conversation(
                 conn, response.conversation_id, response.tenant
             )
@@ -71,7 +70,7 @@ class Responses:
 
     def is_made_for(self, conversation_id: str, *, tenant: str = "") -> bool:
         """Whether a conversation was made to hold responses, and holds some; NotFound without it."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
             row = conn.execute(
                 "SELECT 1 FROM responses WHERE conversation = ? AND is_ours = 1 LIMIT 1", (number,)
@@ -80,7 +79,7 @@ class Responses:
 
     def goes_with(self, response_id: str, *, tenant: str = "") -> Removed:
         """What its deletion would leave unneeded; NotFound if there is none."""
-        with self._writer.reading() as conn:
+        with self._transactions.reading() as conn:
             return _unneeded_without(conn, _require(conn, response_id, tenant))
 
     def delete(self, response_id: str, *, tenant: str = "") -> Removed:
@@ -90,7 +89,7 @@ class Responses:
         """
 
         def delete() -> Removed:
-            with self._running.writing() as conn:
+            with self._transactions.writing() as conn:
                 removed = _delete(conn, response_id, tenant)
                 self._erasure.prepare()
             return removed

@@ -19,15 +19,14 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.errors import StoreCorrupt
-from pensieve.store.backend import Reads
+from pensieve.store.backend import NUMBER_COLUMNS, Reads
 from pensieve.store.bodies import checked_body, last_within
-from pensieve.store.numbered import KEYS as NUMBERS
 from pensieve.store.verify import verify_conversation
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-KEYS = {**NUMBERS, "owners": "conversation"}
+KEYS = {**NUMBER_COLUMNS, "owners": "conversation"}
 ROWS = 256
 BODIES_BYTES = 256 * 2**10
 EVERY_ROW = "body > 0"

@@ -1,27 +1,78 @@
-"""A history in SQLite, in the data folder: its connections and what belongs to them."""
+"""A history in SQLite, in the data folder: its connections, and what its deletions leave to do."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store import verify
+from pensieve.store.backend import ErasureSteps, TimeLimit
 from pensieve.store.backup.source import BackupSource
+from pensieve.store.compaction import Compaction
 from pensieve.store.connection import Writer, explained, open_read_only
-from pensieve.store.erasure import Erasure
 from pensieve.store.folder import RESERVE_NAME, DataFolder
-from pensieve.store.migrations import migrate
-from pensieve.store.reserve import Reserve
+from pensieve.store.migrations import migrate, remove_copies
 from pensieve.store.scrub import OF_SQLITE, Scrub
-from pensieve.store.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
+T = TypeVar("T")
 SCRUB_CACHE_PAGES = 16
+RESERVE_BYTES = 8 * 2**20
+PENDING = "what was deleted is not yet erased from the files of the history, which is tried again"
+
+
+class SqliteBackend:
+    def __init__(
+        self,
+        folder: DataFolder,
+        now: Callable[[], float],
+        driver: Any,
+        busy_timeout_seconds: float,
+        compact_bytes_min: int,
+        statement_seconds: float,
+    ) -> None:
+        self._path = folder.database_path
+        self.writer = Writer(
+            self._path,
+            lambda db: migrate(db, self._path),
+            now,
+            driver,
+            busy_timeout_seconds,
+            statement_seconds,
+        )
+        self.figures = self.writer.figures
+        self._reserve = Reserve(folder.path / RESERVE_NAME)
+        self.erasure = Erasure(self.writer, compact_bytes_min, self._reserve)
+        self.backup_source = BackupSource(folder, self.writer, now)
+        self.marks = folder
+
+    def close(self) -> None:
+        self._reserve.release()  # the last checkpoint may need the space
+        self.writer.close()
+
+    def give_up(self) -> None:
+        """What is open is closed with the last reference to it; a checkpoint may be what failed."""
+
+    def snapshots(self) -> Snapshots:
+        """For reads beside the writer."""
+        return Snapshots(self._path, self.writer.driver, self.writer.limit.seconds)
+
+    def scrub(self) -> Scrub:
+        return scrub_of_files(self._path, self.writer.driver)
+
+    def verify(self, conversation_id: str | None, tenant: str) -> list[str]:
+        return verify.verify(self._path, self.writer.driver, conversation_id, tenant)
+
+    def integrity_check(self) -> list[str]:
+        """SQLite's own check of every page and index."""
+        return verify.integrity_check(self._path, self.writer.driver)
 
 
 class Snapshots:
@@ -74,48 +125,134 @@ def scrub_of_files(path: Path, driver: Any) -> Scrub:
     return Scrub(Snapshots(path, driver, cache_pages=SCRUB_CACHE_PAGES), OF_SQLITE)
 
 
-class SqliteBackend:
-    def __init__(
-        self,
-        folder: DataFolder,
-        now: Callable[[], float],
-        driver: Any,
-        busy_timeout_seconds: float,
-        compact_bytes_min: int,
-        statement_seconds: float,
-    ) -> None:
-        self._path = folder.database_path
-        self.writer = Writer(
-            self._path,
-            lambda db: migrate(db, self._path),
-            now,
-            driver,
-            busy_timeout_seconds,
-            statement_seconds,
-        )
-        self.figures = self.writer.figures
-        self._reserve = Reserve(folder.path / RESERVE_NAME)
-        self.erasure = Erasure(self.writer, compact_bytes_min, self._reserve)
-        self.backup_source = BackupSource(folder, self.writer, now)
-        self.marks = folder
+class Erasure(ErasureSteps):
+    """Removes deleted content from the files, beyond what the deleting transaction does.
 
-    def close(self) -> None:
-        self._reserve.release()  # the last checkpoint may need the space
-        self.writer.close()
+    Three copies outlast that transaction, or might:
 
-    def give_up(self) -> None:
-        """What is open is closed with the last reference to it; a checkpoint may be what failed."""
+        copies              a migration copies the database first; a deletion removes such copies before it
+                            commits, so none of them ever holds what is deleted
+        the write-ahead     holds pages as they were, until it is truncated; that is *pending* from before the
+        log                 commit until it has succeeded, and is tried after the commit, by each step and by
+                            the next deletion.  It fails while another connection reads the log, or the disk
+                            is full
+        the file            wiped bodies contain nothing, but waste space (compaction.py)
 
-    def snapshots(self) -> Snapshots:
-        """For reads beside the writer."""
-        return Snapshots(self._path, self.writer.driver, self.writer.limit.seconds)
+    On a full disk a deletion takes the space of the reserve, and the file is shortened at once.
 
-    def scrub(self) -> Scrub:
-        return scrub_of_files(self._path, self.writer.driver)
+    A backup (backup/) is kept somewhere else and keeps what is deleted until it is dropped; a slow or broken
+    one holds up nothing here.
 
-    def verify(self, conversation_id: str | None, tenant: str) -> list[str]:
-        return verify.verify(self._path, self.writer.driver, conversation_id, tenant)
+    What is pending is remembered by the log itself: a clean close leaves it empty, so a log that is there
+    when the history is opened may contain anything, and is truncated then or by the first step that can.
+    """
 
-    def integrity_check(self) -> list[str]:
-        """SQLite's own check of every page and index."""
-        return verify.integrity_check(self._path, self.writer.driver)
+    def __init__(self, writer: Writer, compact_bytes_min: int, reserve: Reserve) -> None:
+        self.pending = writer.has_journal()
+        self._writer = writer
+        self._reserve = reserve
+        self._compaction = Compaction(writer, compact_bytes_min)
+
+    @property
+    def due(self) -> bool:
+        return self.pending or self._compaction.due
+
+    def prepare(self) -> None:
+        remove_copies(self._writer.path)
+        self.pending = True
+
+    def in_reserve(self, delete: Callable[[], T]) -> T:
+        try:
+            return delete()
+        except DiskFull:
+            if not self._reserve.release():
+                raise
+        with contextlib.suppress(StoreUnavailable):
+            self._writer.truncate_journal()  # it may take as much again
+        return delete()
+
+    def has_room(self) -> bool:
+        if not self._reserve.refill():
+            return False
+        with self._writer.writing() as conn:
+            conn.execute("UPDATE space SET wiped_bytes = wiped_bytes")
+        return True
+
+    def finish(self) -> None:
+        if not self.pending:
+            return
+        try:
+            is_empty = self._writer.truncate_journal()
+        except StoreUnavailable as error:
+            raise ErasurePending(f"{PENDING}: {error}") from error
+        if not is_empty:
+            raise ErasurePending(f"{PENDING}: another program reads them")
+        self.pending = False
+        with contextlib.suppress(StoreUnavailable):  # the next deletion looks again
+            self._compaction.look(is_urgent=not self._reserve.is_kept)
+
+    def resume(self) -> None:
+        self._reserve.refill()
+        with contextlib.suppress(PensieveError):  # whatever goes wrong is left to the steps
+            self.finish()
+            self._compaction.look()
+
+    def step(self) -> bool:
+        if self.pending:
+            self.finish()
+        elif self._compaction.due:
+            self._compaction.step()
+            if not self._compaction.due:
+                self._writer.truncate_journal()  # only then the file becomes shorter
+        return self.due
+
+
+class Reserve:
+    """A file that keeps a few MiB of the disk, so that conversations can be deleted when the disk is full.
+
+    A deletion writes to the write-ahead log before it gives any space back.  Used by the store thread.
+    """
+
+    def __init__(self, path: Path, num_bytes: int = RESERVE_BYTES) -> None:
+        self._path = path
+        self._num_bytes = num_bytes
+
+    @property
+    def is_kept(self) -> bool:
+        return self._path.exists()
+
+    def release(self) -> bool:
+        """Give the space up; returns whether there was any."""
+        try:
+            self._path.unlink()
+        except OSError:
+            return False
+        return True
+
+    def refill(self) -> bool:
+        """Keep the space if a quarter more stays free; returns whether there is room."""
+        try:
+            disk = os.statvfs(self._path.parent)
+            free = disk.f_bavail * disk.f_frsize
+            needed = self._num_bytes // 4 + (0 if self.is_kept else self._num_bytes)
+            if free < needed:
+                return False
+            if not self.is_kept:
+                self._allocate()
+        except OSError:
+            return False
+        return True
+
+    def _allocate(self) -> None:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, self._num_bytes)
+            else:  # macOS
+                os.write(descriptor, bytes(self._num_bytes))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            raise
+        finally:
+            os.close(descriptor)

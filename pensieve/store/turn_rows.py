@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import NotFound
+from pensieve.store.backend import insert_numbered
 from pensieve.store.bodies import (
     checked_body,
     insert_body,
+    insert_packed_body,
     read_private,
     unpack_tokens,
     wipe_bodies,
 )
 from pensieve.store.conversation_rows import digest
-from pensieve.store.logprob_rows import read_logprobs
-from pensieve.store.numbered import insert_numbered
 from pensieve.store.records import (
     Conversation,
     NewMessage,
@@ -242,3 +242,30 @@ def interrupt_turn(conn: Connection, turn_id: int, now: float) -> None:
 def running_turns(conn: Connection) -> list[int]:
     found = conn.execute("SELECT turn_id FROM turns WHERE state = 'running'")
     return sorted(turn_id for (turn_id,) in found)
+
+
+def insert_logprobs(conn: Connection, tenant: str, turn_id: int, logprobs: bytes) -> None:
+    """Those of the reply of a turn: a body of their own, which only a replay reads."""
+    if logprobs:
+        body = insert_packed_body(conn, tenant, b"", logprobs)
+        conn.execute("UPDATE turns SET logprobs = ? WHERE turn_id = ?", (body, turn_id))
+
+
+def read_logprobs(conn: Connection, turn_id: int) -> bytes:
+    """As they were inserted; empty where there are none."""
+    row = conn.execute(
+        "SELECT b.crc, b.private, b.tokens FROM turns t LEFT JOIN bodies b ON b.body = t.logprobs"
+        " WHERE t.turn_id = ? AND t.logprobs IS NOT NULL",
+        (turn_id,),
+    ).fetchone()
+    return checked_body(f"turn {turn_id}", *row)[1] if row is not None else b""
+
+
+def wipe_logprobs(conn: Connection, tenant: str, turn_id: int) -> None:
+    """When the request is forgotten, and when the reply is tokenized again: then they are of other tokens."""
+    found = conn.execute(
+        "SELECT logprobs FROM turns WHERE turn_id = ? AND logprobs IS NOT NULL", (turn_id,)
+    ).fetchall()
+    if found:
+        wipe_bodies(conn, tenant, (body for (body,) in found))
+        conn.execute("UPDATE turns SET logprobs = NULL WHERE turn_id = ?", (turn_id,))

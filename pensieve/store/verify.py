@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import conversation_rows
-from pensieve.store.bodies import TOKEN_BYTES, checked_body
-from pensieve.store.chain_rows import OF_A_REQUEST
+from pensieve.store.bodies import ADDED_UP, TOKEN_BYTES, checked_body
+from pensieve.store.chains import OF_A_REQUEST
 from pensieve.store.connection import read_only
-from pensieve.store.stored_bytes import ADDED_UP
 
 if TYPE_CHECKING:
     from sqlite3 import Connection

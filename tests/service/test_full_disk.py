@@ -15,8 +15,8 @@ from pensieve.service import housekeeping
 from pensieve.store import ConversationStore
 from pensieve.store.connection import explained as sqlite_explained
 from pensieve.store.folder import RESERVE_NAME
-from pensieve.store.postgres.failures import explained as postgres_explained
-from pensieve.store.reserve import Reserve
+from pensieve.store.postgres.connection import explained as postgres_explained
+from pensieve.store.sqlite_backend import Reserve
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 from tests.service.http.rig_http import MODEL, HttpRig, http_rig

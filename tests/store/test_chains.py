@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pensieve.errors import InvalidArgument
-from pensieve.store import ConversationStore, TurnRequest, chain_rows, chains
+from pensieve.store import ConversationStore, TurnRequest, chains
 from pensieve.store.records import ChainMatch, ChainState
 from tests.store.faulty import writer_of
 from tests.store.talk import create, reply, user
@@ -132,8 +132,8 @@ def test_deletion_leaves_no_row_but_what_a_fork_has(store: ConversationStore) ->
     store.delete_conversation("cup")
     assert num_rows(store) == 0
     raw = store.folder.database_path.read_bytes()
-    assert chain_rows.chain_key("", digest("a")) not in raw
-    assert chain_rows.chain_key("", digest("ab")) not in raw
+    assert chains.chain_key("", digest("a")) not in raw
+    assert chains.chain_key("", digest("ab")) not in raw
     assert store.verify() == store.integrity_check() == []
 
 
@@ -236,8 +236,8 @@ def test_the_content_of_a_keyed_request_is_its_clients_whole_history(
 def test_a_great_many_conversations_with_the_same_history_are_not_all_looked_at(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain_rows, "STATES_MAX", 2)
-    monkeypatch.setattr(chain_rows, "HOLDERS_MAX", 2)
+    monkeypatch.setattr(chains, "STATES_MAX", 2)
+    monkeypatch.setattr(chains, "HOLDERS_MAX", 2)
     for number in range(5):
         create(store, f"c{number}")
         say(store, f"c{number}", "a")

@@ -15,7 +15,7 @@ import pytest
 from pensieve.errors import StoreUnavailable
 from pensieve.store import ConversationStore
 from pensieve.store.compaction import Phase, State
-from pensieve.store.erasure import Erasure
+from pensieve.store.sqlite_backend import Erasure
 from tests.store.faulty import FaultyDriver, history, writer_of
 from tests.store.talk import create, reply, say, user
 from tests.store.test_disk_faults import FULL, IO_ERROR

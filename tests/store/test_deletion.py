@@ -271,7 +271,7 @@ def test_a_full_disk_leaves_the_erasure_to_a_step(tmp_path: Path, driver: Any) -
 
 def test_a_read_makes_way_for_an_erasure_and_not_for_ever(store: ConversationStore) -> None:
     create(store, "tea", user("hi", 1))
-    writer, running = writer_of(store), store._running
+    writer, running = writer_of(store), store._transactions
     pending = iter([True, True, True, False])
     reader = HistoryReader(Snapshots(writer.path, writer.driver), running, lambda: next(pending))
     assert reader.get_conversation("tea").num_messages == 1

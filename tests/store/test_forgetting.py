@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.store import ConversationStore, TurnRequest, TurnState, forgetting
 from pensieve.store.compaction import Phase, State
-from pensieve.store.erasure import Erasure
+from pensieve.store.sqlite_backend import Erasure
 from tests.store.faulty import history, world, writer_of
 from tests.store.talk import begin, create, reply, say, user
 

@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.errors import DiskFull, StoreCorrupt, StoreUnavailable
 from pensieve.store.connection import explained
-from pensieve.store.reserve import Reserve
+from pensieve.store.sqlite_backend import Reserve
 
 pytestmark = pytest.mark.sqlite
 

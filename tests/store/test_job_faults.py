@@ -21,8 +21,7 @@ from pensieve.errors import (
     StoreUnavailable,
 )
 from pensieve.store.job_records import JobKey, JobOutcome, JobState, NewJob
-from pensieve.store.job_rows import LAST_RESORT
-from pensieve.store.job_store import JobStore
+from pensieve.store.job_store import LAST_RESORT, JobStore
 from tests.store.faulty import FaultyDriver
 from tests.store.jobs import KEY, answer, everything, files, line, numbers, refusal, results, sent
 from tests.store.talk import DRIVERS

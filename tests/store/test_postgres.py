@@ -28,11 +28,11 @@ from pensieve.errors import (
     StoreUnavailable,
 )
 from pensieve.store import ConversationStore, NewConversation, TurnState
-from pensieve.store.numbered import KEYS
-from pensieve.store.postgres.checking import WALKS
-from pensieve.store.postgres.dialect import escaped, translated, unescaped
+from pensieve.store.backend import NUMBER_COLUMNS
+from pensieve.store.postgres.backend import WALKS
 from pensieve.store.postgres.schema import NEWEST, SCHEMA
-from pensieve.store.postgres.wire import Wire
+from pensieve.store.postgres.session import translated
+from pensieve.store.postgres.wire import Wire, escaped, unescaped
 from pensieve.store.records import ChainState
 from tests.scale import SCALE
 from tests.store import postgres_server
@@ -431,9 +431,7 @@ def test_a_session_is_durable_whatever_the_server_or_the_role_has_set(
 
 
 def test_the_rows_of_what_was_deleted_go_in_steps(opened: Open, monkeypatch: Any) -> None:
-    from pensieve.store.postgres import erasure
-
-    monkeypatch.setattr(erasure, "STEP_ROWS", 4)
+    monkeypatch.setattr("pensieve.store.postgres.backend.ERASED_AT_ONCE", 4)
     store = opened()
     for name in ("tea", "cup"):
         create(store, name)
@@ -508,7 +506,9 @@ def test_a_damaged_page_is_found_also_where_an_index_has_the_numbers(
             file.write(b"damage")
         server.start()
         with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
-            walk = dict(zip([key for key in KEYS if key != "bodies"], WALKS[2:-1], strict=True))
+            walk = dict(
+                zip([key for key in NUMBER_COLUMNS if key != "bodies"], WALKS[2:-1], strict=True)
+            )
             reads = store._backend._checking()  # type: ignore[attr-defined]
             with pytest.raises(StoreCorrupt, match="a page"), reads.snapshot() as conn:
                 walk[table](conn, 0, [])
@@ -581,7 +581,7 @@ def test_a_check_has_no_limit_but_that_of_its_statements(
     world(store)
     hours = itertools.count()
     clock = types.SimpleNamespace(monotonic=lambda: 3600.0 * next(hours))
-    monkeypatch.setattr("pensieve.store.time_limit.time", clock)
+    monkeypatch.setattr("pensieve.store.backend.time", clock)
     assert store.verify() == store.integrity_check() == []
     with pytest.raises(StoreUnavailable, match="took too long"):
         store.num_conversations()

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
-from pensieve.store.stored_bytes import ROW_BYTES
+from pensieve.store.bodies import ROW_BYTES
 from tests.scale import SCALE
 from tests.store.faulty import writer_of
 from tests.store.talk import create, reply, say, user

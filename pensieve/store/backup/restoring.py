@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pensieve.errors import BackupDamaged, NotFound, StoreError, StoreTooNew
-from pensieve.store import stored_bytes, verify
+from pensieve.store import verify
 from pensieve.store.backup.files import (
     BASE_NAME,
     HASH_BYTES,
@@ -34,6 +34,7 @@ from pensieve.store.backup.files import (
     read_segment_head,
 )
 from pensieve.store.backup.writing import explained, generations_in, write_pages
+from pensieve.store.bodies import miscounted
 from pensieve.store.connection import preferred_driver, read_only
 from pensieve.store.durable import sync
 from pensieve.store.folder import RESTORING_NAME, DataFolder
@@ -224,7 +225,7 @@ def _count_anew(partial: Path, wanted: _Wanted) -> None:
     """How much a tenant has is derived from what is there: a wrong number is no reason to lose that."""
     _remove_log(partial)  # of a restore that was killed here
     with read_only(partial, wanted.driver, immutable=True) as conn:
-        right = stored_bytes.miscounted(conn)
+        right = miscounted(conn)
     if not right:
         return
     wanted.report(f"the bytes of {len(right)} tenants were miscounted, and are counted anew")

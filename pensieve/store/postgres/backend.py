@@ -1,82 +1,41 @@
-"""A history in PostgreSQL: its connections and what belongs to them."""
+"""A history in PostgreSQL: its connections, what its deletions leave to do, and how it is checked."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
-from pensieve.errors import StoreError
+from pensieve.errors import StoreCorrupt, StoreError
+from pensieve.store.backend import NUMBER_COLUMNS, ErasureSteps, Reads
 from pensieve.store.backup.capture import Feed
-from pensieve.store.postgres.checking import OF_POSTGRES, integrity_check
 from pensieve.store.postgres.connection import Address, PostgresSnapshots, PostgresWriter, opened
-from pensieve.store.postgres.erasure import PostgresErasure
+from pensieve.store.postgres.schema import SCHEMA
 from pensieve.store.postgres.session import Session
-from pensieve.store.scrub import Scrub
-from pensieve.store.verify import verified
+from pensieve.store.scrub import (
+    ROWS,
+    Scrub,
+    Walk,
+    Walks,
+    highest_keys,
+    look_at_bodies,
+    look_at_conversation,
+)
+from pensieve.store.verify import PROBLEMS_MAX, verified
 
+T = TypeVar("T")
+log = logging.getLogger("pensieve")
 CHECK_SECONDS = 3600.0  # of one statement of a check, which takes as long as it takes
+ERASED_AT_ONCE = 256
+SMALL_TABLES = ("space", "tenants", "prefixes", "owner", "schema_versions")
+NO_INDICES = "the indices of the history were not checked: the database %s amcheck's bt_index_check"
 ITS_OWN_BACKUPS = (
     "the history is in PostgreSQL, which has its own backups: pg_dump, pg_basebackup and an archive of its"
     " write-ahead log (docs/postgresql.md)"
 )
-
-
-class NoBackups:
-    """In the place of a BackupSource: whoever asks for a backup is told where there are some."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now = now
-
-    @property
-    def identity(self) -> str:
-        self._refuse()
-
-    @property
-    def num_bytes(self) -> int:
-        self._refuse()
-
-    def read(self, num_bytes: int, offset: int) -> bytes:
-        self._refuse()
-
-    def begin(self) -> Feed:
-        self._refuse()
-
-    def collect(self) -> None:
-        self._refuse()
-
-    def end(self, feed: Feed) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise StoreError(ITS_OWN_BACKUPS)
-
-
-class PostgresMarks:
-    """In the row of `owner`, so that another host knows it, too.  A server mends what a crash has left."""
-
-    def __init__(self, address: Address, holder: str, statement_seconds: float) -> None:
-        self._address = address
-        self._name = f"{holder}, marks"
-        self._seconds = statement_seconds
-
-    @property
-    def is_damaged(self) -> bool:
-        with self._opened() as conn:
-            return conn.execute("SELECT is_damaged FROM owner").fetchall() == [(True,)]
-
-    @property
-    def is_check_due(self) -> bool:
-        return self.is_damaged
-
-    def mark_damaged(self, is_damaged: bool) -> None:
-        with self._opened() as conn:
-            conn.execute("UPDATE owner SET is_damaged = ?", (is_damaged,))
-
-    def _opened(self) -> AbstractContextManager[Session]:
-        """Of its own, for a moment: the writer is another thread's."""
-        return opened(self._address, self._name, self._seconds)
 
 
 class PostgresBackend:
@@ -124,3 +83,180 @@ class PostgresBackend:
     def _checking(self) -> PostgresSnapshots:
         name = f"{self._holder}, checks"
         return PostgresSnapshots(self._address, CHECK_SECONDS, name, math.inf)
+
+
+class PostgresErasure(ErasureSteps):
+    """What deletions leave to do: the rows of wiped bodies go, a few in a transaction.
+
+    A deletion wipes its content in its own transaction, and no statement reads it again.  That is all:
+    old versions of the rows stay in the server's files until VACUUM has taken their space and something else
+    was written there, in its write-ahead log until that is recycled, and in every archive or copy
+    (docs/postgresql.md, "What a deletion leaves").  So nothing is ever pending here.
+
+    Other changes wipe bodies, too, and tell the writer.  The count of wiped bytes (`space`), which is 0 when
+    no wiped row is left, tells the next process that there is something to do.
+    """
+
+    def __init__(self, writer: PostgresWriter) -> None:
+        self._writer = writer
+
+    @property
+    def due(self) -> bool:
+        return self._writer.has_wiped
+
+    def has_room(self) -> bool:
+        with self._writer.writing() as conn:
+            conn.execute("UPDATE space SET wiped_bytes = wiped_bytes")
+        return True
+
+    def resume(self) -> None:
+        with self._writer.reading() as conn:
+            (wiped_bytes,) = conn.execute("SELECT wiped_bytes FROM space").fetchone()
+        if wiped_bytes:
+            self._writer.note_wiped()
+
+    def step(self) -> bool:
+        self._writer.has_wiped = False
+        try:
+            with self._writer.writing() as conn:
+                removed = conn.execute(
+                    "DELETE FROM bodies WHERE body IN"
+                    " (SELECT body FROM bodies WHERE crc IS NULL ORDER BY body LIMIT ?) RETURNING 1",
+                    (ERASED_AT_ONCE,),
+                ).fetchall()
+                if len(removed) < ERASED_AT_ONCE:
+                    conn.execute("UPDATE space SET wiped_bytes = 0")
+        except BaseException:
+            self._writer.note_wiped()
+            raise
+        if len(removed) == ERASED_AT_ONCE:
+            self._writer.note_wiped()
+        return self.due
+
+
+class PostgresMarks:
+    """In the row of `owner`, so that another host knows it, too.  A server mends what a crash has left."""
+
+    def __init__(self, address: Address, holder: str, statement_seconds: float) -> None:
+        self._address = address
+        self._name = f"{holder}, marks"
+        self._seconds = statement_seconds
+
+    @property
+    def is_damaged(self) -> bool:
+        with self._opened() as conn:
+            return conn.execute("SELECT is_damaged FROM owner").fetchall() == [(True,)]
+
+    @property
+    def is_check_due(self) -> bool:
+        return self.is_damaged
+
+    def mark_damaged(self, is_damaged: bool) -> None:
+        with self._opened() as conn:
+            conn.execute("UPDATE owner SET is_damaged = ?", (is_damaged,))
+
+    def _opened(self) -> AbstractContextManager[Session]:
+        """Of its own, for a moment: the writer is another thread's."""
+        return opened(self._address, self._name, self._seconds)
+
+
+class NoBackups:
+    """In the place of a BackupSource: whoever asks for a backup is told where there are some."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+
+    @property
+    def identity(self) -> str:
+        self._refuse()
+
+    @property
+    def num_bytes(self) -> int:
+        self._refuse()
+
+    def read(self, num_bytes: int, offset: int) -> bytes:
+        self._refuse()
+
+    def begin(self) -> Feed:
+        self._refuse()
+
+    def collect(self) -> None:
+        self._refuse()
+
+    def end(self, feed: Feed) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise StoreError(ITS_OWN_BACKUPS)
+
+
+def _num_steps(conn: Any) -> int:
+    highest = highest_keys(conn)
+    return highest["conversations"] + sum(highest.values()) // ROWS + 2 * len(WALKS)
+
+
+def _rows(table: str, conn: Any, after: int, problems: list[str]) -> int | None:
+    """`count(r.*)` wants each row as a whole; its number alone is in an index, too."""
+    key = NUMBER_COLUMNS[table]
+    last: int | None = conn.execute(
+        f"SELECT max(r.{key}), count(r.*)"
+        f" FROM (SELECT * FROM {table} WHERE {key} > ? ORDER BY {key} LIMIT ?) AS r",
+        (after, ROWS),
+    ).fetchone()[0]
+    return last
+
+
+def _small_tables(conn: Any, after: int, problems: list[str]) -> int | None:
+    for table in SMALL_TABLES:
+        conn.execute(f"SELECT * FROM {table}").fetchall()
+    return None
+
+
+WALKS: tuple[Walk, ...] = (
+    look_at_conversation,
+    look_at_bodies,
+    *(partial(_rows, table) for table in NUMBER_COLUMNS if table != "bodies"),
+    _small_tables,
+)
+OF_POSTGRES = Walks(WALKS, _num_steps)
+
+
+def integrity_check(reads: Reads) -> list[str]:
+    """The problems that a pass over everything finds, and those of the indices.
+
+    The pass reads every row, so it finds a page that the server cannot read, or whose checksum (`initdb
+    --data-checksums`) is wrong.  Indices are checked by the extension `amcheck`, which an operator installs.
+    """
+    problems: list[str] = []
+    scrub = Scrub(reads, OF_POSTGRES)
+    try:
+        while not scrub.num_passes and not problems:
+            problems += scrub.step()
+        problems += _of_indices(reads)
+    finally:
+        reads.close()
+    return problems[:PROBLEMS_MAX]
+
+
+def _of_indices(reads: Reads) -> list[str]:
+    try:
+        with reads.snapshot() as conn:
+            found = conn.execute(
+                "SELECT p.oid::regproc::text, has_function_privilege(p.oid, 'EXECUTE')"
+                " AND has_schema_privilege(p.pronamespace, 'USAGE')"
+                " FROM pg_extension e JOIN pg_proc p ON p.pronamespace = e.extnamespace"
+                " WHERE e.extname = 'amcheck' AND p.proname = 'bt_index_check' AND p.pronargs = 2"
+            ).fetchone()
+            if found is None or not found[1]:
+                log.warning(NO_INDICES, "lacks" if found is None else "does not let this role call")
+                return []
+            conn.execute(
+                f"SELECT {found[0]}(i.indexrelid, true) FROM pg_index i"
+                " JOIN pg_class c ON c.oid = i.indexrelid"
+                " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = ?"
+                " AND c.relam = (SELECT oid FROM pg_am WHERE amname = 'btree')",
+                (SCHEMA,),
+            ).fetchall()
+    except StoreCorrupt as error:
+        return [str(error)]
+    return []

@@ -37,14 +37,19 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pensieve.errors import DiskFull, StoreError, StoreLocked, StoreUnavailable, one_line
+from pensieve.errors import (
+    DiskFull,
+    StoreCorrupt,
+    StoreError,
+    StoreLocked,
+    StoreUnavailable,
+    one_line,
+)
 from pensieve.extras import need
-from pensieve.store.postgres.failures import explained
+from pensieve.store.backend import TimeLimit, WriteFigures
 from pensieve.store.postgres.schema import SCHEMA, migrate
 from pensieve.store.postgres.session import Reserve, Session
 from pensieve.store.postgres.wire import Wire
-from pensieve.store.time_limit import TimeLimit
-from pensieve.store.write_figures import WriteFigures
 
 VERSION_MIN = 14_00_00
 LOCK_KEY = 0x50656E7300000001  # "Pens"
@@ -70,6 +75,29 @@ SESSION = {
 }
 NOT_EVERYWHERE = {"client_connection_check_interval": "5s"}  # a server on macOS cannot
 SET = "SELECT set_config(%s, %s, false)"
+DISK_FULL = "53100"
+# By SQLSTATE, or by its class: its first two letters.
+UNAVAILABLE = {
+    "08": "the connection was lost",
+    "25006": "the server is a standby, or read-only",
+    "25P03": "the server ended a transaction that stood still",
+    "40": "another program changed the same rows",
+    "53": "the server lacks memory or connections",
+    "53100": "the server's disk is full",
+    "55P03": "another program holds a lock",
+    "57014": "a statement took too long and was ended",
+    "57P01": "the server was stopped",
+    "57P02": "the server was stopped",
+    "57P03": "the server starts or stops",
+    "57P05": "the server ended a connection that stood still",
+    "58030": "disk I/O error of the server",
+}
+CORRUPT = {
+    "XX001": "a page of the database is damaged",
+    "XX002": "an index of the database is damaged",
+    "58P01": "a file of the database is missing",
+}
+NO_TABLE = {"3F000", "42P01", "42501"}  # they went, or the right to use them
 STRONGER = ("on", "remote_apply")  # of synchronous_commit
 
 
@@ -216,7 +244,7 @@ class PostgresWriter:
             raise
 
     def note_wiped(self) -> None:
-        """Rows of bodies were wiped, and are to be deleted (erasure.py)."""
+        """Rows of bodies were wiped, and are to be deleted (backend.py)."""
         self.has_wiped = True
 
     def _notice(self, notice: Any) -> None:
@@ -361,3 +389,27 @@ def _holder(conn: Any) -> str:
         (name,) = conn.execute("SELECT name FROM owner").fetchone()
         return name or "another process"
     return "another process"
+
+
+def explained(error: Any, shown: str) -> Exception:
+    """The PensieveError for a driver's error; one that should not happen is returned as it is.
+
+    A password never gets into it: the address is shown without one, and libpq's own sentences name host, port
+    and user (config/parsing.py refuses an address whose parts it might take for something else).
+    """
+    code = error.sqlstate or ""
+    if code == DISK_FULL:
+        return DiskFull(f"the history {shown}: {UNAVAILABLE[code]}")
+    for table, kind in ((CORRUPT, StoreCorrupt), (UNAVAILABLE, StoreUnavailable)):
+        words = table.get(code) or table.get(code[:2])
+        if words is not None:
+            return kind(f"the history {shown}: {words}")
+    if code in NO_TABLE or (not code and _is_operational(error)):
+        return StoreUnavailable(f"the history {shown}: {one_line(error)}")
+    assert isinstance(error, Exception)
+    return error
+
+
+def _is_operational(error: Any) -> bool:
+    """Without a code: the server did not answer, or went away."""
+    return any(each.__name__ == "OperationalError" for each in type(error).__mro__)

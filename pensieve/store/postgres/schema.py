@@ -9,7 +9,7 @@ Three things are here that SQLite has otherwise:
 
     owner          one row: which process has the history, or had it last (connection.py), and whether
                    damage was found
-    bodies_wiped   the index of wiped bodies, which are deleted in steps (erasure.py); in SQLite they stay
+    bodies_wiped   the index of wiped bodies, which are deleted in steps (backend.py); in SQLite they stay
     numbers        come from sequences: a number that was given out is never given out again
 """
 

@@ -1,38 +1,45 @@
-"""What the store's SQL runs on.
+"""What the store's SQL runs on, where the database is PostgreSQL.
+
+The SQL of the store runs on both databases.  So it knows no `lastrowid` and no `rowcount` (RETURNING is in
+both), no `max` and `min` of two values, names a column with its table where an upsert has two of them, and
+compares numbers with numbers and truth with truth.  Only its placeholders are translated.
 
 In a transaction nobody waits for a statement but who looks at its result (wire.py).  Savepoints keep what is
 inside them apart: what ends one is waited for, so an error that nobody has waited for is raised before it.
 Outside of a transaction each statement is one by itself, and is waited for.
 
-Numbers of new rows are reserved (numbered.py): the sequence gives a hundred with one question.  A reserve
-belongs to a connection, since a server that crashed before a commit may give the same numbers again.
+Numbers of new rows are reserved (`insert_numbered` of backend.py): the sequence gives a hundred with one
+question.  A reserve belongs to a connection, since a server that crashed before a commit may give the same
+numbers again.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from pensieve.errors import StoreUnavailable
-from pensieve.store.numbered import KEYS, ServerSession
-from pensieve.store.postgres import dialect
+from pensieve.store.backend import NUMBER_COLUMNS, ServerSession, TimeLimit
 from pensieve.store.postgres.wire import Result, Wire
-from pensieve.store.time_limit import TimeLimit
 
+STATEMENTS_MAX = 1024  # that are remembered; those with a list in them differ
+PLACEHOLDER = re.compile(r"\?|(?<!:):([a-z_]+)")
 RESERVED_AT_ONCE = 100
-NUMBERS = "SELECT nextval(pg_get_serial_sequence(?, ?)) FROM generate_series(1, ?)"
+NEXT_NUMBERS = "SELECT nextval(pg_get_serial_sequence(?, ?)) FROM generate_series(1, ?)"
 
 
 class Reserve:
     """Numbers of one connection, by table."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, list[int]] = {table: [] for table in KEYS}
+        self._numbers: dict[str, list[int]] = {table: [] for table in NUMBER_COLUMNS}
 
     def take(self, session: Session, table: str) -> int:
         numbers = self._numbers[table]
         if not numbers:
-            found = session.execute(NUMBERS, (table, KEYS[table], RESERVED_AT_ONCE))
+            found = session.execute(NEXT_NUMBERS, (table, NUMBER_COLUMNS[table], RESERVED_AT_ONCE))
             numbers += sorted((number for (number,) in found), reverse=True)
         return numbers.pop()
 
@@ -54,7 +61,7 @@ class Session(ServerSession):
     def execute(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Result:
         if self._limit is not None and self._limit.is_over():
             raise StoreUnavailable("the history: a statement took too long and was ended")
-        statement = dialect.translated(sql)
+        statement = translated(sql)
         if sql.startswith("ROLLBACK"):
             self._wire.clear()  # what failed is what it undoes
         result = self._wire.send(statement.sql, statement.in_order(values))
@@ -74,3 +81,32 @@ class Session(ServerSession):
 
     def take_number(self, table: str) -> int:
         return self._reserve.take(self, table)
+
+
+class Statement(NamedTuple):
+    sql: str
+    names: tuple[str, ...]  # of $1, $2; empty where they have none
+
+    def in_order(self, values: Sequence[Any] | Mapping[str, Any]) -> Sequence[Any]:
+        if isinstance(values, Mapping):
+            return [values[name] for name in self.names]
+        return values
+
+
+@lru_cache(maxsize=STATEMENTS_MAX)
+def translated(sql: str) -> Statement:
+    """A statement of the store's as PostgreSQL wants it: `?` and `:name` become `$1` and so on."""
+    names: list[str] = []
+    num_marks = 0
+
+    def placeholder(match: re.Match[str]) -> str:
+        nonlocal num_marks
+        name = match[1]
+        if name is None:
+            num_marks += 1
+            return f"${num_marks}"
+        if name not in names:
+            names.append(name)
+        return f"${names.index(name) + 1}"
+
+    return Statement(PLACEHOLDER.sub(placeholder, sql), tuple(names))

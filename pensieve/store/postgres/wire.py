@@ -11,21 +11,36 @@ a turn take twice as long.)
     sync       ends what is under way; outside of a transaction that commits each statement before it
 
 A statement is prepared when it comes again, up to STATEMENTS_MAX of them; those with a list in them differ
-each time and are not.  Values go and come as values.py says.  One thread at a time.
+each time and are not.  One thread at a time.  The values:
+
+    to the server    an int is a bigint, however small, so that a statement is prepared once; bytes as they
+                     are, all else as text
+    from it          binary.  A sum of bigints is a `numeric`, and comes back as int; what has another type
+                     than these is left as bytes
+    texts            PostgreSQL refuses the letter NUL.  It is stored as two letters that begin with ESCAPE,
+                     and ESCAPE itself as two others, so every text comes back and equal ones stay equal
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import select
+import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pensieve.store.postgres import values
-
 STATEMENTS_MAX = 256  # that are prepared; the store has fewer
-BINARY = 1
+BOOL, BYTEA, NAME, INT8, INT2, INT4, TEXT, OID = 16, 17, 19, 20, 21, 23, 25, 26
+FLOAT8, VARCHAR, NUMERIC, UNKNOWN = 701, 1043, 1700, 0
+AS_TEXT, AS_BYTES = 0, 1
+NUMERIC_BASE = 10_000  # of its digits
+ESCAPE = "\x1a"
+ESCAPED = {"\0": ESCAPE + "0", ESCAPE: ESCAPE + "1"}
+UNESCAPED = {written: letter for letter, written in ESCAPED.items()}
+TO_ESCAPE = re.compile(f"[\0{ESCAPE}]")
+TO_UNESCAPE = re.compile(f"{ESCAPE}[01]")
 
 
 class Result:
@@ -48,7 +63,7 @@ class Result:
         if self._next >= given.ntuples:
             return None
         self._next += 1
-        return values.row_of(given, self._next - 1)
+        return row_of(given, self._next - 1)
 
     def fetchall(self) -> list[tuple[Any, ...]]:
         return list(self)
@@ -97,7 +112,7 @@ class Wire:
     def send(self, sql: str, given: Sequence[Any] = ()) -> Result:
         """`sql` has its values as $1, $2."""
         self._is_synced = False
-        sent, types, formats = values.sent(given)
+        sent, types, formats = to_send(given)
         key = (sql, types)
         name = self._prepared.get(key)
         if name is None and key in self._known and len(self._prepared) < STATEMENTS_MAX:
@@ -106,12 +121,12 @@ class Wire:
             self._pgconn.send_prepare(name, sql.encode(), types)
             self._sent.append(Result(self, forget=lambda: self._prepared.pop(key)))
         if name is not None:
-            self._pgconn.send_query_prepared(name, sent, formats, BINARY)
+            self._pgconn.send_query_prepared(name, sent, formats, AS_BYTES)
         else:
             if len(self._known) >= 4 * STATEMENTS_MAX:
                 self._known.clear()
             self._known.add(key)
-            self._pgconn.send_query_params(sql.encode(), sent, types, formats, BINARY)
+            self._pgconn.send_query_params(sql.encode(), sent, types, formats, AS_BYTES)
         result = Result(self)
         self._sent.append(result)
         return result
@@ -195,3 +210,89 @@ class Wire:
         for _, found in poll.poll():
             if found & ~select.POLLOUT:
                 self._pgconn.consume_input()
+
+
+def to_send(given: Sequence[Any]) -> tuple[list[bytes | None], tuple[int, ...], list[int]]:
+    """The values of a statement, their types and formats."""
+    written, types, formats = [], [], []
+    for value in given:
+        data, kind = _sent(value)
+        written.append(data)
+        types.append(kind)
+        formats.append(AS_BYTES if kind == BYTEA else AS_TEXT)
+    return written, tuple(types), formats
+
+
+def _sent(value: Any) -> tuple[bytes | None, int]:
+    if value is None:
+        return None, UNKNOWN
+    if isinstance(value, str):
+        return escaped(str(value)).encode(), UNKNOWN  # an enum's text, too
+    if isinstance(value, bool):
+        return (b"t" if value else b"f"), BOOL
+    if isinstance(value, int):
+        return str(int(value)).encode(), INT8
+    if isinstance(value, float):
+        return repr(value).encode(), FLOAT8
+    return bytes(value), BYTEA
+
+
+def row_of(result: Any, number: int) -> tuple[Any, ...]:
+    return tuple(_received(result, number, column) for column in range(result.nfields))
+
+
+def _received(result: Any, row: int, column: int) -> Any:
+    data = result.get_value(row, column)
+    if data is None:
+        return None
+    read = RECEIVED.get(result.ftype(column))
+    return data if read is None else read(data)
+
+
+def _integer(data: bytes) -> int:
+    return int.from_bytes(data, signed=True)
+
+
+def _float(data: bytes) -> float:
+    number: float = struct.unpack(">d", data)[0]
+    return number
+
+
+def _numeric(data: bytes) -> int:
+    """Of a whole number."""
+    num_digits, weight, sign, _ = struct.unpack_from(">hhHH", data)
+    digits = struct.unpack_from(f">{num_digits}h", data, 8)
+    whole: int = sum(each * NUMERIC_BASE ** (weight - place) for place, each in enumerate(digits))
+    return -whole if sign else whole
+
+
+def _text(data: bytes) -> str:
+    return unescaped(data.decode())
+
+
+RECEIVED: dict[int, Callable[[bytes], Any]] = {
+    BOOL: lambda data: data != b"\0",
+    INT2: _integer,
+    INT4: _integer,
+    INT8: _integer,
+    OID: int.from_bytes,
+    FLOAT8: _float,
+    NUMERIC: _numeric,
+    TEXT: _text,
+    VARCHAR: _text,
+    NAME: _text,
+}
+
+
+def escaped(text: str) -> str:
+    """A text that PostgreSQL takes."""
+    if "\0" in text or ESCAPE in text:
+        return TO_ESCAPE.sub(lambda match: ESCAPED[match[0]], text)
+    return text
+
+
+def unescaped(text: str) -> str:
+    """The inverse of `escaped`."""
+    if ESCAPE not in text:
+        return text
+    return TO_UNESCAPE.sub(lambda match: UNESCAPED[match[0]], text)

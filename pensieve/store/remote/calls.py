@@ -13,7 +13,7 @@ way at a time, and the number of a session's last one is committed with it, so a
 is not above it was carried out: its answer is at hand, or is read from what it did (`RECALLED`).  A call that
 failed has changed nothing, and may be carried out again.
 
-**Many in one commit.**  The calls that wait are one group (store/grouping.py), and no answer leaves before
+**Many in one commit.**  The calls that wait are one group (transactions.py), and no answer leaves before
 its commit.  If that fails, each is carried out again by itself, as a call that comes again is: one of them
 may be to blame, and the commit may have come about.  Until then the turns of the group count as running, both
 those that it began and those that it ended, since either may be so on the disk; and which sessions have ended

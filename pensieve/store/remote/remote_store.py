@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
 
 from pensieve.errors import StaleRevision, StoreError
+from pensieve.store.backend import ErasureSteps, WriteFigures
 from pensieve.store.backup.capture import Feed
 from pensieve.store.chains import Chains
 from pensieve.store.conversation_changes import ConversationChanges, Pending, PendingChange
@@ -38,7 +39,6 @@ from pensieve.store.remote import methods
 from pensieve.store.remote.calls import prefix_epoch
 from pensieve.store.remote.methods import METHODS, Kind, Method
 from pensieve.store.responses import Responses
-from pensieve.store.write_figures import WriteFigures
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -140,28 +140,8 @@ def _without_tokens(pending: Pending) -> Pending:
     return replace(pending, messages=messages)
 
 
-class RemoteErasure(_Part):
+class RemoteErasure(_Part, ErasureSteps):
     """What was deleted is erased where the history is, by who has it."""
-
-    pending = False
-    due = False
-
-    def prepare(self) -> None:
-        """Is a part of the deletion there."""
-
-    def resume(self) -> None:
-        """Begins there."""
-
-    def step(self) -> bool:
-        return False
-
-    def in_reserve(self, delete: Callable[[], T]) -> T:
-        """There is no reserve here."""
-        return delete()
-
-    def has_room(self) -> bool:
-        """Who has the history knows it."""
-        return True
 
     def finish(self) -> None:
         self._store.finish_erasure()

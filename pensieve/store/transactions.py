@@ -1,4 +1,4 @@
-"""Keeps `running` rows to turns that this process computes, also when writes fail.
+"""The store's transactions: they keep `running` rows to turns that this process computes.
 
 A turn is *live* from the return of `begin_turn` to the call that ends it, and only live turns may have a
 `running` row.  Two things break the rule: a process that died left `running` rows behind, and a write that
@@ -14,6 +14,19 @@ Reads come before that transaction and cannot wait for one, because a client tha
 running sends nothing that would write.  So they return a dead row as the interrupted turn that it will be.
 A turn whose end was written is not live either, but a reader's snapshot may be older than the commit (several
 calls may be in one commit): there it runs.  So the last ENDED_MAX of those are remembered.
+
+**Groups.**  A commit costs a sync of the disk, which is most of what a turn costs the history.  Whoever has
+several calls at hand (the history service, for many daemons) runs them in one group:
+
+    with transactions.group():        BEGIN
+        store.begin_turn(...)             SAVEPOINT, its statements, RELEASE
+        store.finish_turn(...)            SAVEPOINT, its statements, RELEASE
+                                      COMMIT
+
+A call that fails is rolled back to its savepoint and leaves the others as they are; it fails with an error of
+ours (NotFound, TurnRunning, …), raised by the code between the statements.  An error of the database itself
+(a full disk, a lost connection) says nothing about which of them is to blame, so it ends the group, and all
+of it is rolled back.  Nothing of a group is on the disk before `group` returns, so nobody may be told before.
 """
 
 from __future__ import annotations
@@ -23,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pensieve.errors import NotFound
+from pensieve.errors import NotFound, PensieveError
 from pensieve.store import turn_rows
 from pensieve.store.backend import Transactions
 from pensieve.store.records import Conversation, StoredTurn, TurnState
@@ -35,8 +48,8 @@ if TYPE_CHECKING:
 ENDED_MAX = 10_000  # many more than end while a reader has a snapshot
 
 
-class RunningRows:
-    """The live turns of this process, and the transactions that keep the `running` rows theirs."""
+class StoreTransactions:
+    """Used in one thread at a time, like the connection beneath; `as_read` and `turn_as_read` in any."""
 
     def __init__(self, writer: Transactions, now: Callable[[], float]) -> None:
         self._writer = writer
@@ -44,13 +57,17 @@ class RunningRows:
         self._live: set[int] = set()
         self._ended: dict[int, None] = {}  # turns whose end was written, the oldest first
         self._unsure = True
+        self._group: Connection | None = None  # that of the group that runs
+        self._depth = 0  # savepoints inside of each other
+
+    # -- transactions --
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """One transaction, in which every `running` row is live."""
         self.interrupt_dead()
         try:
-            with self._writer.writing() as conn:
+            with self._transaction() as conn:
                 yield conn
         except BaseException:
             self._unsure = True
@@ -70,7 +87,9 @@ class RunningRows:
                     is_late = True
                     raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
                 yield conn
-            self._note_ended(turn_id)
+            self._ended[turn_id] = None
+            if len(self._ended) > ENDED_MAX:
+                del self._ended[next(iter(self._ended))]
         except BaseException:
             self._unsure = True
             self._ended.pop(turn_id, None)
@@ -79,10 +98,47 @@ class RunningRows:
             if not (is_late and was_live):
                 self._live.discard(turn_id)
 
-    def _note_ended(self, turn_id: int) -> None:
-        self._ended[turn_id] = None
-        if len(self._ended) > ENDED_MAX:
-            del self._ended[next(iter(self._ended))]
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """Statements outside a transaction, or in the group that runs."""
+        if self._group is not None:
+            yield self._group
+            return
+        with self._writer.reading() as conn:
+            yield conn
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """One transaction around the calls of the block."""
+        with self._writer.writing() as conn:
+            self._group, self._depth = conn, 0
+            try:
+                yield
+            finally:
+                self._group = None
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        conn = self._group
+        if conn is None:
+            with self._writer.writing() as alone:
+                yield alone
+            return
+        self._depth += 1
+        name = f"call_{self._depth}"
+        conn.execute(f"SAVEPOINT {name}")
+        try:
+            yield conn
+        except PensieveError:
+            conn.execute(f"ROLLBACK TO SAVEPOINT {name}")
+            conn.execute(f"RELEASE SAVEPOINT {name}")
+            raise
+        else:
+            conn.execute(f"RELEASE SAVEPOINT {name}")
+        finally:
+            self._depth -= 1
+
+    # -- live turns --
 
     def add(self, turn_id: int) -> None:
         """A turn has begun, perhaps again; it is live from now on."""
@@ -91,7 +147,7 @@ class RunningRows:
 
     def keep(self) -> None:
         """Every turn that is `running` now is live."""
-        with self._writer.reading() as conn:
+        with self.reading() as conn:
             self._live.update(turn_rows.running_turns(conn))
 
     @property
@@ -121,7 +177,7 @@ class RunningRows:
         """Interrupt every turn with a dead row; returns their ids."""
         if not self._unsure:
             return []
-        with self._writer.writing() as conn:
+        with self._transaction() as conn:
             dead = [turn for turn in turn_rows.running_turns(conn) if turn not in self._live]
             for turn_id in dead:
                 turn_rows.interrupt_turn(conn, turn_id, self._now())
