@@ -57,20 +57,16 @@ start a thread that calls `turn.cancel()`.
 """
 
 from pensieve.client.addresses import AddressState
-from pensieve.client.aio import AsyncClient, AsyncConversation
+from pensieve.client.aio import AsyncClient, AsyncConversation, AsyncPrefix, AsyncTurn
 from pensieve.client.aio_jobs import AsyncJobs
-from pensieve.client.aio_prefix import AsyncPrefix
-from pensieve.client.aio_turn import AsyncTurn
-from pensieve.client.client import Client, Conversation
-from pensieve.client.job_values import Job
+from pensieve.client.client import Client, Conversation, Prefix, Turn
 from pensieve.client.jobs import Jobs
-from pensieve.client.prefix import Prefix
 from pensieve.client.requests import SamplingOptions, SendOptions
 from pensieve.client.retry import Retry
-from pensieve.client.turn import Turn
 from pensieve.client.values import (
     ConversationState,
     Delta,
+    Job,
     Message,
     PrefixState,
     Reply,

@@ -1,8 +1,10 @@
 """The addresses of a client: which are out of reach, where each conversation is at home; no socket in here.
 
 **Where a request goes.**  A request about a conversation (or a job) goes to the address that its id has the
-highest rendezvous score with (rendezvous.py), unless a daemon has named another one of these addresses as
-its home.  Other requests go to the first address of the list that works, and stay there.
+highest `score` with (rendezvous hashing), unless a daemon has named another one of these addresses as its
+home.  The further scores say which address is next.  So all clients that name the addresses alike agree, in
+any language; when an address leaves, only its own keys move, and when one is added, it takes its share from
+all others alike.  Other requests go to the first address of the list that works, and stay there.
 
 **An address that fails** is avoided for a pause that doubles with each failure in a row, with jitter and a
 bound (those of `Retry`).  After it, one request looks whether the daemon serves (its health), and the address
@@ -29,17 +31,17 @@ homes is bounded: HOMES_MAX, the one that was used longest ago is forgotten.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pensieve.client.rendezvous import ranked
 from pensieve.client.requests import new_id
 from pensieve.client.retry import Retry
-from pensieve.client.shown import shown
+from pensieve.client.values import shown
 from pensieve.errors import (
     DeadlineExceeded,
     Loading,
@@ -361,6 +363,21 @@ class Route:
         self._addresses.failed(self.at, str(error))
         self._addresses.forget_home(self.key, self.at)
         self._tried[self.at], self._first = error, ""
+
+
+def score(key: str, name: str) -> int:
+    """How much an address attracts a key: a whole number below 2 ** 64.
+
+    It is the first 8 bytes, big-endian, of SHA-256(name + "\\n" + key), in UTF-8.  No name holds a newline,
+    so two pairs never hash the same bytes.
+    """
+    digest = hashlib.sha256(f"{name}\n{key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def ranked(key: str, names: Iterable[str]) -> list[str]:
+    """The addresses for a key, its home first; the order in which they are given does not matter."""
+    return sorted(names, key=lambda name: (score(key, name), name), reverse=True)
 
 
 def is_waited_for(error: PensieveError) -> bool:

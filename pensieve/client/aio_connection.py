@@ -20,18 +20,15 @@ from pensieve.client.addresses import Addresses, Route
 from pensieve.client.channel import (
     CHECK_SECONDS,
     HEALTH_METHOD,
-    OPTIONS,
-    SEVERAL_OPTIONS,
+    NOT_SERVING,
+    BaseConnection,
     Tls,
-    credentials_of,
     home_in,
     key_of,
-    metadata_of,
     routed,
 )
 from pensieve.client.grpc_errors import error_of_call
 from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
-from pensieve.client.turn_progress import TurnCourse
 from pensieve.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -45,9 +42,6 @@ from pensieve.v1 import conversation_pb2_grpc, jobs_pb2_grpc, status_pb2
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Sleep = Callable[[float], Awaitable[None]]
-
-
-NOT_SERVING = "it does not serve at present"
 
 
 class AsyncEnding:
@@ -76,36 +70,23 @@ class AsyncLink:
         )
 
 
-class AsyncConnection:
+class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", AsyncEnding]):
     """The channels to a client's addresses, and its token.  The tasks of one event loop may use it."""
 
     def __init__(self, addresses: Addresses, token: str | None, tls: Tls) -> None:
-        self.addresses = addresses
-        self._metadata = metadata_of(token)
-        self._closed = False
-        self._credentials = credentials_of(tls)
-        self._endings: set[AsyncEnding] = set()
-        self._reading: dict[TurnCourse, AsyncStream[pb.SendMessageResponse]] = {}  # turns
-        self._attached: dict[str, TurnCourse] = {}  # of these, the last of each conversation
+        super().__init__(addresses, token, tls)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: dict[str, AsyncLink] = {}  # of the addresses that were used
-
-    def route(self, key: str, *, is_of_one: bool = False) -> Route:
-        """The way of a request about this conversation or job; while its turn is read, to where that is."""
-        course = self._attached.get(key)
-        at = course.route.at if course is not None else ""
-        return Route(self.addresses, key, at, is_of_one=is_of_one)
 
     def link(self, name: str) -> AsyncLink:
         """The channel to an address, opened on first use."""
         if name not in self._links:
             self._check_open()
             self._loop = asyncio.get_running_loop()
-            options = SEVERAL_OPTIONS if self.addresses.are_several else OPTIONS
             if self._credentials is None:
-                channel = grpc.aio.insecure_channel(name, options=options)
+                channel = grpc.aio.insecure_channel(name, options=self._options)
             else:
-                channel = grpc.aio.secure_channel(name, self._credentials, options=options)
+                channel = grpc.aio.secure_channel(name, self._credentials, options=self._options)
             self._links[name] = AsyncLink(channel)
         return self._links[name]
 
@@ -196,21 +177,6 @@ class AsyncConnection:
         responses = method(link)(request, timeout=deadline.left(), metadata=metadata)
         return AsyncStream(responses, deadline, route, self._check_cancelled)
 
-    # -- turns that are read --
-
-    def begin_reading(
-        self, course: TurnCourse, stream: AsyncStream[pb.SendMessageResponse]
-    ) -> None:
-        """The turn is attached: what else is about its conversation goes where it is."""
-        self._reading[course] = stream
-        self._attached[course.request.conversation_id] = course
-
-    def end_reading(self, course: TurnCourse) -> None:
-        """It no longer is.  A finalizer may call it."""
-        self._reading.pop(course, None)
-        if self._attached.get(course.request.conversation_id) is course:
-            self._attached.pop(course.request.conversation_id, None)
-
     # -- turns that are left --
 
     async def end_turn(
@@ -296,10 +262,6 @@ class AsyncConnection:
         await self._wait(list(self._endings.copy()), Deadline(None))
         for link in [*self._links.values()]:
             await link.channel.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidArgument("client", "is closed")
 
     def _check_cancelled(self) -> None:
         """After a CancelledError: raises InvalidArgument if it came from `close`, not from this task."""

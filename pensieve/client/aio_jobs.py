@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 from typing import TypedDict
 
 from pensieve.client.aio_caller import AsyncCaller
-from pensieve.client.job_upload import JobSource, JobUpload
-from pensieve.client.job_values import RESULT_KINDS, Job, job_of
-from pensieve.client.requests import check_id, check_text
+from pensieve.client.requests import JobSource, JobUpload, check_id, check_text
 from pensieve.client.retry import Deadline, Tries
+from pensieve.client.values import RESULT_KINDS, Job, job_of
 from pensieve.errors import (
     AlreadyExists,
     InvalidArgument,

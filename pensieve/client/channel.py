@@ -1,14 +1,17 @@
-"""What a gRPC channel to a daemon is opened with: address, TLS, token and channel options."""
+"""What the gRPC channels of both clients share: addresses, TLS, token, options, and the turns being read."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
 
+from pensieve.client.addresses import Addresses, Route
 from pensieve.client.requests import ID_PATTERN
+from pensieve.client.turn_progress import TurnCourse
 from pensieve.errors import ConfigError, InvalidArgument
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -34,9 +37,12 @@ SESSION_KEY = "session_id"  # Ray Serve's name on gRPC; another one scatters cal
 HOME_KEY = "pensieve-home"  # a daemon that has forwarded a call says where the conversation is
 CHECK_SECONDS = 2.0  # that an address which failed has to say that it serves
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+NOT_SERVING = "it does not serve at present"
 Address = str | Sequence[str]
 Tls = bool | str | Path | grpc.ChannelCredentials
 Metadata = tuple[tuple[str, str], ...]
+AnyStream = TypeVar("AnyStream")
+AnyEnding = TypeVar("AnyEnding")
 
 
 def names_of(address: Address | None) -> tuple[str, ...]:
@@ -102,3 +108,38 @@ def routed(metadata: Metadata, key: str) -> Metadata:
 def home_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """Where a daemon says that the conversation is; empty if it says nothing."""
     return next((str(value) for name, value in metadata or () if name == HOME_KEY), "")
+
+
+class BaseConnection(Generic[AnyStream, AnyEnding]):
+    """What the connections of both clients have: addresses, a token, and the turns that are being read."""
+
+    def __init__(self, addresses: Addresses, token: str | None, tls: Tls) -> None:
+        self.addresses = addresses
+        self._metadata = metadata_of(token)
+        self._closed = False
+        self._credentials = credentials_of(tls)
+        self._options = SEVERAL_OPTIONS if addresses.are_several else OPTIONS
+        self._endings: set[AnyEnding] = set()  # of turns that were left
+        self._reading: dict[TurnCourse, AnyStream] = {}  # turns
+        self._attached: dict[str, TurnCourse] = {}  # of these, the last of each conversation
+
+    def route(self, key: str, *, is_of_one: bool = False) -> Route:
+        """The way of a request about this conversation or job; while its turn is read, to where that is."""
+        course = self._attached.get(key)
+        at = course.route.at if course is not None else ""
+        return Route(self.addresses, key, at, is_of_one=is_of_one)
+
+    def begin_reading(self, course: TurnCourse, stream: AnyStream) -> None:
+        """The turn is attached: what else is about its conversation goes where it is."""
+        self._reading[course] = stream
+        self._attached[course.request.conversation_id] = course
+
+    def end_reading(self, course: TurnCourse) -> None:
+        """It no longer is.  A finalizer may call it."""
+        self._reading.pop(course, None)
+        if self._attached.get(course.request.conversation_id) is course:
+            self._attached.pop(course.request.conversation_id, None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidArgument("client", "is closed")

@@ -1,4 +1,4 @@
-"""The SDK for threads: `Client` and `Conversation`.
+"""The SDK for threads: `Client`, `Conversation`, `Turn` and `Prefix`.
 
 Generated from aio.py by scripts/generate_sync_client; do not edit.
 """
@@ -6,12 +6,13 @@ Generated from aio.py by scripts/generate_sync_client; do not edit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Unpack
 
 from pensieve.client.caller import PAGE_SIZE, Caller
 from pensieve.client.channel import CHECK_SECONDS
+from pensieve.client.connection import Stream
 from pensieve.client.jobs import Jobs
-from pensieve.client.prefix import Prefix
 from pensieve.client.requests import (
     MessageInput,
     SendOptions,
@@ -21,23 +22,26 @@ from pensieve.client.requests import (
     fork_request,
     import_requests,
     new_id,
+    prefix_request,
     send_request,
 )
 from pensieve.client.retry import Deadline
-from pensieve.client.turn import Turn
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
+    Delta,
     Message,
     PrefixState,
     Reply,
+    Restarted,
     ServerInfo,
     info_of,
     message_of,
     prefix_of,
     state_of,
+    whole_prefix_of,
 )
-from pensieve.errors import DeadlineExceeded, Unavailable
+from pensieve.errors import DeadlineExceeded, PensieveError, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
 
 
@@ -81,7 +85,7 @@ class Client(Caller):
 
     def prefix(self, prefix_id: str) -> Prefix:
         """The prefix with this `prefix_id`, whether it is declared yet or not; sends nothing."""
-        return Prefix(self._call_named, check_id(prefix_id, "prefix_id"))
+        return Prefix(self, check_id(prefix_id, "prefix_id"))
 
     def prefixes(self, timeout: float | None = None) -> Iterator[PrefixState]:
         """Iterate over the declared prefixes of this client's tenant, the oldest first.
@@ -116,12 +120,6 @@ class Client(Caller):
         request = pb.GetServerInfoRequest()
         answer = self.call(lambda at: at.stub.GetServerInfo, request, timeout, repeat=True)
         return info_of(answer.server)
-
-    def _call_named(
-        self, method: str, request: Any, timeout: float | None, *, repeat: bool = False
-    ) -> Any:
-        """Call a method of ConversationService by its name."""
-        return self.call(lambda at: getattr(at.stub, method), request, timeout, repeat=repeat)
 
 
 class Conversation:
@@ -261,7 +259,7 @@ class Conversation:
             self.client._connection.route(self.conversation_id),
             options.get("keep_partial", True),
         )
-        return Turn(self.client._connection, course, self.client._sleep, self.cancel)
+        return Turn(self, course)
 
     def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
         """Send a message and wait for the whole reply; takes the arguments of `send`.
@@ -356,3 +354,229 @@ class Conversation:
         )
         answer = self.client.call(lambda at: at.stub.CancelTurn, request, timeout, repeat=True)
         return answer.was_running
+
+
+class Turn:
+    """A message that is sent and its reply; made by `Conversation.send`.
+
+    Iterate over it once for the pieces of the reply: each is a `Delta`, or a `Restarted` when the server
+    had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
+    again, and nothing is given out twice.  One thread at a time may iterate.
+
+    A turn is left if it is closed, or its `with` ends, or it is dropped as by a `break` in the loop
+    over `send(...)`, or its timeout passes, or an exception such as CancelledError or KeyboardInterrupt
+    interrupts the wait for its next piece.  The server ends it at once: what was delivered stays in the
+    history, or nothing does (`keep_partial`), and the next message may be sent.  Where nothing was delivered
+    nothing stays.  Leaving waits for the server, two seconds at most; one that does not answer ends the turn
+    when it notices that nobody reads, and keeps nothing of it.  A turn whose reply was complete before the
+    server heard of it stays whole.
+
+    `cancel` ends a turn too, and keeps all that was generated; the iteration goes on to the end of that.
+    """
+
+    def __init__(self, conversation: Conversation, course: TurnCourse) -> None:
+        self.conversation_id = course.request.conversation_id
+        self.request_id = course.request.request_id
+        self._stream: Stream[pb.SendMessageResponse] | None = None  # while it is attached
+        self._connection = conversation.client._connection
+        self._sleep = conversation.client._sleep
+        self._cancel = conversation.cancel
+        self._course = course
+
+    def __repr__(self) -> str:
+        which = f"{type(self).__name__} {self.turn_id or self.request_id}"
+        return f"<{which} of {self.conversation_id!r}: {self._course.standing}>"
+
+    def __iter__(self) -> Turn:
+        return self
+
+    def __next__(self) -> Delta | Restarted:
+        try:
+            event = self._next()
+        except (PensieveError, GeneratorExit):
+            raise
+        except BaseException:  # its reader was interrupted, and leaves
+            self.close()
+            raise
+        if event is None:
+            raise StopIteration
+        return event
+
+    def _next(self) -> Delta | Restarted | None:
+        """The next event; None at the end."""
+        course = self._course
+        while course.under_way:
+            error: PensieveError | None = None
+            try:
+                stream = self._attached()
+                response = stream.read() if stream is not None else None
+            except PensieveError as failure:
+                error, response = failure, None
+            if response is not None:
+                if (event := self._take(response)) is not None:
+                    return event
+                continue
+            self._detach()
+            if error is not None and course.is_over_time(error):
+                request = course.end_request()
+                answer = self._connection.end_turn(request, course.route) if request else None
+                course.time_is_over(error, answer)
+            elif pause := course.stream_ended(error):
+                self._sleep(pause)
+        return None
+
+    @property
+    def turn_id(self) -> str:
+        """The server's id of this turn; empty until the server has accepted it."""
+        return self._course.progress.turn_id
+
+    @property
+    def reply(self) -> Reply:
+        """The whole reply; iterates to the end of the turn if necessary.
+
+        Raises:
+            TurnInterrupted: the turn was left before its end; the message says what stays of it.
+        """
+        for _ in self:
+            pass
+        if (request := self._course.question()) is not None:
+            self._course.was_ended(self._connection.end_turn(request, self._course.route))
+        return self._course.reply
+
+    def cancel(self) -> bool:
+        """End the turn and keep what it has generated; returns whether there was something to end.
+
+        Any thread may call it.  A turn that has not started yet is ended as soon as it does.
+        """
+        self._course.cancelling = True
+        return self._cancel(self.turn_id) if self.turn_id else True
+
+    def close(self) -> None:
+        """Leave the turn: if it has not ended, the server ends it, and keeps what `keep_partial` says."""
+        self._detach()
+        if (request := self._course.leave()) is not None:
+            self._course.was_ended(self._connection.end_turn(request, self._course.route))
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        """It was dropped; nobody can wait for its end but the next call in this conversation."""
+        self._connection.end_reading(self._course)
+        if (request := self._course.leave()) is not None:
+            self._connection.begin_ending(request, self._course.route)
+
+    def _attached(self) -> Stream[pb.SendMessageResponse] | None:
+        """None if another thread has closed the turn, which may have been before the request was sent."""
+        if self._stream is None:
+            course, connection = self._course, self._connection
+            request, deadline = course.request, course.deadline
+            connection.wait_for_endings(request.conversation_id, deadline)
+            course.was_sent = True  # before it is: an interrupt may come in between
+            self._stream = connection.stream(
+                lambda at: at.stub.SendMessage, request, deadline, course.route
+            )
+            connection.begin_reading(course, self._stream)
+            if course.was_left and (end_request := course.end_request()) is not None:
+                self._detach()
+                course.was_ended(connection.end_turn(end_request, course.route))
+        return self._stream
+
+    def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
+        try:
+            event = self._course.take(response)
+        except PensieveError:
+            self._detach()
+            raise
+        if self._course.must_cancel(response):
+            self._cancel(self.turn_id)
+        return event
+
+    def _detach(self) -> None:
+        stream, self._stream = self._stream, None
+        self._connection.end_reading(self._course)
+        if stream is not None:
+            stream.cancel()
+
+
+class Prefix:
+    """A prefix on the server, named by its id: what conversations may begin with.
+
+    Made by `Client.prefix`.  It is tokenized once and its KV is computed once, for all conversations
+    that are created with its id as their `prefix_id`:
+
+        rules = client.prefix("rules")
+        rules.create(system_prompt="Answer in one sentence.", keep_warm=True)
+        client.conversation("trip-42").create(prefix_id="rules")
+
+    It holds no state of its own.  `get`, which may safely be repeated, is retried when the server is
+    unavailable; `create` and `delete` are not.
+    """
+
+    def __init__(self, client: Client, prefix_id: str) -> None:
+        self._client = client
+        self.prefix_id = prefix_id
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.prefix_id!r}>"
+
+    def create(
+        self,
+        *,
+        system_prompt: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+        keep_warm: bool = False,
+        timeout: float | None = None,
+    ) -> PrefixState:
+        """Declare the prefix: a system prompt, tools or messages at least.
+
+        Args:
+            system_prompt: the first message, with the role "system".
+            tools: tools that the model may call, each as the JSON schema its chat template expects.
+            template_options: variables for the model's chat template.
+            messages: few-shot turns, in the form of OpenAI's API (see `send` of a conversation), that a
+                user's message may follow.
+            keep_warm: have the daemon compute its KV now, and again when it was lost.
+            timeout: seconds for the call; None is the client's.
+
+        Raises:
+            AlreadyExists: there is a prefix with this id.
+        """
+        request = prefix_request(
+            self.prefix_id, system_prompt, tools, template_options, messages, keep_warm
+        )
+        answer = self._client.call(lambda at: at.stub.CreatePrefix, request, timeout)
+        return prefix_of(answer.prefix)
+
+    def get(self, timeout: float | None = None) -> PrefixState:
+        """The prefix as it is now, with its messages, tools and options.
+
+        `timeout` is in seconds, retries included; None is the client's.
+
+        Raises:
+            NotFound: there is no such prefix.
+        """
+        request = pb.GetPrefixRequest(prefix_id=self.prefix_id)
+        answer = self._client.call(lambda at: at.stub.GetPrefix, request, timeout, repeat=True)
+        return whole_prefix_of(answer)
+
+    def delete(self, timeout: float | None = None) -> None:
+        """Delete the prefix.  Conversations that began under it stay whole.
+
+        `timeout` is in seconds; None is the client's.
+
+        Raises:
+            NotFound: there is no such prefix.
+        """
+        request = pb.DeletePrefixRequest(prefix_id=self.prefix_id)
+        self._client.call(lambda at: at.stub.DeletePrefix, request, timeout)

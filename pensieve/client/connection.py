@@ -34,21 +34,17 @@ from pensieve.client.addresses import Addresses, Route
 from pensieve.client.channel import (
     CHECK_SECONDS,
     HEALTH_METHOD,
-    OPTIONS,
-    SEVERAL_OPTIONS,
+    NOT_SERVING,
+    BaseConnection,
     Tls,
-    credentials_of,
     home_in,
     key_of,
-    metadata_of,
     routed,
 )
 from pensieve.client.grpc_errors import error_of_call
 from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
-from pensieve.client.turn_progress import TurnCourse
 from pensieve.errors import (
     DeadlineExceeded,
-    InvalidArgument,
     NotFound,
     PensieveError,
     Unavailable,
@@ -59,9 +55,6 @@ from pensieve.v1 import conversation_pb2_grpc, jobs_pb2_grpc, status_pb2
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Sleep = Callable[[float], None]
-
-
-NOT_SERVING = "it does not serve at present"
 
 
 class Ending:
@@ -114,27 +107,15 @@ class Link:
         )
 
 
-class Connection:
+class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
     """The channels to a client's addresses and its token.  Any number of threads may use it."""
 
     def __init__(self, addresses: Addresses, token: str | None, tls: Tls) -> None:
-        self.addresses = addresses
-        self._metadata = metadata_of(token)
-        self._closed = False
-        self._credentials = credentials_of(tls)
-        self._endings: set[Ending] = set()
-        self._reading: dict[TurnCourse, Stream[pb.SendMessageResponse]] = {}  # turns
-        self._attached: dict[str, TurnCourse] = {}  # of these, the last of each conversation
+        super().__init__(addresses, token, tls)
         self._opening = threading.Lock()
         self._links: dict[str, Link] = {}  # of the addresses that were used
         _standby.start()
         _open.add(self)
-
-    def route(self, key: str, *, is_of_one: bool = False) -> Route:
-        """The way of a request about this conversation or job; while its turn is read, to where that is."""
-        course = self._attached.get(key)
-        at = course.route.at if course is not None else ""
-        return Route(self.addresses, key, at, is_of_one=is_of_one)
 
     def link(self, name: str) -> Link:
         """The channel to an address, opened on first use."""
@@ -143,11 +124,10 @@ class Connection:
         with self._opening:
             if name not in self._links:
                 self._check_open()
-                options = SEVERAL_OPTIONS if self.addresses.are_several else OPTIONS
                 if self._credentials is None:
-                    channel = grpc.insecure_channel(name, options=options)
+                    channel = grpc.insecure_channel(name, options=self._options)
                 else:
-                    channel = grpc.secure_channel(name, self._credentials, options=options)
+                    channel = grpc.secure_channel(name, self._credentials, options=self._options)
                 self._links[name] = Link(channel)
             return self._links[name]
 
@@ -229,19 +209,6 @@ class Connection:
         metadata = routed(self._metadata, key_of(request))
         responses = method(link)(request, timeout=deadline.left(), metadata=metadata)
         return Stream(responses, deadline, route)
-
-    # -- turns that are read --
-
-    def begin_reading(self, course: TurnCourse, stream: Stream[pb.SendMessageResponse]) -> None:
-        """The turn is attached: what else is about its conversation goes where it is."""
-        self._reading[course] = stream
-        self._attached[course.request.conversation_id] = course
-
-    def end_reading(self, course: TurnCourse) -> None:
-        """It no longer is.  A finalizer may call it."""
-        self._reading.pop(course, None)
-        if self._attached.get(course.request.conversation_id) is course:
-            self._attached.pop(course.request.conversation_id, None)
 
     # -- turns that are left --
 
@@ -332,10 +299,6 @@ class Connection:
         """At the end of the program; gRPC is not touched by this thread, for its locks may be held."""
         endings = [ending for connection in list(_open) for ending in connection._leave()]
         Connection._wait(endings, Deadline(None))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidArgument("client", "is closed")
 
 
 atexit.register(Connection._leave_all)

@@ -6,22 +6,27 @@ have) raises InvalidArgument here and is never sent.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
 from google.protobuf import json_format, struct_pb2
 
 from pensieve.client.values import ROLE_NUMBERS
-from pensieve.errors import InvalidArgument
+from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import jobs_pb2
 
+JobSource = str | Path | bytes | Iterable[bytes]
 MessageInput = str | Sequence[Mapping[str, Any]]
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 PIECE_MESSAGES = 127  # of a history that is imported
 PIECE_BYTES = 256 << 10  # as much as the arguments of a request's calls may have
+CHUNK_BYTES = 256 << 10  # of a job's file
 MESSAGE_KEYS = ("role", "content", "tool_call_id", "tool_calls", "reasoning_content", "name")
 PRIORITY_MAX = 8
 
@@ -294,6 +299,64 @@ def fork_request(
     if at_revision is not None:
         request.at_revision = at_revision
     return request
+
+
+class JobUpload:
+    """A file on its way to a daemon, as the messages of a CreateJob; `messages` makes them anew for each try.
+
+    A file on the disk or bytes can be sent again, pieces from an iterable cannot.  A file that cannot be
+    read, or an iterable that fails, ends the messages without the last one, so that the daemon stores
+    nothing; the error is kept for the caller.
+    """
+
+    def __init__(
+        self,
+        source: JobSource,
+        job_id: str | None,
+        name: str,
+        endpoint: str,
+        check_only: bool,
+    ) -> None:
+        self.error: Exception | None = None  # of the source
+        self.can_repeat = isinstance(source, str | Path | bytes)
+        self._source = source
+        self.header = jobs_pb2.JobHeader(
+            job_id=new_id() if job_id is None else check_id(job_id, "job_id"),
+            name=check_text("name", name),
+            endpoint=check_text("endpoint", endpoint),
+            check_only=check_only,
+        )
+        if self.can_repeat:
+            digest = hashlib.sha256()
+            for chunk in self._chunks():
+                digest.update(chunk)
+                self.header.num_bytes += len(chunk)
+            self.header.sha256 = digest.hexdigest()
+
+    def messages(self) -> Iterator[jobs_pb2.CreateJobRequest]:
+        """To be sent in this order."""
+        yield jobs_pb2.CreateJobRequest(header=self.header)
+        try:
+            for chunk in self._chunks():
+                yield jobs_pb2.CreateJobRequest(chunk=chunk)
+        except Exception as error:
+            self.error = error
+            return
+        yield jobs_pb2.CreateJobRequest(complete=True)
+
+    def _chunks(self) -> Iterator[bytes]:
+        source = self._source
+        if isinstance(source, str | Path):
+            try:
+                with Path(source).open("rb") as file:
+                    while chunk := file.read(CHUNK_BYTES):
+                        yield chunk
+            except OSError as error:
+                raise ConfigError(f"cannot read {source}: {error.strerror}") from error
+            return
+        for each in [source] if isinstance(source, bytes) else source:
+            for first in range(0, len(each), CHUNK_BYTES):
+                yield each[first : first + CHUNK_BYTES]
 
 
 def struct(name: str, value: Mapping[str, Any]) -> struct_pb2.Struct:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf import json_format
 
-from pensieve.client.shown import shown
 from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import jobs_pb2
 
+T = TypeVar("T")
 ROLES: dict[pb.Role.ValueType, str] = {
     pb.ROLE_SYSTEM: "system",
     pb.ROLE_USER: "user",
@@ -46,6 +47,57 @@ STATES: dict[int, str] = {
     pb.SERVER_STATE_DRAINING: "draining",
     pb.SERVER_STATE_READ_ONLY: "read_only",
 }
+JOB_STATES: dict[int, str] = {
+    jobs_pb2.JOB_STATE_RECEIVING: "receiving",
+    jobs_pb2.JOB_STATE_CHECKING: "checking",
+    jobs_pb2.JOB_STATE_WAITING: "waiting",
+    jobs_pb2.JOB_STATE_RUNNING: "running",
+    jobs_pb2.JOB_STATE_PAUSED: "paused",
+    jobs_pb2.JOB_STATE_ENDED: "ended",
+}
+JOB_OUTCOMES: dict[int, str] = {
+    jobs_pb2.JOB_OUTCOME_UNSPECIFIED: "",
+    jobs_pb2.JOB_OUTCOME_COMPLETED: "completed",
+    jobs_pb2.JOB_OUTCOME_CANCELLED: "cancelled",
+    jobs_pb2.JOB_OUTCOME_FAILED: "failed",
+    jobs_pb2.JOB_OUTCOME_CHECKED: "checked",
+}
+RESULT_KINDS: dict[str, jobs_pb2.ResultKind.ValueType] = {
+    "all": jobs_pb2.RESULT_KIND_UNSPECIFIED,
+    "answers": jobs_pb2.RESULT_KIND_ANSWERS,
+    "errors": jobs_pb2.RESULT_KIND_ERRORS,
+}
+TEXT_CHARACTERS_MAX = 60
+ITEMS_MAX = 6
+
+
+def shown(value: Any) -> str:
+    """The `__repr__` of a dataclass: its class, and the fields that are neither empty nor as by default."""
+    named = {each.name: (getattr(value, each.name), each.default) for each in fields(value)}
+    parts = [
+        f"{name}={_short(given)}"
+        for name, (given, default) in named.items()
+        if given != default and given not in ("", (), {})
+    ]
+    return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def _short(given: Any) -> str:
+    if isinstance(given, str):
+        if len(given) <= TEXT_CHARACTERS_MAX:
+            return repr(given)
+        return f"{given[:TEXT_CHARACTERS_MAX] + '…'!r} ({len(given):,} characters)"
+    if isinstance(given, float):
+        return f"{given:.4g}"
+    if isinstance(given, datetime):
+        return given.isoformat(timespec="seconds")
+    if isinstance(given, tuple) and len(given) > ITEMS_MAX:
+        first = ", ".join(_short(item) for item in given[:ITEMS_MAX])
+        return f"({first}, … {len(given):,} in all)"
+    if isinstance(given, Mapping):
+        items = ", ".join(f"{key!r}: {_short(item)}" for key, item in [*given.items()][:ITEMS_MAX])
+        return f"{{{items}{', …' if len(given) > ITEMS_MAX else ''}}}"
+    return repr(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +362,68 @@ class ServerInfo:
     __repr__ = shown
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A batch job at one moment.
+
+    Attributes:
+        job_id: its name.
+        tenant: whose it is.
+        name: as it was given to `create`.
+        sha256: of the file, in hexadecimal digits.
+        num_bytes: the length of the file.
+        endpoint: as it was given to `create`.
+        check_only: as it was given to `create`.
+        state: "receiving", "checking", "waiting" (for its turn among the jobs), "running", "paused" or
+            "ended"; "unknown" if a newer server says so, as the next one.
+        outcome: once it has ended: "completed", "cancelled", "failed" or "checked"; empty before.
+        problem: why it has failed, in one line; empty as a rule.
+        num_lines: that have a request.
+        num_answered: of these, those that have an answer,
+        num_refused: those with which something is wrong,
+        num_running: and those that are being computed.
+        prompt_tokens: of what was answered.
+        saved_tokens: of these, those that were not computed, because another request of the job begins with
+            them.
+        output_tokens: of the answers.
+        tokens_per_second: prompt and output tokens of the latest time; 0 while it does not run.
+        seconds_left: until it has ended, as it goes now; None while nobody can say.
+        created_at: when its file had begun to come, in UTC.
+        started_at: when it ran first; None before.
+        ended_at: when it ended; None before.
+    """
+
+    job_id: str
+    tenant: str
+    name: str
+    sha256: str
+    num_bytes: int
+    endpoint: str
+    check_only: bool
+    state: str
+    outcome: str
+    problem: str
+    num_lines: int
+    num_answered: int
+    num_refused: int
+    num_running: int
+    prompt_tokens: int
+    saved_tokens: int
+    output_tokens: int
+    tokens_per_second: float
+    seconds_left: float | None
+    created_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    __repr__ = shown
+
+
+def _value(kind: type[T], given: Any, **others: Any) -> T:
+    """A value with the fields that a message of the wire has under the same names, and with `others`."""
+    names = kind.__annotations__.keys() & given.DESCRIPTOR.fields_by_name.keys() - others.keys()
+    return kind(**{name: getattr(given, name) for name in names}, **others)
+
+
 def plain(struct: Any) -> dict[str, Any]:
     """A JSON object of the wire as a dict; 7 comes back as 7 and not as 7.0, and so does 7.0."""
     text = json_format.MessageToJson(struct)
@@ -325,32 +439,20 @@ def _number(text: str) -> float | int:
 
 def state_of(given: pb.Conversation) -> ConversationState:
     """From a conversation of the wire."""
-    return ConversationState(
-        given.conversation_id,
-        given.revision,
-        given.num_messages,
-        given.num_tokens,
-        given.context_max_tokens,
-        plain(given.metadata),
-        tuple(plain(tool) for tool in given.tools),
-        plain(given.template_options),
-        given.prefix_id,
-        given.running_turn_id,
-        given.create_time.ToDatetime(UTC),
-        given.update_time.ToDatetime(UTC),
+    return _value(
+        ConversationState,
+        given,
+        metadata=plain(given.metadata),
+        tools=tuple(plain(tool) for tool in given.tools),
+        template_options=plain(given.template_options),
+        created_at=given.create_time.ToDatetime(UTC),
+        updated_at=given.update_time.ToDatetime(UTC),
     )
 
 
 def prefix_of(given: pb.Prefix) -> PrefixState:
     """From a declared prefix of the wire."""
-    return PrefixState(
-        given.prefix_id,
-        given.num_messages,
-        given.num_tokens,
-        given.num_conversations,
-        given.keep_warm,
-        given.create_time.ToDatetime(UTC),
-    )
+    return _value(PrefixState, given, created_at=given.create_time.ToDatetime(UTC))
 
 
 def whole_prefix_of(given: pb.GetPrefixResponse) -> PrefixState:
@@ -364,44 +466,27 @@ def whole_prefix_of(given: pb.GetPrefixResponse) -> PrefixState:
 
 
 def info_of(given: pb.ServerInfo) -> ServerInfo:
-    """From a daemon's description of the wire."""
-    return ServerInfo(
-        given.model,
-        given.fingerprint,
-        STATES.get(given.state, "unknown"),
-        given.dtype,
-        given.weights,
-        given.device,
-        given.context_max_tokens,
-        given.version,
-        given.torch_version,
-        given.transformers_version,
-        given.uptime_seconds,
-        _named(given.recommended_sampling) if given.HasField("recommended_sampling") else None,
-        given.layers,
-        given.kv_dtype,
+    """From a daemon's description of the wire.  Fields of `sampling` that are not set are left out."""
+    sampling = {each.name: value for each, value in given.recommended_sampling.ListFields()}
+    return _value(
+        ServerInfo,
+        given,
+        state=STATES.get(given.state, "unknown"),
+        sampling=sampling if given.HasField("recommended_sampling") else None,
     )
-
-
-def _named(given: pb.Sampling) -> dict[str, float]:
-    """Whole numbers stay whole, and what is not set is left out."""
-    return {each.name: value for each, value in given.ListFields()}
 
 
 def message_of(given: pb.Message) -> Message:
     """From a message of the wire; a role that only a newer server has is "unknown"."""
-    return Message(
-        given.index,
-        ROLES.get(given.role, "unknown"),
-        given.content,
-        given.tool_call_id,
-        given.revision,
-        given.first_token,
-        given.num_tokens,
-        tuple(given.token_ids),
-        finish_reason_of(given.finish_reason),
-        plain(given.metadata),
-        tuple(
+    return _value(
+        Message,
+        given,
+        role=ROLES.get(given.role, "unknown"),
+        text=given.content,
+        token_ids=tuple(given.token_ids),
+        finish_reason=finish_reason_of(given.finish_reason),
+        metadata=plain(given.metadata),
+        tool_calls=tuple(
             {
                 "id": each.id,
                 "type": "function",
@@ -409,8 +494,6 @@ def message_of(given: pb.Message) -> Message:
             }
             for each in given.tool_calls
         ),
-        given.thinking,
-        given.name,
     )
 
 
@@ -421,18 +504,19 @@ def finish_reason_of(number: int) -> str:
 
 def usage_of(given: pb.Usage) -> Usage:
     """From a usage of the wire."""
-    return Usage(
-        given.prompt_tokens,
-        given.new_tokens,
-        given.device_tokens,
-        given.host_tokens,
-        given.recomputed_tokens,
-        RECOMPUTE_REASONS.get(given.recompute_reason, "unknown"),
-        given.output_tokens,
-        given.queue_seconds,
-        given.first_token_seconds,
-        given.total_seconds,
-        given.suspensions,
-        given.shared_tokens,
-        given.shared_from,
+    reason = RECOMPUTE_REASONS.get(given.recompute_reason, "unknown")
+    return _value(Usage, given, recompute_reason=reason)
+
+
+def job_of(given: jobs_pb2.Job) -> Job:
+    """From a job of the wire."""
+    return _value(
+        Job,
+        given,
+        state=JOB_STATES.get(given.state, "unknown"),
+        outcome=JOB_OUTCOMES.get(given.outcome, "unknown"),
+        seconds_left=given.seconds_left if given.HasField("seconds_left") else None,
+        created_at=given.create_time.ToDatetime(UTC),
+        started_at=given.start_time.ToDatetime(UTC) if given.HasField("start_time") else None,
+        ended_at=given.end_time.ToDatetime(UTC) if given.HasField("end_time") else None,
     )

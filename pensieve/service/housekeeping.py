@@ -39,7 +39,7 @@ LATE_SECONDS = 1.0  # of the loop, that are worth a warning
 
 
 class Erasing:
-    """Finishes what deletions have left to do on the disk (store/erasure.py)."""
+    """Finishes what deletions have left to do on the disk (store/sqlite_backend.py)."""
 
     def __init__(self, erasure: ErasureSteps, threads: Threads) -> None:
         self._erasure, self._threads = erasure, threads

@@ -58,29 +58,18 @@ class DeclaredPrefixes:
         """Raises AlreadyExists if the tenant has declared one with this id."""
         check_id("prefix_id", new.prefix_id)
         check_text(new.messages)
-        now, conversation_id = self._now(), stored_id(new.prefix_id)
         with self._transactions.writing() as conn:
             if find(conn, new.prefix_id, new.tenant) is not None:
                 raise AlreadyExists(f"there is a prefix {new.prefix_id!r} already")
-            number = conversation_rows.insert_conversation(
-                conn,
-                Conversation(
-                    conversation_id=conversation_id,
-                    tenant=new.tenant,
-                    revision=0,
-                    num_messages=0,
-                    num_tokens=0,
-                    fingerprint=new.fingerprint,
-                    tools=tuple(new.tools),
-                    template_options=dict(new.template_options),
-                    metadata={},
-                    prefix_id="",
-                    running_turn_id=None,
-                    created_at=now,
-                    updated_at=now,
-                    began_at=new.began_at,
-                ),
+            declared = NewConversation(
+                stored_id(new.prefix_id),
+                new.fingerprint,
+                tools=new.tools,
+                template_options=new.template_options,
+                tenant=new.tenant,
+                began_at=new.began_at,
             )
+            number = conversation_rows.insert_conversation(conn, declared.at_first(self._now()))
             head = message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
             conn.execute(

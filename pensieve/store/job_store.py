@@ -89,7 +89,7 @@ from pensieve.store.job_records import (
     ResultBytes,
     Which,
 )
-from pensieve.store.migrations import Step, migrate
+from pensieve.store.migrations import migrate
 from pensieve.store.records import check_id
 
 if TYPE_CHECKING:
@@ -583,8 +583,8 @@ def _set_state(
     )
 
 
-def m001_initial(db: Any) -> None:
-    for statement in (
+STEPS = {
+    "m001_initial": (
         f"PRAGMA application_id = {APPLICATION_ID}",
         """
         CREATE TABLE job (
@@ -630,9 +630,5 @@ def m001_initial(db: Any) -> None:
             text BLOB NOT NULL
         ) STRICT
         """,
-        "PRAGMA user_version = 1",
-    ):
-        db.conn.execute(statement)
-
-
-STEPS: tuple[Step, ...] = (m001_initial,)
+    ),
+}

@@ -1,4 +1,4 @@
-"""The schema of the database, as numbered functions in one list.
+"""The schema of the database, as a list of migrations.
 
 Each migration runs in one transaction together with the record that it ran, and sets `user_version` to its
 number.  A database that already holds conversations is copied to a file beside it first; the next deletion
@@ -26,7 +26,8 @@ count that could be wrong.  A fork copies rows of `history` and no text or token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ from pensieve.store.bodies import ADDED_UP_BEFORE_LOGPROBS
 
 APPLICATION_ID = 0x50656E73  # "Pens"
 LAST_RESORT = "restore a backup from before that (`pensieve restore`)"
+Steps = Mapping[str, Sequence[str]]  # the statements of each migration, by its name, in order
 
-
-def m001_initial(db: Any) -> None:
-    for statement in (
+STEPS: Steps = {
+    "m001_initial": (
         f"PRAGMA application_id = {APPLICATION_ID}",
         """
         CREATE TABLE bodies (
@@ -109,50 +110,33 @@ def m001_initial(db: Any) -> None:
         ) STRICT, WITHOUT ROWID
         """,
         "CREATE UNIQUE INDEX history_message ON history (message, conversation)",
-        "PRAGMA user_version = 1",
-    ):
-        db.conn.execute(statement)
-
-
-def m002_holders_by_body(db: Any) -> None:
-    """Compaction asks who holds a body."""
-    for table in ("conversations", "turns", "messages"):
-        db.conn.execute(f"CREATE INDEX {table}_body ON {table} (body)")
-    db.conn.execute("PRAGMA user_version = 2")
-
-
-def m003_bytes_of_tenants(db: Any) -> None:
-    """What a tenant stores is limited, so it is counted."""
-    db.conn.execute(
+    ),
+    "m002_holders_by_body": (
+        # Compaction asks who holds a body.
+        *(
+            f"CREATE INDEX {table}_body ON {table} (body)"
+            for table in ("conversations", "turns", "messages")
+        ),
+    ),
+    "m003_bytes_of_tenants": (
+        # What a tenant stores is limited, so it is counted.
         "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, stored_bytes INTEGER NOT NULL)"
-        " STRICT, WITHOUT ROWID"
-    )
-    db.conn.execute(f"INSERT INTO tenants (tenant, stored_bytes) {ADDED_UP_BEFORE_LOGPROBS}")
-    db.conn.execute("PRAGMA user_version = 3")
-
-
-def m004_logprobs(db: Any) -> None:
-    """Megabytes that only a replay reads have a body of their own."""
-    db.conn.execute("ALTER TABLE turns ADD COLUMN logprobs INTEGER")
-    db.conn.execute("CREATE INDEX turns_logprobs ON turns (logprobs) WHERE logprobs IS NOT NULL")
-    db.conn.execute("PRAGMA user_version = 4")
-
-
-def m005_prefixes(db: Any) -> None:
-    """What conversations begin with can be declared.
-
-    A foreign key would need one more index, for a check that `verify` does.
-    """
-    db.conn.execute(
+        " STRICT, WITHOUT ROWID",
+        f"INSERT INTO tenants (tenant, stored_bytes) {ADDED_UP_BEFORE_LOGPROBS}",
+    ),
+    "m004_logprobs": (
+        # Megabytes that only a replay reads have a body of their own.
+        "ALTER TABLE turns ADD COLUMN logprobs INTEGER",
+        "CREATE INDEX turns_logprobs ON turns (logprobs) WHERE logprobs IS NOT NULL",
+    ),
+    "m005_prefixes": (
+        # What conversations begin with can be declared. A foreign key would need one more index, for a
+        # check that `verify` does.
         "CREATE TABLE prefixes (tenant TEXT NOT NULL, conversation INTEGER NOT NULL,"
-        " keep_warm INTEGER NOT NULL, PRIMARY KEY (tenant, conversation)) STRICT, WITHOUT ROWID"
-    )
-    db.conn.execute("PRAGMA user_version = 5")
-
-
-def m006_chains(db: Any) -> None:
-    """A reply goes when nothing holds it any more, and what it was found by goes with it."""
-    for statement in (
+        " keep_warm INTEGER NOT NULL, PRIMARY KEY (tenant, conversation)) STRICT, WITHOUT ROWID",
+    ),
+    "m006_chains": (
+        # A reply goes when nothing holds it any more, and what it was found by goes with it.
         """
         CREATE TABLE chains (
             chain INTEGER PRIMARY KEY,
@@ -164,14 +148,9 @@ def m006_chains(db: Any) -> None:
         """,
         "CREATE INDEX chains_key ON chains (key, session)",
         "CREATE INDEX chains_message ON chains (message)",
-        "PRAGMA user_version = 6",
-    ):
-        db.conn.execute(statement)
-
-
-def m007_responses(db: Any) -> None:
-    """Clients fetch the response that a turn was, and go on from it, by an id of its own."""
-    for statement in (
+    ),
+    "m007_responses": (
+        # Clients fetch the response that a turn was, and go on from it, by an id of its own.
         """
         CREATE TABLE responses (
             response INTEGER PRIMARY KEY,
@@ -185,14 +164,9 @@ def m007_responses(db: Any) -> None:
         """,
         "CREATE INDEX responses_conversation ON responses (conversation)",
         "CREATE INDEX responses_body ON responses (body)",
-        "PRAGMA user_version = 7",
-    ):
-        db.conn.execute(statement)
-
-
-def m008_owners(db: Any) -> None:
-    """Several daemons share the history: each conversation is one's."""
-    for statement in (
+    ),
+    "m008_owners": (
+        # Several daemons share the history: each conversation is one's.
         """
         CREATE TABLE sessions (
             session INTEGER PRIMARY KEY,
@@ -215,29 +189,14 @@ def m008_owners(db: Any) -> None:
         "CREATE INDEX owners_session ON owners (session)",
         "CREATE TABLE epochs (last INTEGER NOT NULL) STRICT",
         "INSERT INTO epochs (last) VALUES (0)",
-        "PRAGMA user_version = 8",
-    ):
-        db.conn.execute(statement)
-
-
-Step = Callable[[Any], None]  # takes a sqlite_utils Database
-
-STEPS: tuple[Step, ...] = (
-    m001_initial,
-    m002_holders_by_body,
-    m003_bytes_of_tenants,
-    m004_logprobs,
-    m005_prefixes,
-    m006_chains,
-    m007_responses,
-    m008_owners,
-)
+    ),
+}
 
 
 def migrate(
     db: Any,
     path: Path,
-    steps: Sequence[Step] = STEPS,
+    steps: Steps = STEPS,
     application_id: int = APPLICATION_ID,
     last_resort: str = LAST_RESORT,
 ) -> None:
@@ -246,12 +205,12 @@ def migrate(
     `last_resort` is what its owner may do with one of a newer schema.
     """
     migrations = Migrations("pensieve")
-    for step in steps:
-        migrations()(step)
+    for number, (name, statements) in enumerate(steps.items(), 1):
+        migrations(name=name)(partial(_run, (*statements, f"PRAGMA user_version = {number}")))
     _refuse_foreign(db, path, application_id)
     (version,) = db.conn.execute("PRAGMA user_version").fetchone()
     applied = [migration.name for migration in migrations.applied(db)]
-    unknown = set(applied) - {step.__name__ for step in steps}
+    unknown = set(applied) - steps.keys()
     if version > len(steps) or unknown:
         raise StoreTooNew(
             f"{path} has schema version {max(version, len(applied))} and this Pensieve knows"
@@ -263,6 +222,11 @@ def migrate(
     if version:
         _back_up(db, path, version)
     migrations.apply(db)
+
+
+def _run(statements: Sequence[str], db: Any) -> None:
+    for statement in statements:
+        db.conn.execute(statement)
 
 
 def _refuse_foreign(db: Any, path: Path, our_id: int) -> None:

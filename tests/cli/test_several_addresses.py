@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.cli.main import main
-from pensieve.client.rendezvous import ranked
+from pensieve.client.addresses import ranked
 from tests.client.several_rig import Fleet
 
 

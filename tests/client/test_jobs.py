@@ -13,7 +13,7 @@ import pytest
 
 from pensieve import errors
 from pensieve.client import AsyncClient, Client, Job, Retry
-from pensieve.client.job_upload import CHUNK_BYTES
+from pensieve.client.requests import CHUNK_BYTES
 from tests.client.scripted import ScriptedServer
 
 FILE = b'{"custom_id": "a"}\n{"custom_id": "bb"}\n{"custom_id": "ccc"}\n'

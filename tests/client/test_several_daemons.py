@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.client import Client, Restarted
-from pensieve.client.rendezvous import ranked
+from pensieve.client.addresses import ranked
 from pensieve.service.grpc.server import Listening
 from tests.client.several_rig import QUICK, WithTasks, WithThreads
 from tests.service.rig_daemon import ECHO, DaemonRig, wait_for

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.sqlite  # PostgreSQL's schema is in test_postgres.py
 
 Open = Callable[..., ConversationStore]
 NEWEST = 8
+COLOUR = "ALTER TABLE conversations ADD COLUMN colour TEXT"
 
 
 def edit(path: Path, driver: Any, *statements: str) -> None:
@@ -116,12 +117,7 @@ def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open
 ) -> None:
     """And what it says works."""
     conn = driver.connect(str(path), isolation_level=None)
-
-    def m009_colour(db: Any) -> None:
-        db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
-        db.conn.execute(f"PRAGMA user_version = {NEWEST + 1}")
-
-    migrate(Database(conn), path, (*STEPS, m009_colour))
+    migrate(Database(conn), path, {**STEPS, "m009_colour": [COLOUR]})
     conn.close()
     with pytest.raises(StoreTooNew) as refused:
         open_store()
@@ -187,12 +183,8 @@ def test_an_old_sqlite_is_refused(open_store: Open) -> None:
 
 
 def test_a_database_is_copied_before_its_schema_changes(path: Path, driver: Any) -> None:
-    def m004_colour(db: Any) -> None:
-        db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
-        db.conn.execute(f"PRAGMA user_version = {NEWEST + 1}")
-
     conn = driver.connect(str(path), isolation_level=None)
-    migrate(Database(conn), path, (*STEPS, m004_colour))
+    migrate(Database(conn), path, {**STEPS, "m009_colour": [COLOUR]})
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST + 1,)
     assert conn.execute("SELECT colour FROM conversations").fetchall() == [(None,)]
     conn.close()
@@ -205,14 +197,10 @@ def test_a_database_is_copied_before_its_schema_changes(path: Path, driver: Any)
 
 
 def test_a_migration_that_fails_leaves_the_old_schema(path: Path, driver: Any) -> None:
-    def m004_broken(db: Any) -> None:
-        db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
-        db.conn.execute(f"PRAGMA user_version = {NEWEST + 1}")
-        db.conn.execute("SELECT 1 FROM nowhere")
-
+    broken = COLOUR, f"PRAGMA user_version = {NEWEST + 1}", "SELECT 1 FROM nowhere"
     conn = driver.connect(str(path), isolation_level=None)
     with pytest.raises(driver.OperationalError, match="nowhere"):
-        migrate(Database(conn), path, (*STEPS, m004_broken))
+        migrate(Database(conn), path, {**STEPS, "m009_broken": broken})
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST,)
     columns = [row[1] for row in conn.execute("PRAGMA table_info(conversations)")]
     assert "colour" not in columns
