@@ -22,9 +22,9 @@ from pensieve.client.channel import (
     HEALTH_METHOD,
     NOT_SERVING,
     BaseConnection,
+    Metadata,
     Tls,
     home_in,
-    key_of,
     routed,
 )
 from pensieve.client.grpc_errors import error_of_call
@@ -120,6 +120,10 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
                 return self.link(choice.name)
             route.does_not_serve(error, is_reached=str(error) == NOT_SERVING)
 
+    async def _begin(self, route: Route, deadline: Deadline) -> tuple[AsyncLink, Metadata]:
+        self._check_open()
+        return await self._chosen(route, deadline), routed(self._metadata, route.key)
+
     async def unary(
         self,
         method: Callable[[AsyncLink], grpc.aio.UnaryUnaryMultiCallable[Request, Response]],
@@ -128,9 +132,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         route: Route,
     ) -> Response:
         """Send one request and wait for its response."""
-        self._check_open()
-        link = await self._chosen(route, deadline)
-        metadata = routed(self._metadata, key_of(request))
+        link, metadata = await self._begin(route, deadline)
         try:
             call = method(link)(request, timeout=deadline.left(), metadata=metadata)
             response = await call
@@ -150,9 +152,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         route: Route,
     ) -> Response:
         """Send all requests and wait for the one response to them."""
-        self._check_open()
-        link = await self._chosen(route, deadline)
-        metadata = routed(self._metadata, route.key)
+        link, metadata = await self._begin(route, deadline)
         try:
             response = await method(link)(requests, timeout=deadline.left(), metadata=metadata)
             route.answered()
@@ -171,9 +171,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         route: Route,
     ) -> AsyncStream[Response]:
         """Send one request whose responses are read from the stream that this returns."""
-        self._check_open()
-        link = await self._chosen(route, deadline)
-        metadata = routed(self._metadata, key_of(request))
+        link, metadata = await self._begin(route, deadline)
         responses = method(link)(request, timeout=deadline.left(), metadata=metadata)
         return AsyncStream(responses, deadline, route, self._check_cancelled)
 

@@ -111,13 +111,10 @@ class AsyncJobs:
             NotFound: there is no such job.
         """
         request = pb.GetJobRequest(**_named(job_id, tenant))
-        return job_of(
-            (
-                await self._client.call(
-                    lambda at: at.jobs_stub.GetJob, request, timeout, repeat=True
-                )
-            ).job
+        answer = await self._client.call(
+            lambda at: at.jobs_stub.GetJob, request, timeout, repeat=True
         )
+        return job_of(answer.job)
 
     async def list(
         self, *, all_tenants: bool = False, timeout: float | None = None
@@ -134,35 +131,26 @@ class AsyncJobs:
     async def pause(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Begin nothing more of the job until `resume`; what was answered stays."""
         request = pb.PauseJobRequest(**_named(job_id, tenant))
-        return job_of(
-            (
-                await self._client.call(
-                    lambda at: at.jobs_stub.PauseJob, request, timeout, repeat=True
-                )
-            ).job
+        answer = await self._client.call(
+            lambda at: at.jobs_stub.PauseJob, request, timeout, repeat=True
         )
+        return job_of(answer.job)
 
     async def resume(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Let a paused job go on when its turn among the jobs comes."""
         request = pb.ResumeJobRequest(**_named(job_id, tenant))
-        return job_of(
-            (
-                await self._client.call(
-                    lambda at: at.jobs_stub.ResumeJob, request, timeout, repeat=True
-                )
-            ).job
+        answer = await self._client.call(
+            lambda at: at.jobs_stub.ResumeJob, request, timeout, repeat=True
         )
+        return job_of(answer.job)
 
     async def cancel(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """End the job for good; what was answered stays."""
         request = pb.CancelJobRequest(**_named(job_id, tenant))
-        return job_of(
-            (
-                await self._client.call(
-                    lambda at: at.jobs_stub.CancelJob, request, timeout, repeat=True
-                )
-            ).job
+        answer = await self._client.call(
+            lambda at: at.jobs_stub.CancelJob, request, timeout, repeat=True
         )
+        return job_of(answer.job)
 
     async def delete(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
         """Delete the job with its lines and results, for good.

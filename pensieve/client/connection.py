@@ -36,9 +36,9 @@ from pensieve.client.channel import (
     HEALTH_METHOD,
     NOT_SERVING,
     BaseConnection,
+    Metadata,
     Tls,
     home_in,
-    key_of,
     routed,
 )
 from pensieve.client.grpc_errors import error_of_call
@@ -158,6 +158,10 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
                 return self.link(choice.name)
             route.does_not_serve(error, is_reached=str(error) == NOT_SERVING)
 
+    def _begin(self, route: Route, deadline: Deadline) -> tuple[Link, Metadata]:
+        self._check_open()
+        return self._chosen(route, deadline), routed(self._metadata, route.key)
+
     def unary(
         self,
         method: Callable[[Link], grpc.UnaryUnaryMultiCallable[Request, Response]],
@@ -166,9 +170,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         route: Route,
     ) -> Response:
         """Send one request and wait for its response."""
-        self._check_open()
-        link = self._chosen(route, deadline)
-        metadata = routed(self._metadata, key_of(request))
+        link, metadata = self._begin(route, deadline)
         try:
             response, call = method(link).with_call(
                 request, timeout=deadline.left(), metadata=metadata
@@ -186,9 +188,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         route: Route,
     ) -> Response:
         """Send all requests and wait for the one response to them."""
-        self._check_open()
-        link = self._chosen(route, deadline)
-        metadata = routed(self._metadata, route.key)
+        link, metadata = self._begin(route, deadline)
         try:
             response = method(link)(requests, timeout=deadline.left(), metadata=metadata)
             route.answered()
@@ -204,9 +204,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         route: Route,
     ) -> Stream[Response]:
         """Send one request whose responses are read from the stream that this returns."""
-        self._check_open()
-        link = self._chosen(route, deadline)
-        metadata = routed(self._metadata, key_of(request))
+        link, metadata = self._begin(route, deadline)
         responses = method(link)(request, timeout=deadline.left(), metadata=metadata)
         return Stream(responses, deadline, route)
 

@@ -212,18 +212,27 @@ def create_request(
     messages: Sequence[Mapping[str, Any]],
 ) -> pb.CreateConversationRequest:
     """The request that creates a conversation with settings of its own."""
-    check_text("system_prompt", system_prompt)
     request = pb.CreateConversationRequest(
         conversation_id=conversation_id,
-        system_prompt=system_prompt,
-        tools=[struct("tools", tool) for tool in tools],
-        template_options=struct("template_options", template_options or {}),
         metadata=struct("metadata", metadata or {}),
         prefix_id=check_text("prefix_id", prefix_id),
     )
+    _begin_with(request, system_prompt, tools, template_options, messages)
+    return request
+
+
+def _begin_with(
+    request: pb.CreateConversationRequest | pb.CreatePrefixRequest,
+    system_prompt: str,
+    tools: Sequence[Mapping[str, Any]],
+    template_options: Mapping[str, Any] | None,
+    messages: Sequence[Mapping[str, Any]],
+) -> None:
+    request.system_prompt = check_text("system_prompt", system_prompt)
+    request.tools.extend(struct("tools", tool) for tool in tools)
+    request.template_options.CopyFrom(struct("template_options", template_options or {}))
     for each in messages:
         _add_message(request, each)
-    return request
 
 
 def import_requests(
@@ -270,15 +279,8 @@ def prefix_request(
     keep_warm: bool,
 ) -> pb.CreatePrefixRequest:
     """The request that declares a prefix."""
-    request = pb.CreatePrefixRequest(
-        prefix_id=prefix_id,
-        system_prompt=check_text("system_prompt", system_prompt),
-        tools=[struct("tools", tool) for tool in tools],
-        template_options=struct("template_options", template_options or {}),
-        keep_warm=keep_warm,
-    )
-    for each in messages:
-        _add_message(request, each)
+    request = pb.CreatePrefixRequest(prefix_id=prefix_id, keep_warm=keep_warm)
+    _begin_with(request, system_prompt, tools, template_options, messages)
     return request
 
 

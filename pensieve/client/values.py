@@ -14,61 +14,29 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import jobs_pb2
 
 T = TypeVar("T")
-ROLES: dict[pb.Role.ValueType, str] = {
-    pb.ROLE_SYSTEM: "system",
-    pb.ROLE_USER: "user",
-    pb.ROLE_ASSISTANT: "assistant",
-    pb.ROLE_TOOL: "tool",
-}
-ROLE_NUMBERS: dict[str, pb.Role.ValueType] = {name: number for number, name in ROLES.items()}
-FINISH_REASONS: dict[int, str] = {
-    pb.FINISH_REASON_UNSPECIFIED: "",
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_CANCELLED: "cancelled",
-}
-KINDS: dict[int, str] = {
-    pb.PART_KIND_UNSPECIFIED: "text",
-    pb.PART_KIND_TEXT: "text",
-    pb.PART_KIND_THINKING: "thinking",
-    pb.PART_KIND_TOOL_CALL: "tool_call",
-}
 WHOLE_MAX = 2.0**53  # a whole number from here on may have lost digits
-RECOMPUTE_REASONS: dict[int, str] = {
-    pb.RECOMPUTE_REASON_UNSPECIFIED: "",
-    pb.RECOMPUTE_REASON_DROPPED: "dropped",
-    pb.RECOMPUTE_REASON_ENGINE_RESTARTED: "engine_restarted",
-    pb.RECOMPUTE_REASON_FINGERPRINT_CHANGED: "fingerprint_changed",
-}
-STATES: dict[int, str] = {
-    pb.SERVER_STATE_LOADING: "loading",
-    pb.SERVER_STATE_SERVING: "serving",
-    pb.SERVER_STATE_RESTARTING: "restarting",
-    pb.SERVER_STATE_DRAINING: "draining",
-    pb.SERVER_STATE_READ_ONLY: "read_only",
-}
-JOB_STATES: dict[int, str] = {
-    jobs_pb2.JOB_STATE_RECEIVING: "receiving",
-    jobs_pb2.JOB_STATE_CHECKING: "checking",
-    jobs_pb2.JOB_STATE_WAITING: "waiting",
-    jobs_pb2.JOB_STATE_RUNNING: "running",
-    jobs_pb2.JOB_STATE_PAUSED: "paused",
-    jobs_pb2.JOB_STATE_ENDED: "ended",
-}
-JOB_OUTCOMES: dict[int, str] = {
-    jobs_pb2.JOB_OUTCOME_UNSPECIFIED: "",
-    jobs_pb2.JOB_OUTCOME_COMPLETED: "completed",
-    jobs_pb2.JOB_OUTCOME_CANCELLED: "cancelled",
-    jobs_pb2.JOB_OUTCOME_FAILED: "failed",
-    jobs_pb2.JOB_OUTCOME_CHECKED: "checked",
-}
+TEXT_CHARACTERS_MAX = 60
+ITEMS_MAX = 6
+
+
+def _names(enum: Any, prefix: str) -> dict[Any, str]:
+    """The names of an enum's values as the SDK says them, without what is unspecified."""
+    return {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
+
+
+ROLES: dict[pb.Role.ValueType, str] = _names(pb.Role, "ROLE_")
+ROLE_NUMBERS: dict[str, pb.Role.ValueType] = {name: number for number, name in ROLES.items()}
+FINISH_REASONS: dict[int, str] = {0: "", **_names(pb.FinishReason, "FINISH_REASON_")}
+KINDS: dict[int, str] = {0: "text", **_names(pb.PartKind, "PART_KIND_")}
+RECOMPUTE_REASONS: dict[int, str] = {0: "", **_names(pb.RecomputeReason, "RECOMPUTE_REASON_")}
+STATES: dict[int, str] = _names(pb.ServerState, "SERVER_STATE_")
+JOB_STATES: dict[int, str] = _names(jobs_pb2.JobState, "JOB_STATE_")
+JOB_OUTCOMES: dict[int, str] = {0: "", **_names(jobs_pb2.JobOutcome, "JOB_OUTCOME_")}
 RESULT_KINDS: dict[str, jobs_pb2.ResultKind.ValueType] = {
     "all": jobs_pb2.RESULT_KIND_UNSPECIFIED,
     "answers": jobs_pb2.RESULT_KIND_ANSWERS,
     "errors": jobs_pb2.RESULT_KIND_ERRORS,
 }
-TEXT_CHARACTERS_MAX = 60
-ITEMS_MAX = 6
 
 
 def shown(value: Any) -> str:

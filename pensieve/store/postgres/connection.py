@@ -101,16 +101,11 @@ NO_TABLE = {"3F000", "42P01", "42501"}  # they went, or the right to use them
 STRONGER = ("on", "remote_apply")  # of synchronous_commit
 
 
-def driver_of(given: Any = None) -> Any:
-    """psycopg, unless another one was given."""
-    return given or need("postgres", "psycopg", "a history in PostgreSQL")
-
-
 class Address:
     """Where the history is; shown without its password."""
 
     def __init__(self, url: str, driver: Any = None) -> None:
-        self.driver = driver_of(driver)
+        self.driver = driver or need("postgres", "psycopg", "a history in PostgreSQL")
         logging.getLogger("psycopg").setLevel(logging.CRITICAL)  # what it logs we raise, or mean
         try:
             self._parts = {**CONNECTING, **self.driver.conninfo.conninfo_to_dict(url)}
