@@ -39,6 +39,7 @@ An error that is not in this tree is a bug.  A client gets it with the status IN
 from __future__ import annotations
 
 ONE_LINE_CHARACTERS_MAX = 300
+CLIENT_CHARACTERS_MAX = 400
 
 
 def one_line(error: BaseException) -> str:
@@ -53,6 +54,13 @@ def whole_line(error: BaseException) -> str:
     """An error as the only report of what happened: its whole message, behind the class of a foreign one."""
     text = _unbroken(error)
     return text if isinstance(error, PensieveError) else f"{type(error).__name__}: {text}"
+
+
+def shortened(text: str) -> str:
+    """One line for a client, whatever it quotes."""
+    text = " ".join(text.split()).encode("utf-8", "replace").decode()
+    most = CLIENT_CHARACTERS_MAX
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _unbroken(error: BaseException) -> str:

@@ -69,7 +69,7 @@ class Audit:
         self._num_left_out = 0
 
     def token_used(self, token: str, tenant: str, peer: str) -> None:
-        if self._file is None or not token:
+        if not token:
             return
         key, now = (token, peer), self._now()
         last = self._used.get(key)
@@ -79,18 +79,16 @@ class Audit:
         self._used.move_to_end(key)
         if len(self._used) > USES_MAX:
             self._used.popitem(last=False)
-        self._file.write("token", token=token, tenant=tenant, peer=peer)
+        self._write("token", token=token, tenant=tenant, peer=peer)
 
     def refused(self, method: str, peer: str, reason: str, token: str) -> None:
         """`token`: of a caller who is known and may not do this."""
-        if self._file is None:
-            return
         if self._refusals.seconds_until(1.0, self._now()):
             self._num_left_out += 1
             return
         self._refusals.spend(1.0, self._now())
         num_left_out, self._num_left_out = self._num_left_out, 0
-        self._file.write(
+        self._write(
             "refused",
             method=_short(method),
             peer=peer,
@@ -103,10 +101,8 @@ class Audit:
         self, method: str, request: Any, by: Any, peer: str, outcome: str, began: float
     ) -> None:
         """A call that is audited has ended; its request may never have come."""
-        if self._file is None:
-            return
         is_delete = method in DELETE_METHODS
-        self._file.write(
+        self._write(
             "delete" if is_delete else "admin",
             method="" if is_delete else _short(method),
             conversation_id=getattr(request, "conversation_id", ""),
@@ -121,21 +117,21 @@ class Audit:
         )
 
     def tokens_reloaded(self, num_tokens: int, problem: str) -> None:
-        if self._file is not None:
-            self._file.write("reload", what="tokens", tokens=num_tokens, outcome=problem or "OK")
+        self._write("reload", what="tokens", tokens=num_tokens, outcome=problem or "OK")
 
     def certificate_reloaded(self, problem: str) -> None:
         """Any thread may call this."""
-        if self._file is not None:
-            self._file.write("reload", what="certificate", outcome=problem or "OK")
+        self._write("reload", what="certificate", outcome=problem or "OK")
 
     def started(self, address: str) -> None:
-        if self._file is not None:
-            self._file.write("start", address=address)
+        self._write("start", address=address)
 
     def stopped(self) -> None:
+        self._write("stop")
+
+    def _write(self, event: str, **fields: str | float | None) -> None:
         if self._file is not None:
-            self._file.write("stop")
+            self._file.write(event, **fields)
 
 
 def _short(method: str) -> str:

@@ -5,14 +5,10 @@
     n > 0            the first n tokens of the reply: what the client has taken
     0                nothing; the same request_id would begin it again
 
-The answer comes when the turn has ended in the store, so the next turn may begin at once.  A turn whose end
-was on its way to the store already ends as it was going to, and the answer says how: a client that runs out
-of time just when its reply is complete hears that it is.
-
-A client may leave before it has heard the turn's id, so it may name the request instead; one that is about
-to begin is waited for.  To say the same again does no harm: a turn that has ended is looked up in the store,
-and the answer is what became of it.  Should the service die in between, the turn was `running`, and the
-next start interrupts it; while that start loads the model no turn runs, and the store answers too.
+The answer comes when the turn has ended in the store.  A turn whose end was on its way to the store ends as
+it was going to, and the answer says how.  A client may name the request instead of the turn; one that is
+about to begin is waited for.  Repeating a cancel does no harm: a turn that has ended is looked up in the
+store.
 """
 
 from __future__ import annotations
@@ -24,7 +20,8 @@ from typing import NamedTuple
 from pensieve.errors import PensieveError, StoreError, StoreUnavailable
 from pensieve.service.conversations import Conversations
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.reads import Reads
+from pensieve.service.threads import Threads
+from pensieve.store.remote.remote_store import Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +42,19 @@ class Cancelled(NamedTuple):
 
 
 async def cancel_turn(
-    conversations: Conversations | None, reads: Reads, cancel: Cancel
+    conversations: Conversations | None, reader: Reader, threads: Threads, cancel: Cancel
 ) -> Cancelled:
     """End a turn; returns when it has ended.  NotFound if there is no such conversation.
 
     `conversations` is None while no turn may run yet.
     """
     if conversations is None:
-        return Cancelled(False, await _stored_finish(reads, cancel))
+        return Cancelled(False, await _stored_finish(reader, threads, cancel))
     names = cancel.tenant, cancel.conversation_id, cancel.request_id
     await conversations.arriving.gone(*names)
     live = _live(conversations, cancel)
     if live is None:
-        return Cancelled(False, await _stored_finish(reads, cancel))
+        return Cancelled(False, await _stored_finish(reader, threads, cancel))
     keep = cancel.keep_tokens
     if cancel.attempt not in (0, live.attempt):
         keep = 0
@@ -83,14 +80,14 @@ def _live(conversations: Conversations, cancel: Cancel) -> LiveTurn | None:
     return live
 
 
-async def _stored_finish(reads: Reads, cancel: Cancel) -> str:
+async def _stored_finish(reader: Reader, threads: Threads, cancel: Cancel) -> str:
     """Why the reply of a turn that does not run ended, if it is in the history."""
-    await reads.conversation(cancel.conversation_id, cancel.tenant)  # or NOT_FOUND
+    tenant, conversation_id = cancel.tenant, cancel.conversation_id
+    await threads.in_reader(tenant, reader.get_conversation, conversation_id, tenant=tenant)
     if not cancel.turn_id and not cancel.request_id:
         return ""
-    turn = await reads.turn(
-        cancel.conversation_id, cancel.turn_id, cancel.request_id, cancel.tenant
-    )
+    named = conversation_id, cancel.turn_id, cancel.request_id
+    turn = await threads.in_reader(tenant, reader.find_turn, *named, tenant=tenant)
     return turn.finish_reason or "" if turn is not None else ""
 
 

@@ -1,27 +1,25 @@
 """What clients do with conversations, step by step between the loop and the store thread; on the loop.
 
-A coroutine here sends a job to the store thread (history.py), gets a value back, and acts on it before it
-waits for anything else: on the live turns (turns.py), their readers (readers.py) and the pipe to the
-engine.  So the loop acts in the order of the store's jobs (threads.py says why).  Where that matters:
+A coroutine here sends a job to the store thread (history.py), and acts on its result before it waits for
+anything else.  So the loop acts in the order of the store's jobs (threads.py).  Where that matters:
 
 * **A turn begins** in the store; then it is live, and its Submit is put.  Should that fail, another job
-  interrupts it, and then the client hears of it.  A second request with the same request_id finds the
-  turn `running` in the store and live here.  If it is not live any more, or is being given up, it ended
-  meanwhile: the request is drafted again, and finds what the end was.
-* **A turn ends** in the store; then `finish` is set and its readers are woken.  From the engine's event to
-  the commit nothing else ends it.
-* **A deletion** interrupts the running turn and deletes in one job, so no turn begins in between.  Then
-  the live turn is ended and DeleteConversation is put: before the Submit of any turn that begins later
-  in a conversation of the same id.  If the turn's own end is on its way to the store, that job decides:
-  it finds the turn gone, or commits it where the deletion has failed.  DeleteConversation is never refused.
-* **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  Lost
-  it does no harm: a turn says how long its log is; the engine cuts what is longer, and asks for the rest.
+  interrupts it.  A second request with the same request_id finds the turn `running` and live; if it is not
+  live any more, it ended meanwhile, and the request is drafted again.
+* **A turn ends** in the store; then `finish` is set and its readers are woken.
+* **A deletion** interrupts the running turn and deletes in one job.  Then the live turn is ended and
+  DeleteConversation is put, before the Submit of any later turn in a conversation of the same id.  If the
+  turn's own end is on its way to the store, that job finds the turn gone.  DeleteConversation is never
+  refused.
+* **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  Lost,
+  it does no harm: a turn says how long its log is, and the engine asks for what it lacks.
 * **Events** with a number that is not live are ignored: of warms, and of attempts that were given up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -54,7 +52,8 @@ from pensieve.errors import (
 from pensieve.service.counts import Counts
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.declared_prefixes import Acts, DeclaredPrefixes, Warming
-from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
+from pensieve.service.draft import Ask, Draft, Outdated
+from pensieve.service.heads import ConversationSettings
 from pensieve.service.history import History
 from pensieve.service.housekeeping import erased
 from pensieve.service.limits import Allowance
@@ -87,6 +86,10 @@ DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
 GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
 
+class _FirstToken(Exception):
+    """It has come; no more is to be read."""
+
+
 async def _from_nowhere(live: LiveTurn) -> None:
     """A daemon that has the history alone has all KV that there is."""
 
@@ -100,7 +103,7 @@ class Arriving:
     def __init__(self) -> None:
         self.num_turns = 0
         self._of_tenant = Counts[str]()
-        self._characters_of_tenant = Counts[str]()
+        self.num_characters = Counts[str]()  # that wait to be tokenized or stored, by tenant
         self._of_request = Counts[tuple[str, str, str]]()
         self._asks: dict[int, Ask] = {}  # as they came, by their identity
         self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
@@ -109,14 +112,14 @@ class Arriving:
         self.num_turns += 1
         self._asks[id(ask)] = ask
         self._of_tenant[ask.tenant] += 1
-        self._characters_of_tenant[ask.tenant] += ask.num_characters
+        self.num_characters[ask.tenant] += ask.num_characters
         self._of_request[_request(ask)] += 1
 
     def remove(self, ask: Ask) -> None:
         self.num_turns -= 1
         self._asks.pop(id(ask), None)
         self._of_tenant[ask.tenant] -= 1
-        self._characters_of_tenant[ask.tenant] -= ask.num_characters
+        self.num_characters[ask.tenant] -= ask.num_characters
         self._of_request[_request(ask)] -= 1
         if not self._of_request[_request(ask)]:
             for waiting in self._waiting.pop(_request(ask), ()):
@@ -133,10 +136,6 @@ class Arriving:
     def asks(self) -> Collection[Ask]:
         """In the order in which they came."""
         return self._asks.values()
-
-    def num_characters_of(self, tenant: str) -> int:
-        """That wait to be tokenized or stored."""
-        return self._characters_of_tenant[tenant]
 
     def num_of_tenant(self, tenant: str) -> int:
         return self._of_tenant[tenant]
@@ -412,6 +411,18 @@ class Conversations:
     async def follow(self, live: LiveTurn, write: Write) -> None:
         """Have `write` deliver tokens [start, stop) of a turn, from the first on, until it has ended."""
         await self.readers.follow(live, write)
+
+    async def prompt_computed(self, live: LiveTurn) -> None:
+        """Read a turn until it has its first token or has ended; if it has failed, its error.
+
+        Other choices of the same prompt begin behind that, since the engine then has the prompt's KV.
+        """
+
+        async def write(start: int, stop: int) -> None:
+            raise _FirstToken
+
+        with contextlib.suppress(_FirstToken):
+            await self.readers.follow(live, write)
 
     def cancel(self, live: LiveTurn, keep_tokens: int | None = None) -> None:
         """End a turn and keep what was delivered, or that many tokens of it."""

@@ -46,7 +46,6 @@ from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.metrics.meter import Meter
 from pensieve.service.owning import Owning
 from pensieve.service.readers import ids_of
-from pensieve.service.reads import Reads
 from pensieve.service.suspects import Suspects
 from pensieve.service.threads import Threads, aside
 from pensieve.service.turn_spans import TurnSpan, span_of
@@ -123,7 +122,7 @@ class Daemon:
         self.threads = Threads(self._loop, self.config.text_threads, self._fail)
         self.damage = Damage(store, self.threads, lambda: self.on_serving(self.serving))
         self.full_disk = FullDisk(store, self.threads, lambda: self.on_serving(self.serving))
-        self.reads = Reads(store.reader(), self.threads)
+        self.reader = store.reader()  # of the read thread, also while the model is loading
         self._erasing = Erasing(store.erasure, self.threads)
         self.backing_up = BackingUp(store.backup_source, self.threads, self.config.backup)
         self.scrubbing = Scrubbing(
@@ -324,12 +323,12 @@ class Daemon:
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
             lambda: admission.ahead(turns.without_token(), arriving.asks(), tenant, priority, now),
             turns.waiting_since,
-            arriving.num_characters_of(tenant),
+            arriving.num_characters[tenant],
         )
 
     async def cancel_turn(self, cancel: Cancel) -> Cancelled:
         """End a turn because its client wants that; what became of it."""
-        return await cancel_turn(self._conversations, self.reads, cancel)
+        return await cancel_turn(self._conversations, self.reader, self.threads, cancel)
 
     def _on_admitted(self, live: LiveTurn, missing_tokens: int) -> None:
         now, is_only = self._loop.time(), self.conversations.turns.num_begun == 1
@@ -471,7 +470,7 @@ class Daemon:
         if self._conversations is not None:
             self._conversations.readers.close()
         await self.threads.close()
-        self.reads.close()
+        self.reader.close()
         self.store.close()
 
 

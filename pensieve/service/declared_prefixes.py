@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from pensieve.engine.messages import Message
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
-from pensieve.service.draft import ConversationSettings, Outdated
-from pensieve.service.heads import PrefixSettings
+from pensieve.service.draft import Outdated
+from pensieve.service.heads import ConversationSettings, PrefixSettings
 from pensieve.service.history import History
 from pensieve.service.limits import Allowance
 from pensieve.service.threads import Threads
@@ -50,19 +50,14 @@ class Warming:
         weight_of: Callable[[str], float],
     ) -> None:
         """`tell` says whether the engine hears of it; `renew` tokenizes a conversation again."""
-        self._history, self._turns, self._threads = history, turns, threads
+        self._history, self.turns, self._threads = history, turns, threads
         self._tell, self._renew, self._weight_of = tell, renew, weight_of
-
-    @property
-    def num_own(self) -> int:
-        """Of those that the daemon wants by itself, that have not ended."""
-        return self._turns.num_own_warms
 
     async def warm(self, conversation_id: str, tenant: str = "", *, counts: bool = True) -> None:
         """Have the engine bring the conversation's KV to the device."""
 
         async def sequence() -> None:
-            number, is_put = self._turns.begin_warm(conversation_id, tenant, counts=counts), False
+            number, is_put = self.turns.begin_warm(conversation_id, tenant, counts=counts), False
             try:
                 while True:
                     found = await self._threads.in_store(
@@ -76,7 +71,7 @@ class Warming:
                     is_put = self._tell(replace(found, share=tenant, weight=weight))
             finally:
                 if not is_put:
-                    self._turns.end_warm(number)
+                    self.turns.end_warm(number)
 
         await self._threads.whole(sequence())
 
@@ -160,7 +155,7 @@ class DeclaredPrefixes:
                 log.warning("prefixes could not be kept warm: %s", error)
                 kept = []
             for tenant, prefix_id in kept:
-                while self.is_paused() or self._warming.num_own >= WARMS_MAX:
+                while self.is_paused() or self._warming.turns.num_own_warms >= WARMS_MAX:
                     await asyncio.sleep(WAIT_SECONDS)
                 if self._allowance_of(tenant).in_debt(self._threads.loop.time()) is None:
                     await self._warm(tenant, prefix_id)

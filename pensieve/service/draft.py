@@ -10,12 +10,13 @@ import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.service.binding.chain import ChainEnd
 from pensieve.service.constraints import Constraints
 from pensieve.service.heads import (
+    ConversationSettings,
     Heads,
     check_fits,
     check_length,
@@ -33,21 +34,6 @@ from pensieve.store.responses import StoredResponse
 from pensieve.text import ChatTemplate, Message, Setting
 
 CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
-
-
-@dataclass(frozen=True, slots=True)
-class ConversationSettings:
-    """What a client fixes when it creates a conversation."""
-
-    conversation_id: str
-    system_prompt: str = ""
-    tools: Sequence[Mapping[str, Any]] = ()
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    prefix_id: str = ""
-    tenant: str = ""
-    messages: Sequence[Message] = ()  # a history to begin with, behind the system prompt
-    pending: Sequence[records.NewMessage] = ()  # that its first turn is to bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +101,6 @@ class Draft:
     constraints: Constraints
     new: records.NewConversation | None = None  # the conversation, where the turn creates it
 
-    def is_short(self, short_characters: int) -> bool:
-        """Whether `prompt` takes less than another hop between threads."""
-        if not self.constraints.knows(self.ask.options):
-            return False
-        return self.num_characters <= short_characters
-
     @property
     def num_characters(self) -> int:
         """That `prompt` has to render and tokenize."""
@@ -151,22 +131,17 @@ class Draft:
         return self.heads.knows(first_messages(self.head), setting_of(self.conversation))
 
 
-class SettingsCheck(NamedTuple):
-    """Whether a conversation could begin with such settings, and how many tokens that took; in any thread."""
-
-    template: ChatTemplate
-    context_max: int
-
-    def __call__(self, settings: ConversationSettings) -> int:
-        size = len(settings.system_prompt) + sum(len(str(each)) for each in settings.tools)
-        check_length("system_prompt and tools", size, self.context_max)
-        system_prompt, options = settings.system_prompt, dict(settings.template_options)
-        head = [Message("system", system_prompt)] if system_prompt else []
-        if not (head or settings.tools or options):
-            return 0
-        # A dry run shows at once whether the template takes them.
-        setting = Setting(settings.tools, options)
-        return len(self.template.opening([*head, Message("user", "?")], setting).token_ids)
+def check_settings(template: ChatTemplate, context_max: int, settings: ConversationSettings) -> int:
+    """Whether a conversation could begin with them, and how many tokens that took; in any thread."""
+    size = len(settings.system_prompt) + sum(len(str(each)) for each in settings.tools)
+    check_length("system_prompt and tools", size, context_max)
+    system_prompt, options = settings.system_prompt, dict(settings.template_options)
+    head = [Message("system", system_prompt)] if system_prompt else []
+    if not (head or settings.tools or options):
+        return 0
+    # A dry run shows at once whether the template takes them.
+    setting = Setting(settings.tools, options)
+    return len(template.opening([*head, Message("user", "?")], setting).token_ids)
 
 
 def opening(
@@ -235,11 +210,6 @@ def _tokenized_again(
         since_reply = []
     tokens += [[] for _ in since_reply]  # a system prompt without a turn yet
     return tokens
-
-
-def new_messages(ask: Ask, prompt: Sequence[Sequence[int]]) -> list[records.NewMessage]:
-    """What a client sends, with the tokens of each message, as the store takes it."""
-    return stored_messages(ask.messages, prompt, ask.metadata)
 
 
 def stored_messages(

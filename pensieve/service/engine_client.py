@@ -3,28 +3,19 @@
     STOPPED ──start──> STARTING ──ready──> SERVING ──pipe ends──> DOWN ──after a pause──> STARTING
                            └──it dies before it was ever ready: the error is the caller's
 
-A process that SERVES and hangs (heartbeat.py) is killed, and so goes DOWN.  One that is STARTING may take as
-long as its model does; if it says nothing for long, the log says so.
+A process that SERVES and hangs (heartbeat.py) is killed.  One that is STARTING may take as long as its model
+does.  The pause doubles while processes die without having published anything.
 
-The pause doubles while processes die without having published anything, and is short after one that
-was of use.
-
-All of it belongs to the loop.  A message belongs to the process that was there when `put` was called: if
-that one dies, the message dies with it and never reaches its successor.  When a process dies, `put`
-refuses first and `on_down` is called then, so whatever was put before can be given up in it.  Events
-are handed over a list at a time, one for each frame.  What the process has not read waits here, up to
-UNSENT_BYTES_MAX; `put` refuses more, but for what only frees things.
+A message belongs to the process that was there when `put` was called, and never reaches its successor.  When
+a process dies, `put` refuses first, then `on_down` is called, and then queries fail.  What the process has
+not read waits here, up to UNSENT_BYTES_MAX; `put` refuses more, but for what only frees things.
 
 A start that fails is tried again, whatever the reason.  An unforeseen exception anywhere else in the
-supervision, also in `on_down` and `on_up`, goes to `on_failure`: nobody supervises any more, and turns
-would wait without end, so the service must end.
+supervision, also in `on_down` and `on_up`, goes to `on_failure`, and the service must end: turns would wait
+without end.  A start needs a few file descriptors, which are held in reserve.
 
-A start needs a few file descriptors.  They are held in reserve, since connections may use up all others.
-
-A query is a message with an id; its reply comes among the events.  When the process dies, its queries fail.
-
-The child is spawned as a program of its own with one inherited socket: no fork, no pickle, and no
-memory shared with a process that runs threads.
+The child is a program of its own with one inherited socket: no fork, no pickle.  All of it belongs to the
+loop.
 """
 
 from __future__ import annotations

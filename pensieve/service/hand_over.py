@@ -5,24 +5,20 @@
       engine: ExportKv ─> KvExported ─ header ─>       the same identity?
                                      ─ parts ─>        the same tokens? ─> engine: ImportKv ─> Answer
 
-A conversation has moved (another daemon was its owner until now), and its next turn would recompute all of
-its history.  `pull` brings what KV the old owner still has, if that is sooner (transfer_times.py).  It is an
-attempt: whatever goes wrong, the turn computes what is missing, so `pull` raises nothing and says why there
-is less.
+`pull` brings what KV the old owner still has, if that is sooner than computing it (transfer_times.py).  It is
+an attempt: it raises nothing, and the turn computes what is missing.
 
 **Nothing wrong is adopted.**  Both sides name what has computed their KV and how it is written
-(launch/kv_identity.py, and the fingerprint of model, tokenizer and template); what differs in anything is
-refused before anything is adopted.  Each part says to which tokens it belongs, by their digest: it is
-compared with that of the log in our own store.  That log is read after the engine has been told of the
-import, so whatever changes the conversation later reaches the engine later, and ends the import there
-(engine/hand_over.py).  The bytes have a CRC for each chunk, which the engine compares.
+(launch/kv_identity.py, and the fingerprint of model, tokenizer and template); any difference is refused.
+Each part has a digest of its tokens, compared with our own log, and a CRC for each chunk, which the engine
+compares. The log is read after the engine was told of the import, so whatever changes the conversation later
+ends the import in the engine (engine/hand_over.py).
 
 **Nobody waits longer than for computing it.**  The prediction of that is the deadline of the whole pull; a
-part that is on its way to the engine then is adopted still, since it is before the SubmitTurn in the pipe.
+part that is on its way to the engine then is adopted still.
 
-**Bounds.**  A part has PART_BYTES (or one chunk, where that is longer).  The source exports for EXPORTS_MAX
-daemons at once, and of each it has a part on its way and the next one at most; the receiver has two parts
-between network and engine.  So an engine's thread copies a part at a time between two iterations.
+**Bounds.**  A part has PART_BYTES, or one chunk.  The source exports for EXPORTS_MAX daemons at once, two
+parts of each; the receiver has two parts between network and engine.
 
 Both belong to the loop.
 """

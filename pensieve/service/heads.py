@@ -5,13 +5,12 @@
     a declared prefix     system prompt, few-shot turns     the template's head of them; see text/template.py
     a given history       system prompt, messages           the same, as of a prefix that nobody shares
 
-A first turn is written as the template writes an opening with all of these messages: rendered as a whole, but
-for the head, which was tokenized when the prefix was declared.  So its log is, token for token, that of a
-conversation whose first turn brought all of it.  Where a template writes nothing fixed in front, a head is
-empty, and then a declared prefix is in this like none.
+A first turn is rendered as a whole with all of these messages, but for the head, which was tokenized before.
+So its log is, token for token, that of a conversation whose first turn brought all of it.  Where a template
+writes nothing fixed in front, a head is empty.
 
-A declared prefix without any message, of tools say, has an empty system message for its tokens (`STAND_IN`).
-The template does not see that one; any other system prompt has a text.
+A declared prefix without any message, of tools say, has an empty system message for its tokens (`STAND_IN`),
+which the template does not see.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from pensieve.errors import ContextFull, InvalidArgument
 from pensieve.store import records
@@ -50,19 +49,22 @@ class PrefixSettings:
     tenant: str = ""
 
 
-class Begins(Protocol):
-    """What a declared prefix, and a conversation with a given history, begins with."""
+@dataclass(frozen=True, slots=True)
+class ConversationSettings:
+    """What a client fixes when it creates a conversation."""
 
-    @property
-    def prefix_id(self) -> str: ...  # empty: of a given history
-    @property
-    def system_prompt(self) -> str: ...
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]: ...
-    @property
-    def template_options(self) -> Mapping[str, Any]: ...
-    @property
-    def messages(self) -> Sequence[Message]: ...
+    conversation_id: str
+    system_prompt: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    prefix_id: str = ""
+    tenant: str = ""
+    messages: Sequence[Message] = ()  # a history to begin with, behind the system prompt
+    pending: Sequence[records.NewMessage] = ()  # that its first turn is to bring
+
+
+Begins = PrefixSettings | ConversationSettings  # one without a prefix_id: of a given history
 
 
 def all_messages(begins: Begins) -> list[Message]:

@@ -1,24 +1,18 @@
 """The store thread's part of every request: drafts, begins and ends turns in transactions on the history.
 
-A `History` belongs to the store thread.  It holds the store, the template, and what is remembered of
-prefixes; it knows neither live turns nor the pipe to the engine.  What the engine must hear of an action
-follows from the value that the action returns; the loop puts it.
+It knows neither live turns nor the pipe to the engine.  What the engine must hear of an action follows from
+the value that the action returns; the loop puts it.  A turn, in order:
 
-A turn, in order:
+1. `draft` reads the end of the log; the messages are tokenized from that (`Draft.prompt`, in any thread).
+   `begin` checks that they fit and commits the turn as `running`; whatever can fail comes before that commit.
+   `start` does both at once where there is little to tokenize.
+2. `finish` appends the tokens of user and reply to the log in ONE transaction.  `fail` and `interrupt` leave
+   the history as it was.
+3. A request_id that came before is `Known`: the turn runs, or its reply comes from the store.
 
-1. `draft` reads the end of the log; the messages are tokenized from that (`Draft.prompt`, in any
-   thread).  `begin` checks that they fit and commits the turn as `running`.  Whatever can fail comes
-   before that commit, so a turn that is `running` here is `Begun` there.  `start` does both at once
-   where there is little to tokenize.
-2. `finish` appends the tokens of user and reply to the log in ONE transaction.  `fail` and
-   `interrupt` leave the history as it was.
-3. A request_id that came before is `Known`: the turn runs, or its reply is answered from the store and
-   nothing is computed.
-
-The engine may hold KV for tokens that never reached the log (a turn that failed in the store, say).
-That does no harm: a turn says how long its conversation's log is, and the engine cuts behind it.  What it
-holds before that is the log's own, because every rewind and deletion is put to it in the order in which
-the store made them; where it does not hold all of it, it asks for the log and begins anew.
+The engine may hold KV for tokens that never reached the log.  That does no harm: a turn says how long its log
+is, and the engine cuts behind it.  What it holds before that is the log's own, because it hears of rewinds
+and deletions in the order in which the store made them; what it lacks, it asks for.
 """
 
 from __future__ import annotations
@@ -26,6 +20,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from pensieve.core.sampling import Sampling
@@ -47,16 +42,21 @@ from pensieve.errors import (
 from pensieve.service.constraints import Constraints
 from pensieve.service.draft import (
     Ask,
-    ConversationSettings,
     Draft,
     Outdated,
-    SettingsCheck,
+    check_settings,
     new_conversation,
-    new_messages,
     planned_conversation,
     stored_messages,
 )
-from pensieve.service.heads import STAND_IN, Heads, PrefixSettings, all_messages, check_length
+from pensieve.service.heads import (
+    STAND_IN,
+    ConversationSettings,
+    Heads,
+    PrefixSettings,
+    all_messages,
+    check_length,
+)
 from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key, names_of
 from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Beginning, Prefixes
@@ -102,9 +102,10 @@ class History:
     ) -> None:
         """`random_bits` draws the seeds and the request ids that clients leave to us."""
         self._store = store
+        self.finish_erasure = store.erasure.finish
         self._template, self._fingerprint = texts.template, texts.fingerprint
         self._context_max = context_max
-        self.check_settings = SettingsCheck(self._template, context_max)
+        self.check_settings = partial(check_settings, self._template, context_max)
         self._template.tokenizer.tokens_max = context_max
         self._vocab_size = vocab_size
         self._random_bits = random_bits
@@ -211,10 +212,6 @@ class History:
         self._tokenized_again.discard((tenant, conversation_id))
         self._prefixes.forget(tenant, conversation_id)
 
-    def finish_erasure(self) -> None:
-        """Of what was deleted, from the files; ErasurePending if that is not possible yet."""
-        self._store.erasure.finish()
-
     def warm(
         self, conversation_id: str, number: int, *, tenant: str = ""
     ) -> SubmitTurn | Outdated | None:
@@ -270,7 +267,9 @@ class History:
     def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft | Outdated:
         """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
         drafted = self.draft(ask)
-        if not isinstance(drafted, Draft) or not drafted.is_short(short_characters):
+        if not isinstance(drafted, Draft) or not (
+            self._constraints.knows(ask.options) and drafted.num_characters <= short_characters
+        ):
             return drafted
         return self.begin(drafted, drafted.prompt())
 
@@ -463,7 +462,7 @@ class History:
     ) -> records.TurnRequest:
         return records.TurnRequest(
             request_id,
-            new_messages(ask, prompt or [[] for _ in ask.messages]),
+            stored_messages(ask.messages, prompt or [[] for _ in ask.messages], ask.metadata),
             ask.sampling_given,
             ask.options.sampling.seed or self._random_bits(63) + 1,
             ask.expected_revision,

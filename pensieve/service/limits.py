@@ -10,18 +10,14 @@
     unread_bytes          of answers that are on their way, or that the client does not take
     weight                of its turns where more wait than can run; see core/fair_queue.py
 
-Tokens are paid for when a turn has ended: those it brought and those of its reply (what was found in the
-cache costs nothing).  A system prompt is paid for when it is tokenized at first, and so is a message that
-then does not fit.  A tenant may save up BURST_SECONDS of its rates; one that is in debt is refused until it
-is out of it, and the refusal says when that will be.  It may read and delete meanwhile.
+Tokens are paid for when a turn has ended: those it brought and those of its reply, not those found in the
+cache.  A tenant may save up BURST_SECONDS of its rates.  One in debt is refused until it is out of it, but
+may read and delete.  A tenant beyond its limits is slowed down: refusals for limits, and all errors of one in
+debt, come at REFUSALS_PER_SECOND, and the calls of one in debt begin at CALLS_PER_SECOND; none waits longer
+than PAUSE_SECONDS_MAX.
 
-What is refused costs the daemon as much as a small answer, and reading is free.  So a tenant that is beyond
-its limits is slowed down: refusals for them, and every error that one in debt is told, come at
-REFUSALS_PER_SECOND, and the calls of one in debt begin at CALLS_PER_SECOND, each once a burst of
-BURST_SECONDS is over.  None waits longer than PAUSE_SECONDS_MAX.
-
-Allowances belong to the loop.  Other limits take force at once: what was saved or owed stays, turns and calls
-that are there go on, and count.
+Allowances belong to the loop.  Other limits take force at once: what was saved or owed stays, and turns and
+calls that are there go on.
 """
 
 from __future__ import annotations

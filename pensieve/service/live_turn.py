@@ -5,9 +5,7 @@
     Known    its request_id came before ─>  attach to the LiveTurn, or replay the stored reply
     Committed  <── Reply             ───  the engine has ended it
 
-An `Unstored` turn (unstored.py) begins and ends in the loop alone: the store hears nothing of it.
-
-All but `LiveTurn` are frozen.  A `LiveTurn` belongs to the loop, and so does every change of it.
+An unstored turn (unstored.py) begins and ends in the loop alone.  All but `LiveTurn` are frozen.
 """
 
 from __future__ import annotations
@@ -64,16 +62,6 @@ class Begun:
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
     changed_at: float  # when the conversation was last changed
     is_tokenized_again: bool  # since its last turn, under another tokenizer or template
-
-
-@dataclass(frozen=True, slots=True)
-class Unstored:
-    """A turn that belongs to no conversation; `turn_id` is negative, and tells it from all that run."""
-
-    turn_id: int
-    tenant: str
-    submit: SubmitTurn  # without its number; and without a name, but for one that it goes on from
-    prompt_end: array[int]  # as in `Begun`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,9 @@
 """Which conversation's KV a new one under the same prefix_id may begin with.
 
-A template decides where a system prompt's tokens end and a user's begin, and some weave the two
-together, so a declared prefix has no tokens of its own.  What two conversations share is what their
-logs have in common from the front, token for token, and that is known when the second one begins.
-
-For each prefix the latest conversation that has finished a turn under it is remembered with its log:
-its KV is the most likely to be there.  It is remembered only once its turn is committed and forgotten
-when it is rewound or deleted, so its cache never holds other tokens than these at these positions.
-A tenant's prefixes are its own.
+Templates weave system prompts and messages together, so what two conversations share is what their logs have
+in common from the front, token for token.  For each prefix of a tenant, the latest conversation that has
+finished a turn under it is remembered with its log, from the commit of the turn until it is rewound or
+deleted.
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
 """The readers of live turns, and how long a turn lives without any.
 
-A turn that has begun belongs to no reader in particular: its tokens gather in its `LiveTurn`, and any
-number of readers follow from the first one on.  When the last one is gone before the end, the turn has
-`grace_seconds` in which somebody may attach again with the same request_id; then it is abandoned and
-leaves no trace.  So a broken connection costs a client nothing, and a client that went away for good
-costs the others five seconds of one turn.  The grace passes in steps, and does not end with one that comes
-late: so a loop that stood still (its process was stopped, or had far too much to do) has not used up the time
-of those who were about to attach.  One that leaves on purpose says so (cancelling.py), and waits for the end
-of its turn as a reader that takes nothing.
+Any number of readers follow a turn from its first token on.  When the last one is gone before the end, the
+turn has `grace_seconds` in which somebody may attach again with the same request_id; then it is abandoned and
+leaves no trace.  The grace passes in steps, so a loop that stood still has not used it up.  A client that
+leaves on purpose says so (cancelling.py).  If it keeps less of the reply than other readers were sent, they
+get an error in place of the end.
 
-A client that leaves may keep less of the reply than other readers were sent.  They are told so with an error
-in place of the end, because what they have read is not what the history says.
-
-A reader takes what there is whenever it can be written to; slow ones get larger pieces, and what is
-undelivered is bounded by the reply itself.  One that cannot be written to for `stall_seconds`, or is
-`undelivered_tokens_max` behind, is cancelled.
+A reader takes what there is whenever it can be written to.  One that cannot be written to for
+`stall_seconds`, or is `undelivered_tokens_max` behind, is cancelled.
 
 All of it belongs to the loop.
 """

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pensieve.core.turn import TurnOptions
 from pensieve.errors import ErasurePending, NotFound, StaleRevision, StorageFull
 from pensieve.service.daemon import Daemon
-from pensieve.service.draft import Ask, new_messages
+from pensieve.service.draft import stored_messages
 from pensieve.service.housekeeping import erased
 from pensieve.service.openai.response_stream import ENDED
 from pensieve.store import records
@@ -33,17 +32,21 @@ class StoredResponses:
     async def find(self, response_id: str, tenant: str) -> StoredResponse | None:
         if not records.ID_PATTERN.fullmatch(response_id):
             return None  # none has such an id
-        return await self._daemon.reads.response(response_id, tenant)
+        reader = self._daemon.reader
+        return await self._threads.in_reader(tenant, reader.response, response_id, tenant=tenant)
 
     async def runs(self, response: StoredResponse) -> bool:
         """Whether its turn runs, here or at another daemon; what is stored of one that has ended says so."""
         if response.body.get("status") in ENDED:
             return False
-        named = response.conversation_id, response.tenant
+        tenant, reader = response.tenant, self._daemon.reader
         try:
-            return (await self._daemon.reads.conversation(*named)).running_turn_id is not None
+            found = await self._threads.in_reader(
+                tenant, reader.get_conversation, response.conversation_id, tenant=tenant
+            )
         except NotFound:
             return False
+        return found.running_turn_id is not None
 
     async def require_here(self, response_id: str, tenant: str) -> None:
         """OwnedElsewhere where its turn runs at another daemon, which alone can end it."""
@@ -150,8 +153,7 @@ class StoredResponses:
 
 def as_pending(messages: Sequence[Message]) -> tuple[records.NewMessage, ...]:
     """As the store takes them; they have no tokens yet."""
-    ask = Ask("", tuple(messages), TurnOptions())
-    return tuple(new_messages(ask, [[] for _ in messages]))
+    return tuple(stored_messages(messages, [[] for _ in messages]))
 
 
 def appended(messages: Sequence[Message]) -> Callable[[Pending], Pending]:

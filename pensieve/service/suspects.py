@@ -1,16 +1,13 @@
 """Which turns were in the engine when it died, for one of them may be what kills it.
 
-A process that is killed cannot say what it computed, so each turn it had is under suspicion, the queued ones
-too.  Clients send such turns again, and one that kills the engine would kill it again and again:
+Each turn that a killed process had is under suspicion, the queued ones too.  Clients send such turns again:
 
     1 death     it is tried again, beside all others
     2 deaths    it is tried again when no other such turn is in the engine
     3 deaths    it has failed, and no client sends it again by itself
 
-A death counts only where the turn had come no further than at an earlier one: the same request with the
-same seed says the same, so a turn that passes the place has not been stopped by it.  So an innocent one is
-soon cleared, often with its first token, and the one that kills dies alone.  A turn that is said again on
-purpose after its failure begins without a record, and so does every turn after a restart of the service.
+A death counts only where the turn had come no further than at an earlier one, so an innocent turn is soon
+cleared.  A turn that is sent again on purpose begins without a record.
 """
 
 from __future__ import annotations

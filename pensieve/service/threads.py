@@ -5,24 +5,19 @@
     the read thread    what clients read of the history, on a connection of its own
     the text pool      tokenizing long drafts; touches nothing shared
 
-Each owns its state, and none calls a method of another's.  The loop sends a function of the history with
-values as its arguments to the store thread, and gets a value back.
+Each owns its state.  The loop sends a function with values as arguments to a thread, and gets a value back.
 
 **Order.**  A tenant's jobs of the store thread run in the order of their `in_store` calls (the tenants by
-turns, see fair_pool.py), and the coroutines that wait for them go on in the order in which the jobs ran: a
-job's result is handed to the loop before the next job begins, and the loop wakes tasks in the order in
-which their results came.  So whoever acts on a result before it waits for anything else acts in the
-order in which the store did; and nothing that one tenant does depends on when another one's job runs.
+turns, see fair_pool.py), and the coroutines that wait for them resume in that order.  So a coroutine that
+acts on a result before it waits for anything else acts in the order of the store.
 
-**Sequences.**  What ought to follow a job follows it, also if the call that wanted it is gone: a sequence
-of steps runs in a task of its own (`whole`), and the call only waits for it.
+**Sequences.**  Steps that must follow a job, even if the call that wanted it is gone, run in a task of their
+own (`whole`).
 
-**Failures.**  A sequence that fails has a call that hears of it.  Of a background task nobody does, and
-somebody may wait for what it ought to have done; so its unforeseen exception goes to `on_failure`.
+**Failures.**  An unforeseen exception of a background task goes to `on_failure`, since something may wait for
+what the task ought to have done.
 
-`ConversationStore.verify` and `integrity_check` open a connection of their own and run `aside`, each in a
-thread that ends with the process: they read all of a history, which may take longer than a process has to
-end.
+Jobs that read all of a history run `aside`, in a thread that ends with the process.
 """
 
 from __future__ import annotations

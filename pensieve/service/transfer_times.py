@@ -1,21 +1,16 @@
 """Whether KV of a conversation is sooner here by the network than by computing it again, part by part.
 
-KV comes from its end on, and the end costs most to recompute.  So with a link of some speed there is a best
-place to stop: what lies before it is quicker recomputed.  Each part is worth its transfer as long as
+KV comes from its end on, and the end costs most to recompute.  Each part is worth its transfer as long as
 
     seconds to compute its tokens behind what lies before them  >  its bytes / bytes per second of the link
 
-and a transfer is worth beginning if what its parts save together is more than its latency.  What computing
-takes is the engine's own prediction (core/iteration_cost.py) times what prompts took lately beside theirs
-(admission.py).
+and a transfer is worth beginning if its parts save more than its latency.  Computing takes the engine's own
+prediction (core/iteration_cost.py) times what prompts took lately beside theirs (admission.py).
 
-The speed of a link is that of the latest transfers from its address, each counting a quarter.  Of an address
-nothing is known at first, nor when the last transfer was long ago: then LATENCY_SECONDS and BYTES_PER_SECOND
-are assumed, which most networks exceed.  Where that would refuse, the link is tried all the same if computing
-takes TRIAL_LATENCIES times the assumed latency: the first part tells how fast it is, and the rule above ends
-the transfer there if it is too slow.  So a wrong assumption costs one part's time, and once in KNOWN_SECONDS.
-
-However fast a link was, nobody waits longer for it than computing everything would take (`hand_over.py`).
+The speed of a link is that of the latest transfers from its address, each counting a quarter.  Of an unknown
+link, or after KNOWN_SECONDS, LATENCY_SECONDS and BYTES_PER_SECOND are assumed.  Where that would refuse, the
+link is tried all the same if computing takes TRIAL_LATENCIES times the assumed latency: the first part tells
+how fast it is.
 """
 
 from __future__ import annotations

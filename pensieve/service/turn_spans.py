@@ -3,7 +3,8 @@
     arrived_at ──tokenizing, store── begun_at ──queue── admitted ──prompt── first token ──reply── end
 
 Times are those of the loop, put on the wall clock when the turn ends; those between are the engine's,
-counted from `begun_at`.  A span has ids, options, counts and times, and nothing that anybody said.
+counted from `begun_at`.  A span has ids, options, counts and times, and nothing that anybody said.  Names are
+OpenTelemetry's for generative AI, which are still being changed, and our own behind `pensieve.`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pensieve.core.turn import FinishReason
-from pensieve.service import trace_names as names
 from pensieve.service.live_turn import LiveTurn
 
 Attribute = str | int | float | tuple[str, ...]
-FINISH_WORDS = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.CANCELLED: "cancelled",
-    FinishReason.FAILED: "error",
-}
 SECOND_NS = 1_000_000_000
 
 
@@ -44,41 +38,43 @@ def span_of(live: LiveTurn, model: str, now: float, wall_now: float) -> TurnSpan
         return int((wall_now - now + at) * SECOND_NS)
 
     attributes: dict[str, Attribute] = {
-        names.OPERATION_NAME: names.OPERATION,
-        names.PROVIDER_NAME: names.SYSTEM,
-        names.REQUEST_MODEL: model,
-        names.CONVERSATION_ID: live.conversation_id,
-        names.RESPONSE_ID: str(live.turn_id),
-        names.OUTPUT_TOKENS: live.num_tokens,
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "pensieve",
+        "gen_ai.request.model": model,
+        "gen_ai.conversation.id": live.conversation_id,
+        "gen_ai.response.id": str(live.turn_id),
+        "gen_ai.usage.output_tokens": live.num_tokens,
     }
     if live.ask is not None:
         sampling = live.ask.options.sampling
         attributes |= {
-            names.TEMPERATURE: sampling.temperature,
-            names.TOP_P: sampling.top_p,
-            names.TOP_K: sampling.top_k,
-            names.MAX_TOKENS: sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
         }
     if live.tenant:
-        attributes[names.TENANT] = live.tenant
+        attributes["pensieve.tenant"] = live.tenant
     if live.finish is not None:
-        attributes[names.FINISH_REASONS] = (FINISH_WORDS[live.finish],)
+        word = "error" if live.finish is FinishReason.FAILED else live.finish.value
+        attributes["gen_ai.response.finish_reasons"] = (word,)
     failure = live.failure.reason if live.failure is not None else ""
     if failure:
-        attributes[names.ERROR_TYPE] = failure
+        attributes["error.type"] = failure
     events: list[tuple[str, int]] = []
     if figures := live.figures:
         attributes |= {
-            names.INPUT_TOKENS: figures["prompt_tokens"],
-            names.CACHED_TOKENS: figures["device_tokens"] + figures["host_tokens"],
-            names.RECOMPUTED_TOKENS: figures["recomputed_tokens"],
+            "gen_ai.usage.input_tokens": figures["prompt_tokens"],
+            "gen_ai.usage.cache_read.input_tokens": figures["device_tokens"]
+            + figures["host_tokens"],
+            "pensieve.usage.recomputed_tokens": figures["recomputed_tokens"],
         }
-        events.append((names.ADMITTED, wall_ns(live.begun_at + figures["queue_seconds"])))
+        events.append(("pensieve.admitted", wall_ns(live.begun_at + figures["queue_seconds"])))
         if live.num_tokens:
             first = live.begun_at + figures["first_token_seconds"]
-            events.append((names.FIRST_TOKEN, wall_ns(first)))
+            events.append(("pensieve.first_token", wall_ns(first)))
     return TurnSpan(
-        f"{names.OPERATION} {model}",
+        f"chat {model}",
         wall_ns(live.arrived_at),
         wall_ns(now),
         attributes,

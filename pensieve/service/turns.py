@@ -5,24 +5,22 @@
     begin ──> RUNNING <─┘──end (the engine's)──> COMMITTING ──finish──> ENDED
                  └──────interrupt─────────────> INTERRUPTING ──fail──┘
 
-A `Turns` is plain and synchronous: it has no thread, socket or timer, and it calls neither the store nor
-the engine.  It says what the engine must hear (the messages it returns) and what is to be committed (a
-`Reply`); its owner carries that out.  What holds:
+A `Turns` is plain and synchronous, and calls neither the store nor the engine: it returns the messages for
+the engine and the `Reply` to commit.  What holds:
 
-* A turn is here from the moment that the loop hears of its `running` row until its end is in the store
-  and its readers can see it: `finish` is set last.  An unstored one goes the same way; of it the store has
-  nothing, at its beginning and at its end (conversations.py).
-* What moves a turn on from RUNNING ends it, and nothing else does: in COMMITTING and INTERRUPTING its end
-  is on the way to the store, and a cancel, a deletion, the end of the engine or of a reader's grace
-  changes nothing.
+* A turn is here from the moment that the loop hears of its `running` row until its end is in the store and
+  its readers can see it: `finish` is set last.
+* In COMMITTING and INTERRUPTING the end is on the way to the store; a cancel, a deletion, the end of the
+  engine or of a reader's grace changes nothing.
 * After `cancel` no further token is taken, and the log ends at the last one that was, or sooner (`kept`).
 * Each attempt of a turn has another number, so an event of one that was given up finds nothing.
-* A warm is no live turn: nobody reads it and nothing is stored.  It counts for its tenant from `begin_warm`
-  until the engine has ended it, or is gone.
+* A warm is no live turn, but counts for its tenant from `begin_warm` until the engine has ended it, or is
+  gone.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -41,7 +39,6 @@ from pensieve.service.live_turn import (
     Phase,
     RecomputeReason,
     Reply,
-    Unstored,
     names_of,
     stream_of,
     unstored_key,
@@ -200,19 +197,28 @@ class Turns:
         return live, submit
 
     def begin_unstored(
-        self, unstored: Unstored, now: float, weight: float = 1.0
+        self,
+        turn_id: int,
+        tenant: str,
+        submit: SubmitTurn,
+        prompt_end: array[int],
+        now: float,
+        weight: float = 1.0,
     ) -> tuple[LiveTurn, SubmitTurn]:
-        """The same of a turn that belongs to no conversation."""
-        tenant, number = unstored.tenant, next(self._numbers)
+        """The same of a turn that belongs to no conversation; its id is negative.
+
+        `submit` has no name, but for one that it goes on from.
+        """
+        number = next(self._numbers)
         submit = replace(
-            unstored.submit,
+            submit,
             turn_id=number,
-            conversation_id=unstored.submit.conversation_id or unstored_key(tenant, number),
+            conversation_id=submit.conversation_id or unstored_key(tenant, number),
             share=tenant,
             weight=weight,
         )
         live = LiveTurn(
-            unstored.turn_id,
+            turn_id,
             "",
             0,  # all of it is its prompt
             len(submit.tokens) // TOKEN_BYTES,
@@ -222,7 +228,7 @@ class Turns:
             priority=submit.options.priority,
             number=number,
             recompute_reason=RecomputeReason.DROPPED,
-            marker=PartMarker(self.tokenizer, unstored.prompt_end),
+            marker=PartMarker(self.tokenizer, prompt_end),
         )
         self._add(live)
         return live, submit

@@ -37,7 +37,7 @@ from pensieve.core.turn import TurnOptions
 from pensieve.engine.messages import DeleteConversation, Message, RewindConversation, SubmitTurn
 from pensieve.errors import ContextFull, InvalidArgument, PensieveError
 from pensieve.service.history import PROMPT_TAIL_TOKENS, UNNUMBERED
-from pensieve.service.live_turn import LiveTurn, Unstored
+from pensieve.service.live_turn import LiveTurn
 from pensieve.service.readers import Readers
 from pensieve.service.turns import Turns
 
@@ -81,10 +81,9 @@ class UnstoredTurns:
         chain = Chain(tenant, self._chunk_tokens)
         chain.extend(prompt)
         submit = self._from_what_is_there(submit, chain, len(prompt))
-        prompt_end = prompt[-PROMPT_TAIL_TOKENS:]
-        unstored = Unstored(self._id(prompt, tenant), tenant, submit, prompt_end)
-        now = self._loop.time()
-        live, submit = self._turns.begin_unstored(unstored, now, self._weight_of(tenant))
+        named, prompt_end = (self._id(prompt, tenant), tenant), prompt[-PROMPT_TAIL_TOKENS:]
+        now, weight = self._loop.time(), self._weight_of(tenant)
+        live, submit = self._turns.begin_unstored(*named, submit, prompt_end, now, weight)
         live.arrived_at = now
         try:
             self._put(submit)

@@ -146,7 +146,13 @@ class HistoryReader:
             return self._transactions.as_read(found), pending
 
     def message_page(
-        self, conversation_id: str, start: int, size: int, *, include_token_ids: bool, tenant: str
+        self,
+        conversation_id: str,
+        start: int,
+        size: int,
+        *,
+        include_token_ids: bool = False,
+        tenant: str = "",
     ) -> MessagePage:
         """The messages from a position on: so many, or fewer where they are long."""
         with self._snapshot() as conn:

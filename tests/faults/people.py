@@ -30,7 +30,8 @@ from pensieve.errors import (
 )
 from pensieve.service.cancelling import Cancel
 from pensieve.service.daemon import Daemon
-from pensieve.service.draft import Ask, ConversationSettings
+from pensieve.service.draft import Ask
+from pensieve.service.heads import ConversationSettings
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.readers import CUT
 from pensieve.store import conversation_rows, message_rows

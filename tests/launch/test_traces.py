@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -23,7 +24,7 @@ from pensieve.client import Client
 from pensieve.errors import ConfigError
 from pensieve.launch import traces
 from pensieve.launch.traces import Traces
-from pensieve.service import trace_names
+from pensieve.service import turn_spans
 from pensieve.service.turn_spans import TurnSpan
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess, wait_for
@@ -185,8 +186,9 @@ def test_no_word_that_was_said_is_in_a_trace(
     assert not reply.text or reply.text not in log
 
 
-def test_no_name_of_the_table_is_for_text() -> None:
-    values = [value for name, value in vars(trace_names).items() if name.isupper()]
+def test_no_name_of_a_span_is_for_text() -> None:
+    source = inspect.getsource(turn_spans.span_of)
+    values = re.findall(r'"((?:gen_ai|pensieve|error)\.[a-z_.]+)"', source)
     assert len(values) == len(set(values)) > 15
     banned = r"message|prompt\b|content|instruction|text|completion"
     assert not [value for value in values if re.search(banned, value)]

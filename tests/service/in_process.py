@@ -26,8 +26,8 @@ from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import QueueFull, TurnInterrupted
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
-from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
-from pensieve.service.heads import PrefixSettings
+from pensieve.service.draft import Ask, Draft, Outdated
+from pensieve.service.heads import ConversationSettings, PrefixSettings
 from pensieve.service.history import History
 from pensieve.service.live_turn import Begun, Known, LiveTurn, cache_key, replayed
 from pensieve.service.turns import Turns, failure_of

@@ -12,8 +12,15 @@ import pytest
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import ContextFull, InvalidArgument
-from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
-from pensieve.service.heads import GivenHistory, Heads, PrefixSettings, message_of, setting_of
+from pensieve.service.draft import Ask, Draft, Outdated
+from pensieve.service.heads import (
+    ConversationSettings,
+    GivenHistory,
+    Heads,
+    PrefixSettings,
+    message_of,
+    setting_of,
+)
 from pensieve.service.history import History
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore

@@ -15,8 +15,8 @@ from google.protobuf import json_format, struct_pb2
 from pensieve.core.iteration import Logprob
 from pensieve.errors import InvalidArgument
 from pensieve.service.daemon_config import DaemonConfig
-from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc import json_values, sizes, translate
+from pensieve.service.heads import ConversationSettings
 from pensieve.service.live_turn import LiveTurn
 from pensieve.store.records import PAGE_BYTES_MAX, NewConversation
 from pensieve.text import Part
@@ -265,7 +265,8 @@ def test_pages_of_messages_end_by_bytes_and_leave_none_out(tmp_path: Path) -> No
         assert num_pages > 2
 
         async def read() -> Any:
-            return await rig.daemon.reads.messages("c", 0, 1000)
+            page = rig.daemon.reader.message_page
+            return await rig.daemon.threads.in_reader("", page, "c", 0, 1000)
 
         one = rig.call(read())
         assert 1 < len(one.messages) < 200, "no more is read than is wanted"

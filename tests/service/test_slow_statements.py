@@ -29,7 +29,7 @@ def test_it_ends_with_unavailable_and_the_next_call_is_answered(
     """In the store thread and in the read thread."""
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("tea", "hello")
-        reader: Any = rig.daemon.reads._reader
+        reader: Any = rig.daemon.reader
         writer_of(rig.daemon.store).limit.seconds = reader._snapshots._limit.seconds = 0.05
         with monkeypatch.context() as patch:
             patch.setattr(turn_rows, "insert_turn", takes_long)

@@ -1,30 +1,26 @@
-"""Which conversation a request goes on that brings its whole history, and the turn that it becomes there.
+"""Match a request with a full history to a stored conversation, and run it as a turn there.
 
-A request of a client without state has messages 1..n.  Of each of its beginnings that ends with a reply there
-is a digest (chain.py), and the store knows the digests of the histories that it holds (store/chains.py).  The
-longest that is known decides; only the messages behind it are rendered and tokenized:
+Each beginning of the history that ends with a reply has a digest (chain.py).  The longest one that the store
+knows decides, and only the messages after it are rendered and tokenized:
 
-    its conversation ends there, is idle, and is of the same session    appended
-    another turn runs or has come behind it, or the session differs     forked there, and appended to the fork
-    none is known                                                       a new conversation, of all messages
+    its conversation ends there, is idle, same session      append to it
+    it went on, is busy, or belongs to another session      fork there, then append
+    no digest is known                                      create a conversation
 
-So an edited message, a reply that is asked for again and a second client with the same history each get a
-fork that shares what is before it.  Of several choices the first may be appended, the others are forks;
-without a known beginning each has a conversation of its own, and the others begin when the first has computed
-the prompt, whose KV they share (service/choices.py).  A session is the client's own name for a conversation:
-it keeps apart what has the same history, and finds nothing by itself, since a history that has changed has to
-be computed in any case.
+So an edited message, a regenerated reply and a second client with the same history each get a fork that
+shares the common part.  Of several choices only the first may be appended.  Without a known beginning each
+choice has a conversation of its own, and the others begin when the first has computed the prompt.  A session
+is the client's own name for a conversation: it keeps equal histories apart.
 
-**Races.**  A conversation may change between the look and the beginning of the turn.  Then the store refuses
-the turn (StaleRevision, TurnRunning, NotFound), and it is looked for again, at most ATTEMPTS_MAX times, the
-last times without appending.  A fork is reserved until its first turn has begun: other requests with the same
-history do not append to it.
+**Races.**  If the conversation changes between lookup and begin, the store refuses the turn, and the binder
+looks again, at most ATTEMPTS_MAX times; the last attempts fork.  A fork is reserved until its first turn
+begins.
 
-**The same request again** finds its turn by its request_id, in any conversation of its tenant.  With another
-history or other messages it is refused.  One that comes while the first is about to begin waits for that.
+**Retries** find their turn by its request_id.  A request that differs from the first is refused; one that
+comes while the first is about to begin waits for it.
 
-**Nothing is left behind.**  A conversation that was made for a turn which then did not begin, failed or was
-given up is deleted, unless something has used it meanwhile.
+**Cleanup.**  A conversation created for a turn that did not begin, failed or was given up is deleted, unless
+something has used it meanwhile.
 """
 
 from __future__ import annotations
@@ -58,11 +54,10 @@ from pensieve.service.binding.chain import (
     prefix_id,
     session_digest,
 )
-from pensieve.service.choices import prompt_computed
 from pensieve.service.counts import Counts
 from pensieve.service.daemon import Daemon
-from pensieve.service.draft import Ask, ConversationSettings
-from pensieve.service.heads import check_length
+from pensieve.service.draft import Ask
+from pensieve.service.heads import ConversationSettings, check_length
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.prefixes import SharedPrompt
 from pensieve.store.records import ChainMatch
@@ -113,13 +108,10 @@ class Bound(NamedTuple):
 class History(NamedTuple):
     """That of a request, by digests."""
 
-    lengths: dict[bytes, int]  # in messages, of each beginning behind which a reply may be stored
+    lengths: dict[
+        bytes, int
+    ]  # in messages, of each beginning that ends with a reply, the longest first
     end: ChainEnd
-
-    @property
-    def beginnings(self) -> list[bytes]:
-        """From the longest on."""
-        return list(self.lengths)
 
 
 class Binder:
@@ -206,7 +198,7 @@ class Binder:
 
     async def _computed(self, live: LiveTurn, left: asyncio.Event) -> None:
         """Until the first choice has computed the prompt; not longer than its client is there."""
-        computed = asyncio.ensure_future(prompt_computed(self._daemon.conversations, live))
+        computed = asyncio.ensure_future(self._daemon.conversations.prompt_computed(live))
         gone = asyncio.ensure_future(left.wait())
         try:
             await asyncio.wait((computed, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -268,7 +260,7 @@ class Binder:
         match = await self._daemon.threads.in_store(
             tenant,
             self._daemon.store.chains.longest,
-            past.beginnings,
+            list(past.lengths),
             past.end.session,
             tenant=tenant,
         )

@@ -3,24 +3,20 @@
     digest 0   of the tools and the template's options
     digest k   of digest k - 1 and message k in its canonical form
 
-So two histories with the same digest began in the same way and say the same, and 16 bytes stand for all of a
-past.  Messages are compared as the client sends them, never by their tokens: what a template drops from
-earlier turns, or how it writes a call, changes no digest.
-
-The canonical form leaves out what clients change when they send back what they were given:
+Messages are compared as the client sends them, never by their tokens.  The canonical form leaves out what
+clients change when they send back what they were given:
 
     white space around a text    some trim it
-    thinking                     most drop it; to the model it is a matter of the template
+    thinking                     most drop it
     text beside calls            many send null in its place
     the order and form of JSON   arguments are parsed and written again: keys in any order, 1.0 for 1
     ids of calls                 some make their own; an answer names its call by its place in the message
     the name of the tool         that answers: the call has it
 
-Everything else counts.  Each part stands behind its length, so that no two histories have the same bytes.
+Everything else counts.  Each part stands behind its length, so no two histories have the same bytes.
 
-A turn that is bound carries a `ChainEnd`: the digest of all that came before its reply.  With the reply that
-makes the *state* that the store records in the very transaction that stores the reply, so that a crash loses
-neither alone.
+A bound turn carries a `ChainEnd`: the digest of all before its reply.  With the reply that makes the *state*,
+which the store records in the transaction that stores the reply.
 """
 
 from __future__ import annotations

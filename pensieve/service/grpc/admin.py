@@ -162,7 +162,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> pb.ListTenantsResponse:
         daemon, now = self.daemon, asyncio.get_running_loop().time()
         allowances = daemon.admission.allowances
-        stored, prefixes = await daemon.reads.stored_bytes(), await daemon.reads.num_prefixes()
+        stored = await daemon.threads.in_reader("", daemon.reader.stored_bytes)
+        prefixes = await daemon.threads.in_reader("", daemon.reader.num_prefixes)
         given = pb.ListTenantsResponse(history=daemon.config.history)
         for name in sorted({*stored, *allowances.tenants}):
             allowance = allowances.known(name) or Allowance(NO_LIMITS, now)
@@ -183,7 +184,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: pb.ListTenantPrefixesRequest, context: Any
     ) -> pb.ListTenantPrefixesResponse:
         given = pb.ListTenantPrefixesResponse()
-        for found in await self.daemon.reads.all_prefixes():
+        daemon = self.daemon
+        for found in await daemon.threads.in_reader("", daemon.reader.all_prefixes):
             tenant = found.conversation.tenant
             given.prefixes.add(tenant=tenant, prefix=translate.prefix(found))
         return given
@@ -214,7 +216,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _owner(self, conversation_id: str, tenant: str) -> str:
         """Whose conversation the operator means; one who names no tenant may mean the only one's."""
-        tenants = await self.daemon.reads.tenants_of(conversation_id)
+        threads, reader = self.daemon.threads, self.daemon.reader
+        tenants = await threads.in_reader("", reader.tenants_of, conversation_id)
         if tenant in tenants:
             return tenant
         if tenant or not tenants:
@@ -230,7 +233,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _stats(self) -> pb.Stats:
         daemon = self.daemon
-        stored = await daemon.reads.num_conversations()
+        stored = await daemon.threads.in_reader("", daemon.reader.num_conversations)
         given = pb.Stats(
             conversations_stored=stored,
             daemon_seconds=asyncio.get_running_loop().time() - daemon.started_at,

@@ -1,17 +1,15 @@
 """Authentication of every call, the token file, and the status of a call that fails.
 
-One interceptor stands before every method of every service.  It refuses by default: with a token file, each
-method but the health check needs a token, known by its SHA-256 and compared in constant time; AdminService
-needs a token with `admin`, or the UNIX socket in the data folder, whose permissions are the check;
-ReplicaService needs such a token where there are tokens.  A token names its tenant; conversations of another
-tenant do not exist.
+One interceptor stands before every method of every service.  With a token file, each method but the health
+check needs a token, known by its SHA-256 and compared in constant time.  AdminService needs a token with
+`admin`, or the UNIX socket in the data folder; ReplicaService needs such a token where there are tokens.  A
+token names its tenant; conversations of another tenant do not exist.
 
-The body of a request is received once its caller is known (calls.py), and parsed once its fields are
-known to be small enough (sizes.py).
+The body of a request is received once its caller is known (calls.py), and parsed once its fields are known to
+be small enough (sizes.py).
 
 A call fails with our errors' codes and details; a request that cannot be parsed, with INVALID_ARGUMENT;
-anything else, with INTERNAL and an id that the log explains.  A client that leaves while something is sent to
-it is no failure, although gRPC lets that fail at times instead of cancelling the call.
+anything else, with INTERNAL and an id that the log explains.  A client that leaves is no failure.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +275,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer or bytes
 
         async def guarded(
-            act: Callable[[Any, Any], Any], requests: Any, context: Any, takes: str = "one"
+            act: Callable[[Any, Any], Any], requests: Any, context: Any, takes: str
         ) -> Any:
             began, peer = asyncio.get_running_loop().time(), context.peer()
             found, outcome = ANONYMOUS, "CANCELLED"
@@ -329,46 +328,24 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 if found is not ANONYMOUS and is_audited(details.method, requests):
                     self._audit.ended(details.method, requests, found, peer, outcome, began)
 
-        if handler.unary_unary is not None:
-            act = handler.unary_unary
-
-            async def unary(requests: Any, context: Any) -> Any:
-                return await guarded(act, requests, context)
-
-            return grpc.stream_unary_rpc_method_handler(
-                unary, response_serializer=handler.response_serializer
-            )
-        if handler.unary_stream is not None:
-            stream = handler.unary_stream
-
-            async def streaming(requests: Any, context: Any) -> None:
-                await guarded(stream, requests, context)
-
-            return grpc.stream_stream_rpc_method_handler(
-                streaming, response_serializer=handler.response_serializer
-            )
-        if handler.stream_unary is not None:
-            gather = handler.stream_unary
-
-            async def gathering(requests: Any, context: Any) -> Any:
-                return await guarded(gather, requests, context, takes="many")
-
-            return grpc.stream_unary_rpc_method_handler(
-                gathering, response_serializer=handler.response_serializer
-            )
+        for act, make, takes in (
+            (handler.unary_unary, grpc.stream_unary_rpc_method_handler, "one"),
+            (handler.unary_stream, grpc.stream_stream_rpc_method_handler, "one"),
+            (handler.stream_unary, grpc.stream_unary_rpc_method_handler, "many"),
+        ):
+            if act is not None:
+                guard = partial(guarded, act, takes=takes)
+                return make(guard, response_serializer=handler.response_serializer)
         both = handler.stream_stream  # reflection, the only one that there is
         if both is None:
             return None
 
-        async def talking(requests: Any, context: Any) -> None:
-            async def act(requests: Any, context: Any) -> None:
-                async for response in both(requests, context):
-                    await context.write(response)
-
-            await guarded(act, requests, context, takes="a stream")
+        async def talk(requests: Any, context: Any) -> None:
+            async for response in both(requests, context):
+                await context.write(response)
 
         return grpc.stream_stream_rpc_method_handler(
-            talking,
+            partial(guarded, talk, takes="a stream"),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.service.daemon import Daemon
-from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc import json_values, translate
 from pensieve.service.grpc.auth import caller
 from pensieve.service.grpc.server_info import server_info
-from pensieve.service.heads import GivenHistory, PrefixSettings
+from pensieve.service.heads import ConversationSettings, GivenHistory, PrefixSettings
 from pensieve.service.openai.conversation_items import in_parts
 from pensieve.store import records
 from pensieve.text.reply_pieces import ReplyPieces
@@ -22,6 +21,7 @@ from pensieve.text.tool_calls import style_of
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 
+T = TypeVar("T")
 PAGE_SIZE = 100
 
 
@@ -63,15 +63,14 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def GetConversation(
         self, request: pb.GetConversationRequest, context: Any
     ) -> pb.GetConversationResponse:
-        found = await self.daemon.reads.conversation(_id(request.conversation_id), caller().tenant)
+        found = await self._read(self.daemon.reader.get_conversation, _id(request.conversation_id))
         return pb.GetConversationResponse(conversation=self._conversation(found))
 
     async def ListConversations(
         self, request: pb.ListConversationsRequest, context: Any
     ) -> pb.ListConversationsResponse:
-        found = await self.daemon.reads.conversations(
-            request.page_size or PAGE_SIZE, request.page_token, caller().tenant
-        )
+        size, token = request.page_size or PAGE_SIZE, request.page_token
+        found = await self._read(self.daemon.reader.list_conversations, size, token)
         page = pb.ListConversationsResponse(next_page_token=found.next_page_token)
         num_bytes = 0
         for number, each in enumerate(found.conversations):
@@ -132,12 +131,10 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         ):
             raise InvalidArgument("page_token", "is not one that was given out")
         start = int(request.page_token[:18] or 0)
-        found = await self.daemon.reads.messages(
-            _id(request.conversation_id),
-            start,
-            size,
+        found = await self._read(
+            self.daemon.reader.message_page,
+            *(_id(request.conversation_id), start, size),
             include_token_ids=request.include_token_ids,
-            tenant=caller().tenant,
         )
         messages: Sequence[records.Message] = found.messages
         if request.cut_replies:
@@ -159,7 +156,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, conversation_id: str, messages: Sequence[records.Message]
     ) -> Sequence[records.Message]:
         tenant, template = caller().tenant, self.daemon.texts.template
-        tools = (await self.daemon.reads.conversation(conversation_id, tenant)).tools
+        tools = (await self._read(self.daemon.reader.get_conversation, conversation_id)).tools
 
         def cut() -> list[records.Message]:
             style = style_of(template)
@@ -186,15 +183,14 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
 
     async def GetPrefix(self, request: pb.GetPrefixRequest, context: Any) -> pb.GetPrefixResponse:
         prefix_id = _prefix_id(request.prefix_id)
-        found, messages = await self.daemon.reads.prefix(prefix_id, caller().tenant)
+        found, messages = await self._read(self.daemon.reader.prefix, prefix_id)
         return translate.whole_prefix(found, messages)
 
     async def ListPrefixes(
         self, request: pb.ListPrefixesRequest, context: Any
     ) -> pb.ListPrefixesResponse:
-        found = await self.daemon.reads.prefixes(
-            request.page_size or PAGE_SIZE, request.page_token, caller().tenant
-        )
+        size, token = request.page_size or PAGE_SIZE, request.page_token
+        found = await self._read(self.daemon.reader.prefixes, size, token)
         prefixes = [translate.prefix(each) for each in found.prefixes]
         return pb.ListPrefixesResponse(prefixes=prefixes, next_page_token=found.next_page_token)
 
@@ -252,6 +248,13 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         return pb.GetServerInfoResponse(server=server_info(self.daemon))
 
     # -- inside --
+
+    async def _read(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call a method of the reader for the caller's tenant."""
+        tenant = caller().tenant
+        return await self.daemon.threads.in_reader(
+            tenant, function, *arguments, **named, tenant=tenant
+        )
 
     def _conversation(self, found: records.Conversation) -> pb.Conversation:
         return translate.conversation(found, self.daemon.context_max)

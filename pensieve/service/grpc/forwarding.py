@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -42,6 +43,10 @@ OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 CHANNELS_MAX = 256
+PASSED_ON = (
+    *("SendMessage", "CancelTurn", "DeleteConversation"),
+    *("RewindConversation", "WarmConversation"),
+)
 REPEATABLE = ("SendMessage", "CancelTurn", "WarmConversation")  # done twice, they are done once
 NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words before it has sent anything
 Act = Callable[[Any, Any], Awaitable[Any]]
@@ -101,7 +106,7 @@ class Forwarder:
             if not is_stream:
                 answer = await call
                 await _say_home(context, address)
-                return _answer_of(method).FromString(answer)
+                return getattr(pb, f"{method}Response").FromString(answer)
             async for piece in call:
                 if not has_begun:
                     await _say_home(context, address)
@@ -149,54 +154,18 @@ class ForwardingService(ConversationService):
 
     def __init__(self, forwarder: Forwarder) -> None:
         super().__init__(forwarder.daemon)
-        self._forwarder = forwarder
-
-    async def SendMessage(self, request: pb.SendMessageRequest, context: Any) -> None:  # type: ignore[override]
-        await self._served(super().SendMessage, "SendMessage", request, context)
+        for name in PASSED_ON:
+            act = getattr(self, name)
+            setattr(self, name, partial(forwarder.served, act, name))
 
     async def CancelTurn(
         self, request: pb.CancelTurnRequest, context: Any
     ) -> pb.CancelTurnResponse:
-        async def cancel(request: pb.CancelTurnRequest, context: Any) -> pb.CancelTurnResponse:
-            daemon, tenant = self.daemon, caller().tenant
-            await daemon.threads.in_store(
-                tenant, daemon.store.claim, request.conversation_id, tenant=tenant
-            )
-            return await ConversationService.CancelTurn(self, request, context)
-
-        found: pb.CancelTurnResponse = await self._served(cancel, "CancelTurn", request, context)
-        return found
-
-    async def DeleteConversation(
-        self, request: pb.DeleteConversationRequest, context: Any
-    ) -> pb.DeleteConversationResponse:
-        found: pb.DeleteConversationResponse = await self._served(
-            super().DeleteConversation, "DeleteConversation", request, context
+        daemon, tenant = self.daemon, caller().tenant
+        await daemon.threads.in_store(
+            tenant, daemon.store.claim, request.conversation_id, tenant=tenant
         )
-        return found
-
-    async def RewindConversation(
-        self, request: pb.RewindConversationRequest, context: Any
-    ) -> pb.RewindConversationResponse:
-        found: pb.RewindConversationResponse = await self._served(
-            super().RewindConversation, "RewindConversation", request, context
-        )
-        return found
-
-    async def WarmConversation(
-        self, request: pb.WarmConversationRequest, context: Any
-    ) -> pb.WarmConversationResponse:
-        found: pb.WarmConversationResponse = await self._served(
-            super().WarmConversation, "WarmConversation", request, context
-        )
-        return found
-
-    async def _served(self, act: Act, method: str, request: Any, context: Any) -> Any:
-        return await self._forwarder.served(act, method, request, context)
-
-
-def _answer_of(method: str) -> Any:
-    return getattr(pb, f"{method}Response")
+        return await super().CancelTurn(request, context)
 
 
 def _is_forwarded(context: Any) -> bool:

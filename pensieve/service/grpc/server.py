@@ -1,10 +1,9 @@
 """The listening sockets: options, health, and the order in which things open and close.
 
-What grpc does by itself is not enough here, and some of it is wrong for us: two servers may share a port
-in silence (so_reuseport), a client that was stopped is never noticed unless `ping_timeout_ms` is set,
-and a connection may send more pings than it is worth.  A request may unpack to a thousand times its size,
-windows widen to megabytes for whoever sends quickly, and connections have no limit.  The options below are
-the answers; calls.py is the one to bodies of calls that may not be made.
+Some defaults of gRPC are wrong for us: two servers may share a port (so_reuseport), a client that was stopped
+is never noticed unless `ping_timeout_ms` is set, a request may unpack to a thousand times its size, windows
+widen to megabytes, and connections have no limit.  The options below are the answers; calls.py is the one to
+bodies of calls that may not be made.
 
 Closing: NOT_SERVING first, so that balancers look elsewhere; then no new turns; then the running ones
 end or are interrupted; then connections, engine and store, in this order.

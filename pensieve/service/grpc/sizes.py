@@ -1,18 +1,16 @@
 """How large a request and each of its fields may be, checked in its bytes before anything is parsed.
 
-A request of a few megabytes can take the loop, and so everybody's streams, a hundred times as long as one
-of kilobytes: millions of empty messages, deep JSON, maps.  So whatever is expensive by the element is small:
+A request of a few megabytes can take the loop a hundred times as long as one of kilobytes: millions of empty
+messages, deep JSON, maps.  So whatever is expensive by the element is small:
 
-* A request names its fields in its outermost level, one after another, each with its length.  `check` walks
-  over these (at most FIELDS_MAX), and over those of a turn's messages (at most INNER_FIELDS_MAX of each), and
-  looks into no other, so that it costs about the same for any request.
+* `check` walks over the fields of a request (at most FIELDS_MAX), and over those of a turn's messages (at
+  most INNER_FIELDS_MAX of each), and looks into no other.
 * What is then parsed has small fields, but for the texts, which cost nothing but their length.
 * JSON values are counted while they are converted (json_values.py).
 
 What was written can always be read: the largest message of a history fits into the 4 MiB that gRPC's clients
-receive by default, and so does the largest conversation that can be created (with its tokens a message may
-take up to the 8 MiB that our SDK receives).  Pages end before the store's PAGE_BYTES_MAX, in
-the store and again on the wire, where numbers are five times as large; one of a single item may be larger.
+receive by default (8 MiB with its tokens, as our SDK receives).  Pages end before the store's PAGE_BYTES_MAX;
+one of a single item may be larger.
 
 The comments of the proto repeat these limits, and docs/operating.md the most important.
 """
@@ -92,15 +90,6 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
             "tools": Limit(TOOLS_BYTES_MAX, TOOLS_MAX),
             "template_options": Limit(TEMPLATE_OPTIONS_BYTES_MAX),
             "messages": Limit(FEW_SHOT_BYTES_MAX, MESSAGES_MAX - 1),
-        },
-    ),
-    "GenerateRequest": (
-        REQUEST_BYTES_MAX,
-        {
-            "tokenized": Limit(REQUEST_BYTES_MAX),
-            "text": Limit(TEXT_BYTES_MAX),  # to be refused for what it is
-            "sampling_params": Limit(SAMPLING_BYTES_MAX),
-            "mm_inputs": Limit(REQUEST_BYTES_MAX),
         },
     ),
     "ForkConversationRequest": (SMALL_REQUEST_BYTES_MAX, {"metadata": METADATA}),

@@ -34,6 +34,7 @@ from pensieve.errors import (
     StoreUnavailable,
     TurnRunning,
     Unavailable,
+    shortened,
 )
 from pensieve.service.cancelling import Cancel, Cancelled
 from pensieve.service.constraints import FIELD
@@ -57,7 +58,6 @@ DETAILS_KEY = "grpc-status-details-bin"
 DELTA_BYTES_MAX = 1 << 20  # about; the next token may exceed it
 BYTES_PER_CHARACTER_MAX = 4
 BYTES_PER_LOGPROB_MAX = 20  # also what a token id takes
-MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
 OF_THE_MACHINE = {
     StoreUnavailable: "the history cannot be read or written at present",
     StoreError: "the history cannot be used as it is",
@@ -437,7 +437,7 @@ def status(error: PensieveError) -> status_pb2.Status:
     )
     if isinstance(error, InvalidArgument):
         violation = status_pb2.BadRequest.FieldViolation(
-            field=_short(error.field), description=_short(error.problem)
+            field=shortened(error.field), description=shortened(error.problem)
         )
         _detail(given, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
     if (seconds := retry_seconds(error)) is not None:
@@ -483,15 +483,9 @@ def text_of(error: PensieveError) -> str:
             return DISK_FULL
         words = next(words for kind, words in OF_THE_MACHINE.items() if isinstance(error, kind))
         return f"{words}; the daemon's log says more"
-    return _short(" ".join(str(error).split()))
+    return shortened(str(error))
 
 
 def is_of_the_machine(error: PensieveError) -> bool:
     """Whether it names files of this machine, so that its text is for the log alone."""
     return isinstance(error, tuple(OF_THE_MACHINE))
-
-
-def _short(text: str) -> str:
-    text = text.encode("utf-8", "replace").decode()
-    most = MESSAGE_CHARACTERS_MAX
-    return text if len(text) <= most else text[: most - 1] + "…"

@@ -19,18 +19,16 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
 from pensieve.service.binding.chain import ReplyReader
-from pensieve.service.choices import begin_unstored
 from pensieve.service.constraints import FIELD, Constraints
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
-from pensieve.service.heads import check_length
 from pensieve.service.http.exchange import Exchange
 from pensieve.service.http.front import Front
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai.fields import Refusal, read_json
-from pensieve.service.openai.request import Request, RequestKind, Served, parse
+from pensieve.service.openai.request import Request, RequestKind, Served, parse, tokens_of
 from pensieve.service.openai.tool_call_items import cut_reply
-from pensieve.text import ChatTemplate, Message, Part, Setting
+from pensieve.text import ChatTemplate, Message, Part
 from pensieve.text.message import ToolCall
 from pensieve.text.reply_pieces import ReplyPieces
 from pensieve.text.tool_calls import CallStyle
@@ -135,14 +133,13 @@ class Bodies:
             return self.tokens(request)
 
         prompt = await self._daemon.threads.in_text_pool(by.tenant, prepare)
-        choices = [
-            replace(options, sampling=_seeded(options.sampling, choice))
-            for choice in range(request.num_choices)
-        ]
         begun: list[LiveTurn] = []
         try:
-            async for live in begin_unstored(self._daemon, prompt, choices, by.tenant):
-                begun.append(live)
+            for choice in range(request.num_choices):
+                if choice == 1:
+                    await self._daemon.conversations.prompt_computed(begun[0])
+                seeded = replace(options, sampling=_seeded(options.sampling, choice))
+                begun.append(await self._daemon.begin_unstored(prompt, seeded, by.tenant))
         except BaseException:
             for live in begun:
                 self._daemon.conversations.cancel(live)
@@ -156,16 +153,7 @@ class Bodies:
 
     def tokens(self, request: Request) -> list[int]:
         """Of a request's whole prompt; in any thread."""
-        context_max = self._daemon.context_max
-        if isinstance(request.prompt, tuple):
-            return list(request.prompt)
-        if request.prompt is not None:
-            check_length("prompt", len(request.prompt), context_max)
-            self.template.tokenizer.check_text(request.prompt, "prompt")
-            return list(self.template.tokenizer.encode_prompt(request.prompt))
-        check_length("messages", sum(len(each.content) for each in request.messages), context_max)
-        setting = Setting(request.tools, request.template_options, datetime.now(UTC))
-        return self.template.opening(request.messages, setting).token_ids
+        return tokens_of(request, self.template, self._daemon.context_max, datetime.now(UTC))
 
 
 @contextmanager

@@ -19,10 +19,12 @@ from pensieve.service.binding.binder import Binder, Chat
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.http.bodies import Bodies, named
-from pensieve.service.http.exchange import Exchange, event
+from pensieve.service.http.exchange import Exchange
 from pensieve.service.http.replies import (
     digest,
     follow,
+    follow_pieces,
+    has_key,
     prompt_of,
     reply_of,
     request_id_of,
@@ -33,7 +35,7 @@ from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai.answer import Heading, answer
 from pensieve.service.openai.chunks import ChatStream, CompletionStream
 from pensieve.service.openai.request import Request, RequestKind
-from pensieve.text.reply_pieces import Piece, ReplyPieces
+from pensieve.text.reply_pieces import Piece
 
 DONE = b"data: [DONE]\n\n"
 TASK_HEADER = "x-openwebui-task"
@@ -54,14 +56,11 @@ class Completions:
         first, is_chat = lives[0], self._kind is RequestKind.CHAT
         names = (first.conversation_id, first.turn_id) if is_chat else (first.number, time.time())
         heading = Heading(digest(by.tenant, *names), int(time.time()), request.model)
-        pieces = [self._bodies.pieces(request) for _ in lives]
         if request.stream:
-            await self._stream(exchange, request, heading, lives, pieces)
+            await self._stream(exchange, request, heading, lives)
             return None
-        await all_of(
-            follow(self._daemon, exchange, live, of, None)
-            for live, of in zip(lives, pieces, strict=True)
-        )
+        stays = has_key(exchange)
+        await all_of(follow(self._daemon, exchange, live, None, stays=stays) for live in lives)
         exchange.out |= sources(first.figures)
         bodies, replies = self._bodies, [reply_of(live) for live in lives]
         tokenizer, prompt = bodies.template.tokenizer, prompt_of(first)
@@ -82,27 +81,27 @@ class Completions:
         request: Request,
         heading: Heading,
         lives: Sequence[LiveTurn],
-        pieces: Sequence[ReplyPieces],
     ) -> None:
         kind = ChatStream if self._kind is RequestKind.CHAT else CompletionStream
         stream = kind(request, heading, self._bodies.template.tokenizer)
         exchange.begin_events()
 
-        async def write(values: Sequence[Mapping[str, Any]]) -> None:
-            if values:
-                await exchange.write(b"".join(map(event, values)))
-
         async def one(number: int, live: LiveTurn) -> None:
-            async def on_pieces(found: Sequence[Piece], start: int, stop: int) -> None:
-                await write(stream.chunks(number, found, tokens_of(live, start, stop)))
+            pieces = self._bodies.pieces(request)
 
-            await follow(self._daemon, exchange, live, pieces[number], on_pieces)
-            finish, ends_with_call = reply_of(live).finish, pieces[number].ends_with_call
-            await write([stream.end(number, finish, ends_with_call=ends_with_call)])
+            async def on_pieces(found: Sequence[Piece], start: int, stop: int) -> None:
+                chunks = stream.chunks(number, found, tokens_of(live, start, stop))
+                await exchange.write_events(chunks)
+
+            await follow_pieces(self._daemon, exchange, live, pieces, on_pieces)
+            finish, ends_with_call = reply_of(live).finish, pieces.ends_with_call
+            end = stream.end(number, finish, ends_with_call=ends_with_call)
+            await exchange.write_events([end])
 
         await all_of(one(number, live) for number, live in enumerate(lives))
         if request.include_usage:
-            await write([stream.usage([reply_of(live) for live in lives], prompt_of(lives[0]))])
+            usage = stream.usage([reply_of(live) for live in lives], prompt_of(lives[0]))
+            await exchange.write_events([usage])
         await exchange.write(DONE)
         await exchange.end_events()
 

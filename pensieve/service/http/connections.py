@@ -3,15 +3,11 @@
     head       HEAD_SECONDS to send it, HEAD_BYTES_MAX and LINES_MAX: a parser takes its time for each line
     body       `Incoming`'s time; one that nobody wants has a head's, and UNWANTED_BYTES_MAX
     behind it  a client may send its next request early; it waits, and what comes behind that is not read
-    answer     one that takes nothing of it for STALL_SECONDS is cut off; until then what it has not taken is
-               a few windows of a stream, or an answer, and counts for its tenant (`unread_bytes`)
+    answer     one that takes nothing of it for STALL_SECONDS is cut off
     idle       closed after IDLE_SECONDS, the first time as after an answer
 
-uvicorn by itself never closes a connection that sends half a head or takes nothing of its answer, and h11
-holds the loop up for a millisecond with each KiB of short lines.
-
-The parser gets a few KiB at a time, and what belongs to the next request only when this one is answered.  So
-what it is given never holds more than a request that was looked at here.
+The parser gets a few KiB at a time, since h11 holds the loop up for a millisecond with each KiB of short
+lines. What belongs to the next request reaches it only when this one is answered.
 """
 
 from __future__ import annotations

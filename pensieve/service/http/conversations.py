@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 from pensieve.errors import NotFound, StaleRevision
 from pensieve.service.daemon import Daemon
-from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc.auth import Caller
-from pensieve.service.heads import check_length
+from pensieve.service.heads import ConversationSettings, check_length
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.service.http.pasts import Pasts, as_stored

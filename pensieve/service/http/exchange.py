@@ -5,10 +5,9 @@
     answering  one whole answer (`answer`), or a stream of events (`begin_events`, `write`)
     over       `end`; the functions of `add_done_callback` are called once
 
-A stream's headers are sent with its first event, or when the client has waited `KEEP_ALIVE_SECONDS` for it;
-so what fails before that is an error with a status.  Whatever fails later is an event.  While nothing else
-is to be written, a comment is sent every KEEP_ALIVE_SECONDS, so that proxies do not take the connection for
-dead.
+A stream's headers are sent with its first event or KEEP_ALIVE_SECONDS later, so what fails before that is an
+error with a status; what fails later is an event.  While nothing else is written, a comment is sent every
+KEEP_ALIVE_SECONDS, so that proxies keep the connection.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -60,8 +59,8 @@ class Exchange:
         )
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
-        self._begun = False  # the answer's headers are sent
-        self._is_stream = False
+        self.begun = False  # the answer's headers are sent
+        self.is_stream = False
         self._watching: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # of what is sent
@@ -155,11 +154,6 @@ class Exchange:
 
     # -- the answer --
 
-    @property
-    def begun(self) -> bool:
-        """Whether the status was sent already."""
-        return self._begun
-
     async def answer(self, value: Mapping[str, Any], status: int = 200) -> None:
         await self.answer_bytes(one_line(value), "application/json", status)
 
@@ -178,7 +172,7 @@ class Exchange:
 
     def begin_events(self) -> None:
         """The answer is a stream; its headers go with its first event."""
-        self._is_stream = True
+        self.is_stream = True
         self.out |= {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
@@ -205,14 +199,19 @@ class Exchange:
     async def write_now(self, piece: bytes) -> None:
         """The same, whatever its tenant's clients have to take first."""
         async with self._lock:
-            if not self._begun:
+            if not self.begun:
                 await self._begin(200)
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
             self._sent_at = asyncio.get_running_loop().time()
 
+    async def write_events(self, values: Iterable[Mapping[str, Any]]) -> None:
+        """Pieces of a stream, each named by its type, if it has one."""
+        if events := b"".join(event(each, each.get("type", "")) for each in values):
+            await self.write(events)
+
     async def end_bytes(self) -> None:
         async with self._lock:
-            if not self._begun:
+            if not self.begun:
                 await self._begin(200)
             await self._send({"type": "http.response.body", "body": b""})
 
@@ -222,7 +221,7 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": b""})
 
     async def _begin(self, status: int) -> None:
-        self._begun = True
+        self.begun = True
         headers = [(name.encode("latin-1"), _header(value)) for name, value in self.out.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -238,10 +237,6 @@ class Exchange:
     def _stop_keeping(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
-
-    @property
-    def is_stream(self) -> bool:
-        return self._is_stream
 
     async def end(self) -> None:
         """It is over, however it ended."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pensieve.errors import ContextFull, PensieveError
@@ -32,10 +32,12 @@ from pensieve.service.grpc.translate import text_of
 from pensieve.service.http.bodies import Bodies, named
 from pensieve.service.http.completions import begin_bound
 from pensieve.service.http.errors import shape_of
-from pensieve.service.http.exchange import Exchange, event
+from pensieve.service.http.exchange import Exchange
 from pensieve.service.http.replies import (
     digest,
     follow,
+    follow_pieces,
+    has_key,
     pieces_of,
     prompt_of,
     reply_of,
@@ -63,7 +65,7 @@ class Messages:
         if request.stream:
             await self._stream(exchange, request, heading, live, pieces)
             return None
-        await follow(self._daemon, exchange, live, ReplyPieces(None, ()), None)
+        await follow(self._daemon, exchange, live, None, stays=has_key(exchange))
         exchange.out |= sources(live.figures)
         found = pieces_of(live, pieces)
         ending = self._ending(request, live, pieces)
@@ -88,12 +90,11 @@ class Messages:
         exchange.begin_events()
 
         async def on_pieces(found: Sequence[Piece], start: int, stop: int) -> None:
-            if events := stream.events(found):
-                await exchange.write(_written(events))
+            await exchange.write_events(stream.events(found))
 
-        await follow(self._daemon, exchange, live, pieces, on_pieces)
+        await follow_pieces(self._daemon, exchange, live, pieces, on_pieces)
         ending = self._ending(request, live, pieces)
-        await exchange.write(_written(stream.end(reply_of(live), prompt_of(live), ending)))
+        await exchange.write_events(stream.end(reply_of(live), prompt_of(live), ending))
         await exchange.end_events()
 
     def _ending(self, request: Request, live: LiveTurn, pieces: ReplyPieces) -> Ending:
@@ -116,7 +117,3 @@ def body_of(error: PensieveError) -> Mapping[str, Any]:
 
 def _identify(exchange: Exchange) -> None:
     exchange.out["request-id"] = f"req_{secrets.token_hex(12)}"
-
-
-def _written(events: Iterable[Mapping[str, Any]]) -> bytes:
-    return b"".join(event(each, each["type"]) for each in events)

@@ -6,8 +6,9 @@ that keeps the history itself.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pensieve.errors import NotFound
 from pensieve.service.daemon import Daemon
@@ -25,6 +26,7 @@ from pensieve.service.stored_responses import StoredResponses
 from pensieve.store import records
 from pensieve.text import Message
 
+T = TypeVar("T")
 PAGE_SIZE = 100
 TAKEN_BACK = "was taken back: its conversation was rewound"
 
@@ -57,7 +59,7 @@ class Pasts:
                 "previous_response_id",
                 "is the id of a response that has no reply: it runs, was cancelled, or failed",
             )
-        conversation = await self._daemon.reads.conversation(found.conversation_id, tenant)
+        conversation = await self.conversation(found.conversation_id, tenant)
         head = await self._head(conversation)
         return Past(
             conversation,
@@ -88,14 +90,15 @@ class Pasts:
 
     async def conversation(self, conversation_id: str, tenant: str) -> records.Conversation:
         _check_id(conversation_id)
-        return await self._daemon.reads.conversation(conversation_id, tenant)
+        return await self._read(self._daemon.reader.get_conversation, conversation_id, tenant)
 
     async def with_pending(
         self, conversation_id: str, tenant: str
     ) -> tuple[records.Conversation, tuple[records.NewMessage, ...]]:
         """The same, with the messages that come before those of its next turn."""
         _check_id(conversation_id)
-        found, pending = await self._daemon.reads.with_pending(conversation_id, tenant)
+        reader = self._daemon.reader
+        found, pending = await self._read(reader.with_pending, conversation_id, tenant)
         return found, pending.messages
 
     async def first_number(self, conversation: records.Conversation) -> int:
@@ -108,10 +111,10 @@ class Pasts:
         """Its messages from a position on, page by page."""
         stop = conversation.num_messages if stop is None else stop
         while start < stop:
-            page = await self._daemon.reads.messages(
-                conversation.conversation_id,
-                start,
-                min(PAGE_SIZE, stop - start),
+            page = await self._daemon.threads.in_reader(
+                conversation.tenant,
+                self._daemon.reader.message_page,
+                *(conversation.conversation_id, start, min(PAGE_SIZE, stop - start)),
                 tenant=conversation.tenant,
             )
             for each in page.messages:
@@ -142,6 +145,11 @@ class Pasts:
         return tuple(found)
 
     # -- inside --
+
+    async def _read(self, function: Callable[..., T], conversation_id: str, tenant: str) -> T:
+        return await self._daemon.threads.in_reader(
+            tenant, function, conversation_id, tenant=tenant
+        )
 
     async def _last_calls(self, conversation: records.Conversation, first: int) -> set[str]:
         """Of its last reply."""

@@ -19,46 +19,52 @@ from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai.answer import PromptTokens, Reply
 from pensieve.text.reply_pieces import Piece, ReplyPieces
 
-Write = Callable[[Sequence[Piece], int, int], Awaitable[None]]  # pieces of tokens [start, stop)
+Write = Callable[[int, int], Awaitable[None]]  # takes tokens [start, stop) of a turn
+WritePieces = Callable[[Sequence[Piece], int, int], Awaitable[None]]
 
 
 async def follow(
-    daemon: Daemon, exchange: Exchange, live: LiveTurn, pieces: ReplyPieces, write: Write | None
+    daemon: Daemon, exchange: Exchange, live: LiveTurn, write: Write | None, *, stays: bool
 ) -> None:
-    """Until the turn has ended; without `write` its client gets the whole reply then."""
+    """Until the turn has ended; without `write` its client gets the whole reply then.
+
+    `stays`: the turn goes on when its client leaves.
+    """
     num_sent = 0
 
     async def on_tokens(start: int, stop: int) -> None:
         nonlocal num_sent
-        found: list[Piece] = []
-        for number in range(start, stop):
-            found += pieces.push(live.texts[number], live.parts[number])
         if write is not None:
-            await write(found, start, stop)
+            await write(start, stop)
             num_sent = stop
 
     try:
         await daemon.conversations.follow(live, on_tokens)
     except asyncio.CancelledError:
-        if exchange.has_left and not has_key(exchange):
-            leave(daemon, live, num_sent)
+        is_over = live.finish is not None or daemon.conversations.readers.has_reader(live)
+        if exchange.has_left and not (stays or is_over):
+            if num_sent:
+                daemon.conversations.cancel(live, num_sent)
+            else:
+                daemon.threads.spawn(daemon.conversations.drop(live))
         raise
-    rest: list[Piece] = []
-    if live.tail:
-        rest += pieces.push(live.tail, live.parts[live.num_tokens - 1])
-    rest += pieces.end()
-    if write is not None and rest:
+
+
+async def follow_pieces(
+    daemon: Daemon, exchange: Exchange, live: LiveTurn, pieces: ReplyPieces, write: WritePieces
+) -> None:
+    """The same, with the pieces that the tokens are cut to."""
+
+    async def on_tokens(start: int, stop: int) -> None:
+        found: list[Piece] = []
+        for number in range(start, stop):
+            found += pieces.push(live.texts[number], live.parts[number])
+        await write(found, start, stop)
+
+    await follow(daemon, exchange, live, on_tokens, stays=has_key(exchange))
+    rest = pieces.push(live.tail, live.parts[live.num_tokens - 1]) if live.tail else []
+    if rest := [*rest, *pieces.end()]:
         await write(rest, live.num_tokens, live.num_tokens)
-
-
-def leave(daemon: Daemon, live: LiveTurn, num_sent: int) -> None:
-    """Its client is gone, and will not come back for this turn."""
-    if live.finish is not None or daemon.conversations.readers.has_reader(live):
-        return
-    if num_sent:
-        daemon.conversations.cancel(live, num_sent)
-    else:
-        daemon.threads.spawn(daemon.conversations.drop(live))
 
 
 def has_key(exchange: Exchange) -> bool:

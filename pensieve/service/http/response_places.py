@@ -3,20 +3,16 @@
     previous_response_id    the conversation as it was after that response: appended if that is its end and no
                             turn runs, else a fork
     conversation            appended at its end; another turn that runs there is an error
-    neither                 as of a chat completion: the conversation whose history the input is, found by its
-                            messages (service/binding), appended or forked; a new one where there is none
+    neither                 as of a chat completion: found by its messages (service/binding), or a new one
 
-**What a conversation begins with** (system prompt, tools, template options) belongs to each request of this
-API, and to a conversation for its life here.  A request that follows another one and differs in it gets a
-new conversation: its past is taken as text, and computed again.  In a conversation that the client names,
-what the request leaves out is the conversation's; what it gives has to be the same, or becomes the
-conversation's own while that is empty.
-
-**Pending messages** of a conversation that the client names come before the request's
+Each request of this API says what a conversation begins with (system prompt, tools, template options), and a
+conversation keeps that for its life here.  A request that follows another one and differs in it gets a new
+conversation, and its past is computed again.  In a conversation that the client names, what the request
+leaves out is the conversation's; what it gives has to be the same, or becomes the conversation's own while
+that is empty.  Pending messages of such a conversation come before the request's
 (store/conversation_changes).
 
-**Nothing is left behind**: a conversation that was made for a turn which then did not begin or end is
-deleted.
+A conversation that was made for a turn which then did not begin or end is deleted.
 """
 
 from __future__ import annotations
@@ -33,8 +29,8 @@ from pensieve.errors import NotFound, PensieveError, StaleRevision, TurnRunning
 from pensieve.service.binding.binder import Binder, Chat
 from pensieve.service.binding.chain import ChainEnd
 from pensieve.service.daemon import Daemon
-from pensieve.service.draft import Ask, ConversationSettings, SettingsCheck
-from pensieve.service.heads import message_of
+from pensieve.service.draft import Ask, check_settings
+from pensieve.service.heads import ConversationSettings, message_of
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.pasts import (
     TAKEN_BACK,
@@ -318,14 +314,16 @@ class ResponsePlaces:
         )
 
     async def _check_settings(self, wish: Wish) -> None:
-        check = SettingsCheck(self._bodies.template, self._daemon.context_max)
         settings = ConversationSettings(
             "",
             system_prompt=wish.instructions,
             tools=wish.request.tools,
             template_options=wish.request.template_options,
         )
-        await self._daemon.conversations.tokenized(wish.tenant, lambda: check(settings))
+        model = self._bodies.template, self._daemon.context_max
+        await self._daemon.conversations.tokenized(
+            wish.tenant, partial(check_settings, *model, settings)
+        )
 
 
 def is_empty(conversation: records.Conversation) -> bool:

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,11 +32,11 @@ from pensieve.service.grpc.translate import text_of
 from pensieve.service.http.bodies import Bodies, named
 from pensieve.service.http.completions import session_key
 from pensieve.service.http.errors import shape_of
-from pensieve.service.http.exchange import Exchange, event, query_of
+from pensieve.service.http.exchange import Exchange, query_of
 from pensieve.service.http.replies import (
     digest,
+    follow,
     has_key,
-    leave,
     prompt_of,
     reply_of,
     sources,
@@ -66,7 +66,6 @@ from pensieve.service.stored_responses import StoredResponses
 from pensieve.store.responses import StoredResponse
 from pensieve.text.reply_pieces import ReplyPieces
 
-Write = Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]
 ID_BYTES = 24
 LOOK_SECONDS = 0.5  # how often a turn without a reader is looked at
 LOST = "the server stopped before the response was complete"
@@ -175,7 +174,7 @@ class Responses:
             await self._stream(exchange, running, placed, stays=stays)
             return None
         try:
-            await self._follow(exchange, placed.live, None, stays=stays)
+            await follow(self._daemon, exchange, placed.live, None, stays=stays)
         finally:
             running.has_ended.set()
         await running.kept.wait()
@@ -188,19 +187,19 @@ class Responses:
     ) -> None:
         request, live = running.request, placed.live
         stream = self._stream_of(request, placed.where.place)
-        write = _writer(exchange)
-        await write(stream.begin(running.present))
+        exchange.begin_events()
+        await exchange.write_events(stream.begin(running.present))
         try:
             cutter = self._bodies.pieces_of(placed.where.tools)
-            await self._tokens(exchange, stream, cutter, live, write, stays=stays)
+            await self._tokens(exchange, stream, cutter, live, stays=stays)
             running.has_ended.set()
             await running.kept.wait()
             assert running.body is not None
-            await write(stream.end(running.body))
+            await exchange.write_events(stream.end(running.body))
         except PensieveError as error:
             running.has_ended.set()
             await running.kept.wait()
-            await write(_of_error(stream, running, error))
+            await exchange.write_events(_of_error(stream, running, error))
         await exchange.end_events()
 
     def _stream_of(self, request: Request, place: Place) -> ResponseStream:
@@ -212,42 +211,17 @@ class Responses:
         stream: ResponseStream,
         cutter: ReplyPieces,
         live: LiveTurn,
-        write: Write,
         *,
         stays: bool,
     ) -> None:
         """Until the turn has ended."""
 
         async def on_tokens(start: int, stop: int) -> None:
-            await write(stream.tokens(cutter, tokens_of(live, start, stop)))
+            await exchange.write_events(stream.tokens(cutter, tokens_of(live, start, stop)))
 
-        await self._follow(exchange, live, on_tokens, stays=stays)
+        await follow(self._daemon, exchange, live, on_tokens, stays=stays)
         rest = cutter.push(live.tail, live.parts[live.num_tokens - 1]) if live.tail else []
-        await write(stream.pieces([*rest, *cutter.end()]))
-
-    async def _follow(
-        self,
-        exchange: Exchange,
-        live: LiveTurn,
-        write: Callable[[int, int], Awaitable[None]] | None,
-        *,
-        stays: bool,
-    ) -> None:
-        """`stays`: the turn goes on when its client leaves."""
-        num_sent = 0
-
-        async def on_tokens(start: int, stop: int) -> None:
-            nonlocal num_sent
-            if write is not None:
-                await write(start, stop)
-                num_sent = stop
-
-        try:
-            await self._daemon.conversations.follow(live, on_tokens)
-        except asyncio.CancelledError:
-            if exchange.has_left and not stays:
-                leave(self._daemon, live, num_sent)
-            raise
+        await exchange.write_events(stream.pieces([*rest, *cutter.end()]))
 
     async def _replay(
         self, exchange: Exchange, request: Request, body: Mapping[str, Any]
@@ -256,13 +230,14 @@ class Responses:
         if not request.stream:
             return body
         stream = ResponseStream(request, _StoredNames(body), self._bodies.template.tokenizer)
-        write = _writer(exchange)
-        await write(stream.begin({**body, "status": "in_progress", "output": [], "usage": None}))
+        exchange.begin_events()
+        before = {**body, "status": "in_progress", "output": [], "usage": None}
+        await exchange.write_events(stream.begin(before))
         if body["status"] in ("completed", "incomplete"):
-            await write(stream.pieces(pieces_of(body["output"])))
-            await write(stream.end(body))
+            await exchange.write_events(stream.pieces(pieces_of(body["output"])))
+            await exchange.write_events(stream.end(body))
         else:
-            await write(stream.failed(body))
+            await exchange.write_events(stream.failed(body))
         await exchange.end_events()
         return None
 
@@ -280,22 +255,22 @@ class Responses:
         heading = Heading(answer_id, int(time.time()), request.model)
         place = Place(digest(answer_id)[:16], 0)
         if not request.stream:
-            await self._follow(exchange, live, None, stays=False)
+            await follow(self._daemon, exchange, live, None, stays=False)
             exchange.out |= sources(live.figures)
             cutter = self._bodies.pieces(whole)
             return self._running.whole(request, heading, place, live, cutter)
         stream = self._stream_of(request, place)
-        write = _writer(exchange)
-        await write(stream.begin(unfinished(request, heading, "in_progress")))
+        exchange.begin_events()
+        await exchange.write_events(stream.begin(unfinished(request, heading, "in_progress")))
         try:
             cutter = self._bodies.pieces(whole)
-            await self._tokens(exchange, stream, cutter, live, write, stays=False)
+            await self._tokens(exchange, stream, cutter, live, stays=False)
             cutter = self._bodies.pieces(whole)
             body = self._running.whole(request, heading, place, live, cutter)
-            await write(stream.end(body))
+            await exchange.write_events(stream.end(body))
         except PensieveError as error:
             running = Running(request, heading, "", by.tenant)
-            await write(_of_error(stream, running, error))
+            await exchange.write_events(_of_error(stream, running, error))
         await exchange.end_events()
         return None
 
@@ -374,16 +349,6 @@ class _StoredNames:
 
     def call_id(self, number: int) -> str:
         return str(self._calls[number])
-
-
-def _writer(exchange: Exchange) -> Write:
-    exchange.begin_events()
-
-    async def write(events: Sequence[Mapping[str, Any]]) -> None:
-        if events:
-            await exchange.write(b"".join(event(each, each["type"]) for each in events))
-
-    return write
 
 
 def _of_error(

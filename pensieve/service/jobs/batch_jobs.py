@@ -4,19 +4,16 @@
     the jobs' thread    the store of jobs (store/job_store.py), one call at a time
     the text pool       reading and tokenizing lines, writing answers
 
-Two *activities* go on at most, each with one job: one checks the lines of a job that is `checking`, one runs
-a job that is `running` or `waiting`.  Tenants have their turns one after another, and a tenant's jobs run in
-the order of their creation; one that is paused lets the next one pass, and so does one that cannot go on for
-now (its file is locked, its tenant owes tokens).
+At most two *activities* go on: one checks the lines of a job that is `checking`, one runs a job that is
+`running` or `waiting`.  Tenants take turns, and a tenant's jobs run in the order of their creation.  A job
+that is paused, or cannot go on for now (its file is locked, its tenant owes tokens), lets the next one pass.
 
-What is on the disk is the truth.  An activity begins with the pending lines of its job and ends with none;
-if it ends before (pause, cancel, deletion, the end of the daemon), whatever had no result is pending still.
-An operation on a job first *holds* it: its activity is told to end, and none begins until the operation is
-done.  Then the store says what may follow what.
+What is on the disk is the truth.  An activity begins with the pending lines of its job; if it ends early
+(pause, cancel, deletion, the end of the daemon), whatever had no result is pending still.  An operation on a
+job first *holds* it: its activity is told to end, and none begins until the operation is done.
 
-**Background.**  A job's turns are background turns: the scheduler gives them what interactive turns leave
-free (core/background_room.py), and the job plans for `pages_share` of the device tier and no more, so that
-conversations keep their KV.
+A job's turns are background turns: the scheduler gives them what interactive turns leave free
+(core/background_room.py), and the job plans for `pages_share` of the device tier.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class JobRun:
         ]
         self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing)
         self._ready: list[Ready] = []
-        self._is_held = False
+        self.is_held = False  # nothing more is submitted for now; what runs goes on
         self._admitted: dict[int, int] = {}  # line, by turn_id
 
     # -- to the engine --
@@ -82,21 +82,13 @@ class JobRun:
         """What the engine does not take is tried again after its next event, or the next `go`."""
         if self.is_over:
             return
-        for message in self._batch.go(submits=not self._is_held):
+        for message in self._batch.go(submits=not self.is_held):
             try:
                 put(message)
             except PensieveError:
                 if isinstance(message, SubmitTurn):
                     self._not_taken(message)
         self._see_the_end()
-
-    def hold(self, is_held: bool) -> None:
-        """Submit nothing more for now; what runs goes on."""
-        self._is_held = is_held
-
-    @property
-    def is_held(self) -> bool:
-        return self._is_held
 
     def stop(self, put: Callable[[Message], None]) -> None:
         """Leave nothing behind in the engine, and end."""

@@ -19,7 +19,6 @@ from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import Finished
 from pensieve.errors import ContextFull, PensieveError
 from pensieve.service.constraints import Constraints
-from pensieve.service.heads import check_length
 from pensieve.service.openai.answer import Heading, PromptTokens, Reply, answer
 from pensieve.service.openai.batch_line import (
     BatchLine,
@@ -30,9 +29,9 @@ from pensieve.service.openai.batch_line import (
     read_line,
 )
 from pensieve.service.openai.fields import one_line
-from pensieve.service.openai.request import Request, Served
+from pensieve.service.openai.request import Served, tokens_of
 from pensieve.store.job_records import Job, JobLine, JobUsage, NewAnswer, NewRefusal
-from pensieve.text import CallStyle, ChatTemplate, PartMarker, Setting
+from pensieve.text import CallStyle, ChatTemplate, PartMarker
 
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
 
@@ -71,27 +70,15 @@ class LineReader(NamedTuple):
         try:
             request = found.request
             self.constraints.check(TurnOptions(request.sampling, constraint=request.constraint))
-            tokens = self._tokens(found.request)
+            began = datetime.fromtimestamp(self.job.created_at, UTC)
+            tokens = tokens_of(request, self.template, self.context_max, began)
             if len(tokens) >= self.context_max:
                 raise ContextFull(len(tokens) + 1, self.context_max)
         except PensieveError as error:
             return line_error(found, error)
         samplings = tuple(self._sampling(found, n) for n in range(found.request.num_choices))
         bare = replace(found.request, messages=(), prompt=None)
-        return Prepared(BatchLine(found.line, found.custom_id, bare), tokens, samplings)
-
-    def _tokens(self, request: Request) -> array[int]:
-        if isinstance(request.prompt, tuple):
-            return array("I", request.prompt)
-        if request.prompt is not None:
-            check_length("prompt", len(request.prompt), self.context_max)
-            self.template.tokenizer.check_text(request.prompt, "prompt")
-            return array("I", self.template.tokenizer.encode_prompt(request.prompt))
-        num_characters = sum(len(each.content) for each in request.messages)
-        check_length("messages", num_characters, self.context_max)
-        began = datetime.fromtimestamp(self.job.created_at, UTC)
-        setting = Setting(request.tools, request.template_options, began)
-        return array("I", self.template.opening(request.messages, setting).token_ids)
+        return Prepared(BatchLine(found.line, found.custom_id, bare), array("I", tokens), samplings)
 
     def _sampling(self, line: BatchLine, choice: int) -> Sampling:
         sampling = line.request.sampling

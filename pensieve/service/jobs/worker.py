@@ -1,16 +1,14 @@
 """Checks the lines of a job, and runs it: activities that go on until they have ended or are told to stop.
 
-**Checking** looks at each line before anything is computed: what is wrong is known at once, by line.
+**Checking** looks at each line before anything is computed.
 
-**Running** reads the pending lines again and gives them to the engine (job_run.py).  When that dies its run
-is over, and the next one begins when it is back.  Lines that it had begun are tried again alone, one at a
-time; what died alone goes to the end of them, and a line with which the engine died DEATHS_MAX times alone is
-refused.  So one request that kills the engine costs a few restarts, and an engine that is killed from outside
-costs nobody an answer.
+**Running** gives the pending lines to the engine (job_run.py).  When that dies, the next run begins when it
+is back.  Lines that it had begun are tried again alone, and a line with which the engine died DEATHS_MAX
+times alone is refused.  So a request that kills the engine costs a few restarts, and an engine that is killed
+from outside costs nobody an answer.
 
 **A tenant in debt** (limits.py) has nothing more submitted.  Once nothing of the job is in the engine, its
-activity ends, and another tenant's job may run.  It goes on when half of what can be saved up is, so that the
-tenant's conversations have the rest.
+activity ends, and another tenant's job may run.  It goes on when half of what can be saved up is.
 
 **A full disk.**  Nothing more is submitted until what was answered is written; the job's `problem` says so.
 """
@@ -235,9 +233,9 @@ class Worker:
                 run.changed.clear()
                 allowance, now = self._daemon.allowance(tenant), self._loop.time()
                 if allowance.in_debt(now) is not None:
-                    run.hold(True)
+                    run.is_held = True
                 elif allowance.has_spare(now):
-                    run.hold(False)
+                    run.is_held = False
                 run.go(self._daemon.engine.put)
                 if ready := run.take_ready():
                     await self._write(ready, run, job, activity)
@@ -271,7 +269,7 @@ class Worker:
                 await self._put(job, results)
             except Unavailable as error:
                 activity.problem = one_line(error)
-                run.hold(True)
+                run.is_held = True
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 activity.problem = ""

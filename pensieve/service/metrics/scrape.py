@@ -93,7 +93,8 @@ class Scrape:
     async def _count(self) -> None:
         with suppress(TimeoutError, PensieveError):
             async with asyncio.timeout(ENGINE_SECONDS):
-                self._num_stored = await self._daemon.reads.num_conversations()
+                count = self._daemon.reader.num_conversations
+                self._num_stored = await self._daemon.threads.in_reader("", count)
                 if self._jobs is not None:
                     self._of_jobs = of_jobs(await self._jobs.list(None))
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pensieve.errors import ContextFull, InvalidArgument, PensieveError
+from pensieve.errors import ContextFull, InvalidArgument, PensieveError, shortened
 from pensieve.service.openai.fields import Fields, Refusal, quoted, read_json
 from pensieve.service.openai.request import Request, RequestKind, Served, parse
 from pensieve.text.message import plain_text
 
 LINE_BYTES_MAX = 8 << 20
 CUSTOM_ID_CHARACTERS_MAX = 512
-MESSAGE_CHARACTERS_MAX = 400
 PARAM_CHARACTERS_MAX = 200
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -86,7 +85,7 @@ def line_error(batch_line: BatchLine, error: PensieveError) -> LineError:
             "context_length_exceeded",
         )
         return _line_error(line, custom_id, named, "body")
-    return LineError(line, custom_id, error.reason.lower(), _short(str(error)))
+    return LineError(line, custom_id, error.reason.lower(), shortened(str(error)))
 
 
 def answer_line(
@@ -161,13 +160,6 @@ def _line_error(number: int, custom_id: str | None, error: InvalidArgument, path
     code = error.code if isinstance(error, Refusal) else "invalid_value"
     if param == "line":
         code = "line_too_large" if code == "line_too_large" else "invalid_json_line"
-        return LineError(number, None, code, _short(f"the line {error.problem}"))
+        return LineError(number, None, code, shortened(f"the line {error.problem}"))
     shown = param[:PARAM_CHARACTERS_MAX]
-    return LineError(number, custom_id, code, _short(f"{shown}: {error.problem}"), shown)
-
-
-def _short(text: str) -> str:
-    """One line, whatever it quotes."""
-    text = " ".join(text.split()).encode("utf-8", "replace").decode()
-    most = MESSAGE_CHARACTERS_MAX
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return LineError(number, custom_id, code, shortened(f"{shown}: {error.problem}"), shown)

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pensieve.service.binding.chain import pieces_of
 from pensieve.service.openai.response_stream import OutputItems
 from pensieve.service.openai.tool_call_items import call_id
 from pensieve.store.bodies import canonical_json
 from pensieve.store.records import Message as StoredMessage
 from pensieve.text.message import Message, ToolCall
-from pensieve.text.parts import Part
 from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
 
 PATTERN = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{16})-([0-9]{1,9})-([0-9]{1,6})")
@@ -187,12 +187,7 @@ def _as_stored(arguments: Mapping[str, Any]) -> Any:
 
 
 def _cut(stored: StoredMessage, cutter: ReplyPieces) -> list[Piece]:
-    text = stored.content
-    runs = stored.extra.get("parts") or [[Part.TEXT.value, 0, len(text)]]
     pieces: list[Piece] = []
-    start = 0
-    for number, (part, _, num_characters) in enumerate(runs, 1):
-        stop = start + num_characters if number < len(runs) else len(text)
-        pieces += cutter.push(text[start:stop], Part(part))
-        start = stop
+    for part, text in pieces_of(stored.content, stored.extra):
+        pieces += cutter.push(text, part)
     return [*pieces, *cutter.end()]

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from pensieve.core.constraint import Constraint
 from pensieve.core.sampling import LOGIT_BIAS_MAX, STOP_STRINGS_MAX, STOP_TOKEN_IDS_MAX, Sampling
+from pensieve.service.heads import check_length
 from pensieve.service.openai.fields import (
     MESSAGES_VALUES_MAX,
     VALUES_MAX,
@@ -36,6 +38,7 @@ from pensieve.service.openai.fields import (
 )
 from pensieve.service.openai.formats import FormatFields, take_response_format, take_text_format
 from pensieve.service.openai.messages import take_input, take_messages, take_tools
+from pensieve.text import ChatTemplate, Setting
 from pensieve.text.message import Message, plain_text
 from pensieve.text.tool_calls import CallStyle
 
@@ -121,6 +124,21 @@ class Request:
         if name in OF_MESSAGES:
             return MESSAGES_PARAMS[self.kind]
         return self.params.get(name, name)
+
+
+def tokens_of(
+    request: Request, template: ChatTemplate, context_max: int, now: datetime
+) -> list[int]:
+    """Of the whole prompt; in any thread.  `now`: the date that a template may write."""
+    if isinstance(request.prompt, tuple):
+        return list(request.prompt)
+    if request.prompt is not None:
+        check_length("prompt", len(request.prompt), context_max)
+        template.tokenizer.check_text(request.prompt, "prompt")
+        return list(template.tokenizer.encode_prompt(request.prompt))
+    check_length("messages", sum(len(each.content) for each in request.messages), context_max)
+    setting = Setting(request.tools, request.template_options, now)
+    return template.opening(request.messages, setting).token_ids
 
 
 def parse(kind: RequestKind, body: Any, served: Served) -> Request:

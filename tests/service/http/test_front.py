@@ -135,7 +135,9 @@ def test_with_tokens_everything_but_health_needs_one(tmp_path: Path) -> None:
             assert door.ask("GET", "/v1/models", headers=headers).status == 200
         answer = door.chat("Hello", headers={"x-api-key": given})
         named = answer.headers["x-pensieve-conversation-id"]
-        found = door.rig.call(door.rig.daemon.reads.conversation(named, "red"))
+        threads, reader = door.rig.daemon.threads, door.rig.daemon.reader
+        look = threads.in_reader("red", reader.get_conversation, named, tenant="red")
+        found = door.rig.call(look)
         assert found.num_messages == 2
 
 
@@ -318,7 +320,8 @@ def test_a_client_that_leaves_before_the_first_word_leaves_nothing(door: HttpRig
     wait_for(lambda: door.rig.num_live == 0)
 
     async def conversations() -> Any:
-        return await door.rig.daemon.reads.conversations(10, "", "")
+        daemon = door.rig.daemon
+        return await daemon.threads.in_reader("", daemon.reader.list_conversations, 10, "")
 
     found = door.rig.call(conversations()).conversations
     assert all(each.num_messages == 0 for each in found)

@@ -122,7 +122,8 @@ def test_the_memory_is_drawn_by_chunks(rig: HttpRig, monkeypatch: pytest.MonkeyP
     send(rig, "talk", "Hello there.")
     *_, last = watch(rig, 3)
     (shown,) = last["conversations"]
-    log = rig.rig.call(rig.rig.daemon.reads.conversation("talk", "")).num_tokens
+    threads, reader = rig.rig.daemon.threads, rig.rig.daemon.reader
+    log = rig.rig.call(threads.in_reader("", reader.get_conversation, "talk")).num_tokens
     num_chunks = -(-(log - 1) // 32)  # nobody has needed the KV of the last token yet
     assert (shown["id"], shown["running"], shown["strip"]) == ("talk", 0.0, f"d{num_chunks}")
     assert last["figures"]["device_pages"] > last["figures"]["device_pages_free"] > 0
