@@ -22,11 +22,12 @@ calls that are there go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
-from pensieve.errors import PensieveError, QueueFull
+from pensieve.errors import DeadlineExceeded, PensieveError, QueueFull
 from pensieve.service.counts import Counts
 
 BURST_SECONDS = 10.0
@@ -259,3 +260,12 @@ class Watchers:
             yield
         finally:
             self._counts[tenant] -= 1
+
+
+async def delivered(seconds: float, writing: Awaitable[None]) -> None:
+    """Wait until something is written; DeadlineExceeded if its reader takes nothing for so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await writing
+    except TimeoutError:
+        raise DeadlineExceeded("nothing was taken of what was sent") from None

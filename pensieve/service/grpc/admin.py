@@ -15,7 +15,6 @@ from typing import Any
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
 from pensieve.engine.recent_times import RecentTimes
 from pensieve.errors import (
-    DeadlineExceeded,
     InvalidArgument,
     NotFound,
     PermissionDenied,
@@ -28,7 +27,7 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.figures import Quantiles, num_connections
 from pensieve.service.grpc import translate
 from pensieve.service.grpc.server_info import server_info
-from pensieve.service.limits import NO_LIMITS, Allowance
+from pensieve.service.limits import NO_LIMITS, Allowance, delivered
 from pensieve.service.live_turn import cache_key, names_of
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
@@ -76,11 +75,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         try:
             while True:
                 response = pb.WatchStatsResponse(stats=await self._stats())
-                try:
-                    async with asyncio.timeout(self.daemon.config.stall_seconds):
-                        await context.write(response)
-                except TimeoutError:
-                    raise DeadlineExceeded("nothing was taken of what was watched") from None
+                await delivered(self.daemon.config.stall_seconds, context.write(response))
                 await asyncio.sleep(seconds)
         finally:
             self.num_watchers -= 1

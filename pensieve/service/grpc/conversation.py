@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,7 +22,6 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 
 T = TypeVar("T")
-PAGE_SIZE = 100
 
 
 class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
@@ -69,18 +68,12 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def ListConversations(
         self, request: pb.ListConversationsRequest, context: Any
     ) -> pb.ListConversationsResponse:
-        size, token = request.page_size or PAGE_SIZE, request.page_token
+        size, token = request.page_size or translate.PAGE_SIZE, request.page_token
         found = await self._read(self.daemon.reader.list_conversations, size, token)
         page = pb.ListConversationsResponse(next_page_token=found.next_page_token)
-        num_bytes = 0
-        for number, each in enumerate(found.conversations):
-            conversation = self._conversation(each)
-            num_bytes += conversation.ByteSize()
-            if number and num_bytes > records.PAGE_BYTES_MAX:  # on the wire; the store's were JSON
-                page.next_page_token = found.tokens[number - 1]
-                break
-            page.conversations.append(conversation)
-            await asyncio.sleep(0)  # the streams of others go on
+        count = await _fill(page.conversations, map(self._conversation, found.conversations))
+        if count < len(found.conversations):
+            page.next_page_token = found.tokens[count - 1]
         return page
 
     async def DeleteConversation(
@@ -123,14 +116,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def ListMessages(
         self, request: pb.ListMessagesRequest, context: Any
     ) -> pb.ListMessagesResponse:
-        size = request.page_size or PAGE_SIZE
-        if not 1 <= size <= records.PAGE_SIZE_MAX:
-            raise InvalidArgument("page_size", f"must lie in 1..{records.PAGE_SIZE_MAX}")
-        if request.page_token and not (
-            request.page_token.isascii() and request.page_token.isdigit()
-        ):
-            raise InvalidArgument("page_token", "is not one that was given out")
-        start = int(request.page_token[:18] or 0)
+        size, start = translate.page_of(request)
         found = await self._read(
             self.daemon.reader.message_page,
             *(_id(request.conversation_id), start, size),
@@ -140,16 +126,9 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         if request.cut_replies:
             messages = await self._in_parts(request.conversation_id, messages)
         page = pb.ListMessagesResponse()
-        num_bytes = 0
-        for each in messages:
-            message = translate.message(each)
-            num_bytes += message.ByteSize()
-            if page.messages and num_bytes > records.PAGE_BYTES_MAX:
-                break
-            page.messages.append(message)
-            await asyncio.sleep(0)  # the streams of others go on
-        if found.has_more or len(page.messages) < len(found.messages):
-            page.next_page_token = str(start + len(page.messages))
+        count = await _fill(page.messages, map(translate.message, messages))
+        if found.has_more or count < len(found.messages):
+            page.next_page_token = str(start + count)
         return page
 
     async def _in_parts(
@@ -189,7 +168,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def ListPrefixes(
         self, request: pb.ListPrefixesRequest, context: Any
     ) -> pb.ListPrefixesResponse:
-        size, token = request.page_size or PAGE_SIZE, request.page_token
+        size, token = request.page_size or translate.PAGE_SIZE, request.page_token
         found = await self._read(self.daemon.reader.prefixes, size, token)
         prefixes = [translate.prefix(each) for each in found.prefixes]
         return pb.ListPrefixesResponse(prefixes=prefixes, next_page_token=found.next_page_token)
@@ -258,6 +237,18 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
 
     def _conversation(self, found: records.Conversation) -> pb.Conversation:
         return translate.conversation(found, self.daemon.context_max)
+
+
+async def _fill(page: Any, messages: Iterable[Any]) -> int:
+    """Add as many messages as a page may have on the wire, where they are longer than in the store."""
+    num_bytes = 0
+    for each in messages:
+        num_bytes += each.ByteSize()
+        if page and num_bytes > records.PAGE_BYTES_MAX:
+            break
+        page.append(each)
+        await asyncio.sleep(0)  # the streams of others go on
+    return len(page)
 
 
 def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:

@@ -6,30 +6,27 @@ audit log then has.  Those who watch are few, and a reader that takes nothing fo
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from pensieve.errors import (
-    DeadlineExceeded,
     InvalidArgument,
     NotFound,
     PermissionDenied,
 )
 from pensieve.service.grpc.auth import caller
-from pensieve.service.grpc.translate import timestamp
+from pensieve.service.grpc.translate import page_of, timestamp
 from pensieve.service.jobs.values import JobHeader, Jobs, JobView
-from pensieve.service.limits import Watchers
+from pensieve.service.limits import Watchers, delivered
 from pensieve.store.job_records import JobOutcome, JobState, Result, Which
-from pensieve.store.records import ID_PATTERN, PAGE_SIZE_MAX, check_id
+from pensieve.store.records import ID_PATTERN, check_id
 from pensieve.v1 import jobs_pb2 as pb
 from pensieve.v1 import jobs_pb2_grpc
 
 NAME_BYTES_MAX = 256
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
-PAGE_SIZE = 100
 CHUNK_BYTES = 256 << 10  # of a piece of results
 WATCHERS_MAX = 256  # of a tenant
 WATCHERS_OF_ALL_MAX = 1024
@@ -81,17 +78,12 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         return pb.GetJobResponse(job=_job(await self._jobs.get(*_key(request))))
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
-        size = request.page_size or PAGE_SIZE
-        if not 1 <= size <= PAGE_SIZE_MAX:
-            raise InvalidArgument("page_size", f"must lie in 1..{PAGE_SIZE_MAX}")
-        token = request.page_token
-        if token and not (token.isascii() and token.isdigit()):
-            raise InvalidArgument("page_token", "is not one that was given out")
+        size, before = page_of(request)
         by = caller()
         if request.all_tenants and not by.admin:
             raise PermissionDenied("only an operator sees the jobs of all tenants")
         found = await self._jobs.list(None if request.all_tenants else by.tenant)
-        left = [each for each in found if not token or each.number < int(token[:18])]
+        left = [each for each in found if not before or each.number < before]
         left.sort(key=lambda each: -each.number)
         page = pb.ListJobsResponse(jobs=map(_job, left[:size]))
         if len(left) > size:
@@ -122,7 +114,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         last_line = request.after_line
         async for page in self._jobs.results(*_key(request), which, last_line):
             for piece in _pieces(page, last_line):
-                await self._write(context, piece)
+                await delivered(self._stall_seconds, context.write(piece))
                 last_line = piece.last_line
 
     async def WatchJob(  # type: ignore[override]  # likewise
@@ -131,14 +123,8 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         views = self._jobs.watch(*_key(request))
         with self._watchers.enter(caller().tenant):
             async for view in views:
-                await self._write(context, pb.WatchJobResponse(job=_job(view)))
-
-    async def _write(self, context: Any, message: Any) -> None:
-        try:
-            async with asyncio.timeout(self._stall_seconds):
-                await context.write(message)
-        except TimeoutError:
-            raise DeadlineExceeded("nothing was taken of what was sent") from None
+                response = pb.WatchJobResponse(job=_job(view))
+                await delivered(self._stall_seconds, context.write(response))
 
 
 def _key(request: Any) -> tuple[str, str]:

@@ -6,16 +6,16 @@ receiver takes nothing for as long as a stream may stall ends the call.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
-from pensieve.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from pensieve.errors import InvalidArgument, Unavailable
 from pensieve.service.daemon import Daemon
 from pensieve.service.hand_over import KvHeader, KvPart, KvSource, Parts
+from pensieve.service.limits import delivered
 from pensieve.store.records import ID_PATTERN
 from pensieve.v1 import replica_pb2 as pb
 from pensieve.v1 import replica_pb2_grpc
@@ -49,14 +49,10 @@ class ReplicaService(replica_pb2_grpc.ReplicaServiceServicer):
         if request.num_tokens < 1:
             raise InvalidArgument("num_tokens", "is at least 1")
         parts = self.source.parts(request.tenant, request.conversation_id, request.num_tokens)
-        try:
-            async with aclosing(parts):
-                async for each in parts:
-                    for message in _messages(each):
-                        async with asyncio.timeout(self._stall_seconds):
-                            await context.write(message)
-        except TimeoutError:
-            raise DeadlineExceeded("nothing was taken of what was fetched") from None
+        async with aclosing(parts):
+            async for each in parts:
+                for message in _messages(each):
+                    await delivered(self._stall_seconds, context.write(message))
 
 
 def _messages(each: KvHeader | KvPart) -> Iterator[pb.FetchKvResponse]:

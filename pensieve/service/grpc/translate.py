@@ -49,6 +49,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
 DOMAIN = "pensieve"
+PAGE_SIZE = 100
 # Seconds, of the first class that fits; clients add their own growing pauses.
 COME_BACK = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
@@ -245,6 +246,16 @@ def calls_of(message: pb.NewMessage, where: str) -> tuple[ToolCall, ...]:
             raise InvalidArgument(f"{path}.arguments", "must be the JSON of an object")
         calls.append(ToolCall(each.name, arguments, each.id or None))
     return tuple(calls)
+
+
+def page_of(request: Any) -> tuple[int, int]:
+    """How many are wanted, and the number that the page token names; 0: none."""
+    size, token = request.page_size or PAGE_SIZE, request.page_token
+    if not 1 <= size <= records.PAGE_SIZE_MAX:
+        raise InvalidArgument("page_size", f"must lie in 1..{records.PAGE_SIZE_MAX}")
+    if token and not (token.isascii() and token.isdigit()):
+        raise InvalidArgument("page_token", "is not one that was given out")
+    return size, int(token[:18] or 0)
 
 
 # -- out --

@@ -14,7 +14,6 @@ A job that is an upload has an id of hexadecimal digits behind `file-`, so no id
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from collections import OrderedDict
@@ -22,13 +21,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pensieve.errors import DeadlineExceeded, InvalidArgument, NotFound, WrongJobState
+from pensieve.errors import InvalidArgument, NotFound, WrongJobState
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller, group_of
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.service.http.uploads import Upload
 from pensieve.service.jobs.values import JobHeader, Jobs, JobView
+from pensieve.service.limits import delivered
 from pensieve.service.openai.fields import Fields, Refusal
 from pensieve.service.openai.request import RequestKind
 from pensieve.store.job_records import JobOutcome, JobState, ResultBytes, Which
@@ -126,7 +126,7 @@ class Files(_OfJobs):
             return None
         exchange.begin_bytes(kind)
         async for chunk in _concatenated(self._lines(by, view.job_id, file_id.content)):
-            await self._write(exchange, chunk)
+            await delivered(self._daemon.config.stall_seconds, exchange.write(chunk))
         await exchange.end_bytes()
         return None
 
@@ -175,13 +175,6 @@ class Files(_OfJobs):
         async for results in self._jobs.results(by.tenant, job_id, which, 0):
             for result in results:
                 yield result.text.removesuffix(b"\n") + b"\n"
-
-    async def _write(self, exchange: Exchange, chunk: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._daemon.config.stall_seconds):
-                await exchange.write(chunk)
-        except TimeoutError:
-            raise DeadlineExceeded("nothing was taken of what was sent") from None
 
 
 class Batches(_OfJobs):

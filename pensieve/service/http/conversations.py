@@ -21,12 +21,11 @@ from pensieve.service.grpc.auth import Caller
 from pensieve.service.heads import ConversationSettings, check_length
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.exchange import Exchange, is_descending, limit_of, query_of
-from pensieve.service.http.pasts import Pasts, as_stored
 from pensieve.service.http.response_places import drawn_id
+from pensieve.service.http.stored import Stored, appended, as_stored
 from pensieve.service.openai.conversation_items import Place, items_of, place_of, tag_of
 from pensieve.service.openai.fields import Fields, Refusal, check_json
 from pensieve.service.openai.messages import add_items
-from pensieve.service.stored_responses import StoredResponses, appended
 from pensieve.store import records
 from pensieve.store.conversation_changes import Pending
 from pensieve.store.conversation_rows import refuse_running
@@ -58,11 +57,9 @@ class Seen(NamedTuple):
 
 
 class Conversations:
-    def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: StoredResponses, pasts: Pasts
-    ) -> None:
+    def __init__(self, daemon: Daemon, bodies: Bodies, stored: Stored) -> None:
         self._daemon, self._bodies = daemon, bodies
-        self._stored, self._pasts = stored, pasts
+        self._stored = stored
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         given = await self._bodies.json(exchange, by)
@@ -171,13 +168,13 @@ class Conversations:
         return change
 
     async def _conversation(self, exchange: Exchange, by: Caller) -> records.Conversation:
-        return await self._pasts.conversation(exchange.values["conversation_id"], by.tenant)
+        return await self._stored.conversation(exchange.values["conversation_id"], by.tenant)
 
     async def _seen(self, exchange: Exchange, by: Caller) -> Seen:
-        conversation, pending = await self._pasts.with_pending(
+        conversation, pending = await self._stored.with_pending(
             exchange.values["conversation_id"], by.tenant
         )
-        return Seen(conversation, pending, await self._pasts.first_number(conversation))
+        return Seen(conversation, pending, await self._stored.first_number(conversation))
 
     def _of(self, message: records.Message, seen: Seen) -> list[dict[str, Any]]:
         place = Place(seen.tag, seen.first_number + message.index)
@@ -204,7 +201,7 @@ class Conversations:
                 return
 
     async def _forward(self, seen: Seen, first: int | None) -> AsyncIterator[records.Message]:
-        async for each in self._pasts.messages(seen.conversation, first or 0):
+        async for each in self._stored.messages(seen.conversation, first or 0):
             yield each
         for each in seen.waiting:
             if first is None or each.index >= first:
@@ -219,7 +216,7 @@ class Conversations:
         stop = min(stop, conversation.num_messages)
         while stop > 0:
             start = max(0, stop - WINDOW)
-            window = [each async for each in self._pasts.messages(conversation, start, stop)]
+            window = [each async for each in self._stored.messages(conversation, start, stop)]
             for each in reversed(window):
                 yield each
             stop = start
@@ -230,7 +227,7 @@ class Conversations:
         if index < conversation.num_messages:
             found = [
                 each
-                async for each in self._pasts.messages(conversation, index, index + 1)
+                async for each in self._stored.messages(conversation, index, index + 1)
                 if each.revision <= conversation.revision  # else it is newer than what was seen
             ]
         else:

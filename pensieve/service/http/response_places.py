@@ -32,10 +32,10 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, check_settings
 from pensieve.service.heads import ConversationSettings, message_of
 from pensieve.service.http.bodies import Bodies
-from pensieve.service.http.pasts import (
+from pensieve.service.http.stored import (
     TAKEN_BACK,
     Past,
-    Pasts,
+    Stored,
     as_stored,
     first_number,
     no_previous,
@@ -44,7 +44,6 @@ from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai.conversation_items import Place, tag_of
 from pensieve.service.openai.fields import Refusal
 from pensieve.service.openai.request import Request
-from pensieve.service.stored_responses import StoredResponses
 from pensieve.store import records
 from pensieve.store.records import ChainMatch
 from pensieve.store.responses import StoredResponse
@@ -105,12 +104,11 @@ class ResponsePlaces:
         self,
         daemon: Daemon,
         bodies: Bodies,
-        stored: StoredResponses,
-        pasts: Pasts,
+        stored: Stored,
         binder: Binder,
     ) -> None:
         self._daemon, self._bodies, self._binder = daemon, bodies, binder
-        self._stored, self._pasts = stored, pasts
+        self._stored = stored
 
     async def begin(self, wish: Wish) -> Placed:
         if wish.request.previous_response_id:
@@ -124,7 +122,7 @@ class ResponsePlaces:
         """The same with its whole prompt, for a turn that is in no conversation."""
         request, instructions = wish.request, wish.instructions
         if request.previous_response_id:
-            past = await self._pasts.after_response(request.previous_response_id, wish.tenant)
+            past = await self._stored.after_response(request.previous_response_id, wish.tenant)
         elif request.conversation:
             past, wish, _ = await self._end_of_conversation(wish)
         else:
@@ -138,7 +136,7 @@ class ResponsePlaces:
             options = conversation.template_options
             request = replace(request, tools=conversation.tools, template_options=options)
         system = (Message("system", instructions),) if instructions else ()
-        before = await self._pasts.as_sent_back(past)
+        before = await self._stored.as_sent_back(past)
         return replace(request, messages=(*system, *before, *wish.messages))
 
     # -- behind a history --
@@ -173,26 +171,26 @@ class ResponsePlaces:
                 fork = await self._daemon.writable_by(tenant).fork(
                     conversation_id, new_id, match.revision, tenant=tenant
                 )
-                first = await self._pasts.first_number(fork)
+                first = await self._stored.first_number(fork)
                 where = _where(wish, fork, first, is_ours=True)
                 return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
-        conversation = await self._pasts.conversation(conversation_id, tenant)
+        conversation = await self._stored.conversation(conversation_id, tenant)
         if conversation.revision != match.present_revision:
             raise StaleRevision(match.present_revision, conversation.revision)
         is_ours = await self._stored.is_made_for(conversation_id, tenant)
-        first = await self._pasts.first_number(conversation)
+        first = await self._stored.first_number(conversation)
         where = _where(wish, conversation, first, is_ours=is_ours)
         return Placed(await self._turn(wish, where), where)
 
     # -- behind a response --
 
     async def _follow(self, wish: Wish) -> Placed:
-        past = await self._pasts.after_response(wish.request.previous_response_id, wish.tenant)
+        past = await self._stored.after_response(wish.request.previous_response_id, wish.tenant)
         _check_outputs(wish, past.calls)
         conversation, tenant = past.conversation, wish.tenant
         reason = _difference(wish, past)
         if reason:
-            return await self._new(wish, await self._pasts.as_sent_back(past), reason)
+            return await self._new(wish, await self._stored.as_sent_back(past), reason)
         if conversation.revision == past.revision and conversation.running_turn_id is None:
             with contextlib.suppress(StaleRevision, TurnRunning):
                 where = _where(wish, conversation, past.first_number, is_ours=past.is_ours)
@@ -239,12 +237,12 @@ class ResponsePlaces:
         self, wish: Wish
     ) -> tuple[Past, Wish, tuple[records.NewMessage, ...]]:
         """What the conversation is now, the wish with what is pending there before it, and that."""
-        conversation, pending = await self._pasts.with_pending(
+        conversation, pending = await self._stored.with_pending(
             wish.request.conversation, wish.tenant
         )
         before = tuple(message_of(each) for each in as_stored(pending, conversation))
         wish = replace(wish, messages=before + wish.messages)
-        past = await self._pasts.of_conversation(conversation, wish.messages)
+        past = await self._stored.of_conversation(conversation, wish.messages)
         return past, wish, pending
 
     async def _begun_with(

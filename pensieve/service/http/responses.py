@@ -49,6 +49,7 @@ from pensieve.service.http.response_places import (
     Wish,
     stored_response,
 )
+from pensieve.service.http.stored import Stored
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai.answer import Heading
 from pensieve.service.openai.conversation_items import Place
@@ -62,7 +63,6 @@ from pensieve.service.openai.response_stream import (
     pieces_of,
     unfinished,
 )
-from pensieve.service.stored_responses import StoredResponses
 from pensieve.store.responses import StoredResponse
 from pensieve.text.reply_pieces import ReplyPieces
 
@@ -73,7 +73,7 @@ LOST = "the server stopped before the response was complete"
 
 class Responses:
     def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: StoredResponses, places: ResponsePlaces
+        self, daemon: Daemon, bodies: Bodies, stored: Stored, places: ResponsePlaces
     ) -> None:
         self._daemon, self._bodies = daemon, bodies
         self._stored, self._places = stored, places
@@ -149,7 +149,7 @@ class Responses:
             await running.begun.wait()
             if running.placed is not None:
                 return running
-        stored = await self._stored.find(response_id, tenant)
+        stored = await self._stored.response(response_id, tenant)
         if stored is None:
             return None
         _check_key(stored.request, requested)
@@ -324,7 +324,7 @@ class Responses:
         running = self._running.find(response_id, tenant)
         if running is not None:
             return running.present
-        stored = await self._stored.find(response_id, tenant)
+        stored = await self._stored.response(response_id, tenant)
         if stored is None:
             raise NotFound("there is no such response")
         return await self._now(stored)
@@ -333,7 +333,7 @@ class Responses:
         """One that does not run here, read again where it has ended since it was read."""
         if await self._stored.runs(stored):
             return stored.body
-        found = await self._stored.find(stored.response_id, stored.tenant)
+        found = await self._stored.response(stored.response_id, stored.tenant)
         return as_it_is_now((found or stored).body)
 
 
@@ -434,7 +434,7 @@ class RunningResponses:
     """
 
     def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: StoredResponses, places: ResponsePlaces
+        self, daemon: Daemon, bodies: Bodies, stored: Stored, places: ResponsePlaces
     ) -> None:
         self._daemon, self._bodies = daemon, bodies
         self._stored, self._places = stored, places

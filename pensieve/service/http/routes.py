@@ -23,13 +23,12 @@ from pensieve.service.http.gateway import Gateway
 from pensieve.service.http.messages import Messages
 from pensieve.service.http.messages import body_of as anthropics
 from pensieve.service.http.page import Page, Watching
-from pensieve.service.http.pasts import Pasts
 from pensieve.service.http.response_places import ResponsePlaces
 from pensieve.service.http.responses import Responses
+from pensieve.service.http.stored import Stored
 from pensieve.service.jobs.values import Jobs
 from pensieve.service.openai.fields import Refusal
 from pensieve.service.openai.request import RequestKind
-from pensieve.service.stored_responses import StoredResponses
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
 
@@ -93,11 +92,10 @@ def application(
 
 
 def _of_responses(daemon: Daemon, bodies: Bodies, binder: Binder) -> Sequence[Route]:
-    stored = StoredResponses(daemon)
-    pasts = Pasts(daemon, bodies, stored)
-    places = ResponsePlaces(daemon, bodies, stored, pasts, binder)
+    stored = Stored(daemon, bodies)
+    places = ResponsePlaces(daemon, bodies, stored, binder)
     responses = Responses(daemon, bodies, stored, places)
-    conversations = Conversations(daemon, bodies, stored, pasts)
+    conversations = Conversations(daemon, bodies, stored)
     one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
     return (
         ("POST", "/v1/responses", responses.create, {}),

@@ -87,7 +87,8 @@ def answer(
     assert all(each.finish in (FinishReason.STOP, FinishReason.LENGTH) for each in replies)
     assert tokenizer is not None or request.sampling.logprobs is None
     if request.kind is RequestKind.RESPONSE:
-        return _response(request, replies[0], prompt, heading, tokenizer, style)
+        output = _output(request, replies[0], heading, tokenizer, style)
+        return response_body(request, replies[0], prompt, heading, output)
     is_chat = request.kind is RequestKind.CHAT
     return {
         "id": ID_PREFIXES[request.kind] + heading.answer_id,
@@ -206,13 +207,12 @@ def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dic
 # -- a response --
 
 
-def _response(
+def response_body(
     request: Request,
     reply: Reply,
     prompt: PromptTokens,
     heading: Heading,
-    tokenizer: Tokenizer | None,
-    style: CallStyle | None,
+    output: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     is_whole = reply.finish is FinishReason.STOP
     status = "completed" if is_whole else "incomplete"
@@ -223,14 +223,14 @@ def _response(
         "object": "response",
         "created_at": heading.created,
         "status": status,
-        "background": False,
+        "background": request.background,
         "error": None,
         "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
         "instructions": echoed.get("instructions"),
         "max_output_tokens": sampling.max_tokens if request.max_tokens_given else None,
         "max_tool_calls": None,
         "model": heading.model,
-        "output": _output(request, reply, heading, tokenizer, style),
+        "output": output,
         "parallel_tool_calls": echoed.get("parallel_tool_calls", True),
         "previous_response_id": echoed.get("previous_response_id"),
         "prompt_cache_key": echoed.get("prompt_cache_key"),

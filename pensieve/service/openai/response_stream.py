@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from pensieve.core.turn import FinishReason
-from pensieve.service.openai.answer import Heading, PromptTokens, Reply, answer, logprob_rows
+from pensieve.service.openai.answer import Heading, PromptTokens, Reply, logprob_rows, response_body
 from pensieve.service.openai.chunks import merged
 from pensieve.service.openai.request import Request
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking
@@ -41,8 +40,8 @@ ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
 def unfinished(request: Request, heading: Heading, status: str) -> dict[str, Any]:
     """The response before it has an end, or one without a reply."""
-    body = _body(request, NO_REPLY, NO_PROMPT, heading)
-    return {**body, "status": status, "incomplete_details": None, "output": [], "usage": None}
+    body = response_body(request, NO_REPLY, NO_PROMPT, heading, [])
+    return {**body, "status": status, "incomplete_details": None, "usage": None}
 
 
 def failed(
@@ -62,20 +61,10 @@ def finished(
     is_cut: bool = False,
 ) -> dict[str, Any]:
     """The whole answer; `is_cut`: somebody ended the reply before its end."""
-    body = {**_body(request, reply, prompt, heading), "output": list(items)}
+    body = response_body(request, reply, prompt, heading, list(items))
     if is_cut:
         body |= {"status": "incomplete", "incomplete_details": {"reason": "cancelled"}}
     return body
-
-
-def _body(request: Request, reply: Reply, prompt: PromptTokens, heading: Heading) -> dict[str, Any]:
-    """All but the output."""
-    sampling = replace(request.sampling, logprobs=None)
-    body = answer(replace(request, sampling=sampling), [reply], prompt, heading)
-    return body | {
-        "background": request.background,
-        "top_logprobs": request.sampling.logprobs or 0,
-    }
 
 
 class ResponseStream:
