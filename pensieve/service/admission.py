@@ -165,7 +165,6 @@ class Admission:
         self._admitted_at = now
 
     def charge(self, tenant: str, num_tokens: int, now: float) -> None:
-        """Count what a turn has cost its tenant."""
         self.allowances.of(tenant, now).spend(num_tokens, now)
 
     def engine_lost(self) -> None:

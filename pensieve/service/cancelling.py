@@ -63,7 +63,7 @@ async def cancel_turn(
     else:
         conversations.cancel(live, keep)
     with contextlib.suppress(PensieveError):  # why it failed is looked at below
-        await conversations.follow(live, _take_nothing)
+        await conversations.follow(live)
     if isinstance(live.failure, StoreError | StoreUnavailable):
         raise live.failure  # whether it is in the history is not known
     kept = live.finish is not None and live.failure is None
@@ -89,7 +89,3 @@ async def _stored_finish(reader: Reader, threads: Threads, cancel: Cancel) -> st
     named = conversation_id, cancel.turn_id, cancel.request_id
     turn = await threads.in_reader(tenant, reader.find_turn, *named, tenant=tenant)
     return turn.finish_reason or "" if turn is not None else ""
-
-
-async def _take_nothing(start: int, stop: int) -> None:
-    """Of the tokens, as a reader that waits for the end alone."""

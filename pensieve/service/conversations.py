@@ -90,6 +90,10 @@ class _FirstToken(Exception):
     """It has come; no more is to be read."""
 
 
+async def take_nothing(start: int, stop: int) -> None:
+    """Of the tokens, as a reader that waits for the end alone."""
+
+
 async def _from_nowhere(live: LiveTurn) -> None:
     """A daemon that has the history alone has all KV that there is."""
 
@@ -408,7 +412,7 @@ class Conversations:
             self._tell(CancelTurn(live.number, submit.history_tokens + live.prompt_tokens))
         return live
 
-    async def follow(self, live: LiveTurn, write: Write) -> None:
+    async def follow(self, live: LiveTurn, write: Write = take_nothing) -> None:
         """Have `write` deliver tokens [start, stop) of a turn, from the first on, until it has ended."""
         await self.readers.follow(live, write)
 
@@ -536,7 +540,6 @@ class Conversations:
         return text[len(reply.text) :]
 
     async def _store_failure(self, live: LiveTurn, reason: str) -> None:
-        """The engine could not finish the turn."""
         if live.is_stored:
             await self._threads.in_store(
                 live.tenant, self._history.fail, live.turn_id, reason, live.attempt
@@ -576,7 +579,6 @@ class Conversations:
     async def end_interrupted(
         self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
     ) -> None:
-        """Of a turn that is being interrupted."""
         await self._store_interruption(live)
         self._fail(live, failure, finish)
 

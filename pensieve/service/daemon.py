@@ -243,7 +243,6 @@ class Daemon:
 
     @property
     def serving(self) -> bool:
-        """Whether new turns are taken."""
         ready = self.engine.serving and not self.loading
         return ready and not self.draining and self.store_refusal is None
 
@@ -458,7 +457,6 @@ class Daemon:
         await self._conversations.interrupt_all(failure)
 
     def hurry(self) -> None:
-        """Wait for no turn any more."""
         self._hurried = True
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pensieve.engine.messages import Message
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.service.draft import Outdated
-from pensieve.service.heads import ConversationSettings, PrefixSettings
+from pensieve.service.heads import Begins, ConversationSettings, PrefixSettings
 from pensieve.service.history import History
 from pensieve.service.limits import Allowance
 from pensieve.service.threads import Threads
@@ -104,10 +104,7 @@ class DeclaredPrefixes:
 
     async def create(self, settings: PrefixSettings) -> records.Prefix:
         tenant, template_time = settings.tenant, self._now()
-        tokens = await self._acts.tokenized(
-            tenant, lambda: self._history.heads.declared(settings, template_time)
-        )
-        self._acts.charge(tenant, sum(map(len, tokens)))
+        tokens = await self._tokens(settings, template_time)
         prefixes_max = self._allowance_of(tenant).limits.prefixes_max
         declared = await self._threads.in_store(
             tenant, self._history.declared.declare, settings, tokens, template_time, prefixes_max
@@ -121,13 +118,17 @@ class DeclaredPrefixes:
         if settings.prefix_id:
             raise InvalidArgument("prefix_id", "is not given beside messages")
         tenant, template_time = settings.tenant, self._now()
-        tokens = await self._acts.tokenized(
-            tenant, lambda: self._history.heads.declared(settings, template_time)
-        )
-        self._acts.charge(tenant, sum(map(len, tokens)))
+        tokens = await self._tokens(settings, template_time)
         return await self._threads.in_store(
             tenant, self._history.declared.begin_with_history, settings, tokens, template_time
         )
+
+    async def _tokens(self, settings: Begins, template_time: float) -> list[list[int]]:
+        tokens: list[list[int]] = await self._acts.tokenized(
+            settings.tenant, lambda: self._history.heads.declared(settings, template_time)
+        )
+        self._acts.charge(settings.tenant, sum(map(len, tokens)))
+        return tokens
 
     async def delete(self, prefix_id: str, tenant: str = "") -> None:
         """Conversations under it stay whole, and keep the KV that they share."""

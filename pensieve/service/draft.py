@@ -77,7 +77,6 @@ class Ask:
         return sum(each.num_characters for each in self.messages)
 
     def says_the_same_as(self, other: Ask) -> bool:
-        """Whether both may share a request_id."""
         return (self.messages, self.sampling_given, self.metadata) == (
             other.messages,
             other.sampling_given,

@@ -48,7 +48,6 @@ class LoopLag:
         self._late: deque[tuple[float, float]] = deque()  # when, and how late
 
     async def measure(self) -> None:
-        """Without end."""
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()

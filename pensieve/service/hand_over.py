@@ -67,8 +67,6 @@ Fetch = Callable[[str, str, str, int], Parts]  # address, tenant, conversation_i
 
 
 class Pulled(NamedTuple):
-    """What came of an attempt."""
-
     tokens: int = 0  # whose KV was adopted
     why_no_more: str = ""  # for people; "": all that was wanted is here
     num_bytes: int = 0
@@ -85,8 +83,6 @@ def identity_of(daemon: Daemon) -> dict[str, str]:
 
 
 class KvSource:
-    """Of a daemon that had the conversation."""
-
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         self._exports = asyncio.Semaphore(EXPORTS_MAX)
@@ -152,8 +148,6 @@ class _Stop(Exception):
 
 @dataclass
 class _Transfer:
-    """What one pull has come to so far."""
-
     address: str
     conversation_id: str  # as the engine knows it
     tokens: array[int]  # the log
@@ -169,8 +163,6 @@ class _Transfer:
 
 
 class HandOver:
-    """Of a daemon that has the conversation now."""
-
     def __init__(self, daemon: Daemon, fetch: Fetch, *, always: bool = False) -> None:
         """`always`: whatever is predicted, KV is fetched."""
         self.times = TransferTimes()
@@ -206,7 +198,6 @@ class HandOver:
     async def _prepared(
         self, address: str, tenant: str, conversation_id: str, began: float
     ) -> _Transfer:
-        """What is wanted, and that it is worth it."""
         daemon, ready, key = (
             self._daemon,
             self._daemon.engine.ready,

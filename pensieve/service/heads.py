@@ -38,8 +38,6 @@ CHARACTERS_MAX = 8 << 20  # together
 
 @dataclass(frozen=True, slots=True)
 class PrefixSettings:
-    """A prefix that a client declares."""
-
     prefix_id: str
     system_prompt: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
@@ -224,7 +222,6 @@ def setting_of(conversation: records.Conversation) -> Setting:
 
 
 def message_of(stored: records.Message) -> Message:
-    """A message of the store as the template takes it."""
     calls = stored.extra.get("tool_calls", ())
     return Message(
         stored.role,

@@ -418,12 +418,10 @@ class History:
         return Committed(revision, text[len(reply.text) :], lent)
 
     def fail(self, turn_id: int, reason: str, attempt: int = 0) -> None:
-        """The engine could not finish it."""
         self._forget(turn_id)
         self._store.fail_turn(turn_id, reason, attempt)
 
     def interrupt(self, turn_id: int, attempt: int = 0) -> None:
-        """Nobody waits for it any more, or the engine is gone."""
         self._forget(turn_id)
         self._store.interrupt_turn(turn_id, attempt)
 
@@ -607,7 +605,6 @@ class PrefixHistory:
         self._first_turns[turn_id] = conversation
 
     def forget(self, turn_id: int) -> None:
-        """It has computed nothing that is in a history."""
         self._first_turns.pop(turn_id, None)
 
     def ended(self, turn_id: int) -> ForkConversation | None:

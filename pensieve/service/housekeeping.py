@@ -191,7 +191,6 @@ class Damage:
         self._threads.spawn(check())
 
     async def found(self, problems: Sequence[str]) -> None:
-        """From now on the history is read, and not written to."""
         log.error("the history is damaged: %s", problems[0])
         self.problems = tuple(problems)
         self._store.integrity_check_due = True
@@ -239,7 +238,6 @@ class FullDisk:
 
 
 async def sweep(num_turns: Callable[[], int], readers: Readers, erasing: Erasing) -> None:
-    """For as long as the daemon serves."""
     loop = asyncio.get_running_loop()
     has_collected, before = False, loop.time()
     while True:

@@ -135,7 +135,6 @@ class Allowance:
         return self.in_debt(now)
 
     def in_debt(self, now: float) -> QueueFull | None:
-        """The tokens that are owed, if there are any."""
         if wait := self.tokens.seconds_until(0.0, now):
             rate = self.limits.tokens_per_second
             return _full(
@@ -222,7 +221,6 @@ class Allowances:
 
     @property
     def storage(self) -> dict[str, int]:
-        """The storage limits, by tenant."""
         return {
             tenant: each.limits.storage_bytes
             for tenant, each in self._of_tenant.items()

@@ -66,8 +66,6 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A turn whose request_id came before."""
-
     turn: records.StoredTurn
     reply: records.NewMessage | None  # None while it runs
 

@@ -62,7 +62,6 @@ class Prefixes:
 
 
 def common(one: array[int], other: array[int]) -> int:
-    """How many leading tokens are the same."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -38,8 +38,6 @@ class ReaderLimits:
 
 @dataclass(eq=False)
 class Reader:
-    """Somebody who follows a turn."""
-
     live: LiveTurn
     wake: asyncio.Event
     task: asyncio.Task[Any] | None
@@ -106,7 +104,6 @@ class Readers:
         return sum(max(each.live.num_tokens - each.num_sent, 0) for each in readers)
 
     def wake(self, number: int) -> None:
-        """There is more to read of this turn, or it has ended."""
         for reader in self._readers.get(number, ()):
             reader.wake.set()
 

@@ -8,7 +8,7 @@
 Each owns its state.  The loop sends a function with values as arguments to a thread, and gets a value back.
 
 **Order.**  A tenant's jobs of the store thread run in the order of their `in_store` calls (the tenants by
-turns, see fair_pool.py), and the coroutines that wait for them resume in that order.  So a coroutine that
+turns, `FairPool`), and the coroutines that wait for them resume in that order.  So a coroutine that
 acts on a result before it waits for anything else acts in the order of the store.
 
 **Sequences.**  Steps that must follow a job, even if the call that wanted it is gone, run in a task of their
@@ -23,14 +23,16 @@ Jobs that read all of a history run `aside`, in a thread that ends with the proc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
 
 from pensieve.errors import OwnedElsewhere, PensieveError
-from pensieve.service.fair_pool import FairPool
 from pensieve.service.figures import Waiting
 
 log = logging.getLogger("pensieve")
@@ -96,7 +98,6 @@ class Threads:
 
     @property
     def store_waiting(self) -> Waiting:
-        """The jobs of the store thread that have not ended."""
         return self._store_thread.waiting
 
     async def behind_the_store(self) -> None:
@@ -123,7 +124,6 @@ class Threads:
             del task  # its error's traceback holds this frame: a cycle if the frame held the task
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it in the background; nobody waits for it."""
         task = self.loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background_ended)
@@ -152,3 +152,92 @@ class Threads:
         if error is not None:
             log.error("a task of the daemon failed", exc_info=error)
             self._on_failure(error)
+
+
+class _Job(NamedTuple):
+    function: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
+class FairPool:
+    """Threads that tenants share: each tenant's jobs in their order, and the tenants by turns.
+
+    A tenant's next job comes after at most one job of each other tenant that waits.  For each job the threads
+    get one call of `_run_next`, which runs the job whose turn it is.  The queues are behind a lock: the loop
+    puts jobs in, and the threads take them out.  The loop alone counts those that have not ended.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        num_threads: int,
+        name: str,
+        *,
+        drops_abandoned: bool = False,
+    ) -> None:
+        """`drops_abandoned`: a job is not begun once its caller is gone."""
+        self._loop = loop
+        self._drops_abandoned = drops_abandoned
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._lock = Lock()
+        # Of the tenants that wait, whose turn it is first.
+        self._queues: dict[str, deque[_Job]] = {}
+        # The jobs that have not ended, the oldest first.
+        self._since: dict[asyncio.Future[Any], float] = {}
+
+    async def run(self, tenant: str, function: Callable[[], T]) -> T:
+        """Call it in a thread; once it has begun, to its end even if the caller is cancelled."""
+        done = self._loop.create_future()
+        self._since[done] = self._loop.time()
+        with self._lock:
+            self._queues.setdefault(tenant, deque()).append(_Job(function, done))
+        self._loop.run_in_executor(self._threads, self._run_next)
+        try:
+            result: T = await done
+        finally:
+            del done  # as in _run_next
+        return result
+
+    @property
+    def tenants(self) -> list[str]:
+        with self._lock:
+            return list(self._queues)
+
+    @property
+    def waiting(self) -> Waiting:
+        oldest = next(iter(self._since.values()), None)
+        seconds = 0.0 if oldest is None else self._loop.time() - oldest
+        return Waiting(len(self._since), seconds)
+
+    def close(self, *, drop: bool = False) -> None:
+        self._threads.shutdown(cancel_futures=drop)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            tenant = next(iter(self._queues))
+            queue = self._queues.pop(tenant)
+            job = queue.popleft()
+            if queue:
+                self._queues[tenant] = queue  # behind all others
+        try:
+            is_wanted = not (self._drops_abandoned and job.done.cancelled())
+            self._answer(job.done, job.function() if is_wanted else None, None)
+        except Exception as error:
+            self._answer(job.done, None, error)
+        finally:
+            # An error holds its frames: one that holds the future, too, would be a circle.
+            del job
+
+    def _answer(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+        """From the thread; if the loop is closed, nobody waits."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._give, done, value, error)
+
+    def _give(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+        del self._since[done]
+        if done.done():
+            return  # its caller is gone
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)

@@ -28,8 +28,6 @@ LINKS_MAX = 1024  # addresses that are remembered; the one learned first is forg
 
 @dataclass
 class Link:
-    """One address, as its transfers were."""
-
     latency_seconds: float
     bytes_per_second: float
     learned_at: float
@@ -37,8 +35,6 @@ class Link:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to come: KV of so many tokens."""
-
     num_tokens: int
     token_bytes: int
     compute_seconds: Callable[[int, int], float]  # of tokens [start, stop) behind those before them
@@ -69,7 +65,6 @@ class TransferTimes:
         return found.bytes_per_second if found is not None else BYTES_PER_SECOND
 
     def is_worth(self, address: str, wanted: Wanted, part_bytes: int, now: float) -> bool:
-        """Whether to begin."""
         found = self.link(address, now)
         if found is None and wanted.seconds >= TRIAL_LATENCIES * LATENCY_SECONDS:
             return True

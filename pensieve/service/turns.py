@@ -119,7 +119,6 @@ class Turns:
         return list(self._live.values())
 
     def of_conversation(self, conversation_id: str, tenant: str = "") -> LiveTurn | None:
-        """The turn that a conversation runs."""
         return self._first(
             lambda live: live.conversation_id == conversation_id and live.tenant == tenant
         )
@@ -303,14 +302,12 @@ class Turns:
         return Ending(live, reply)
 
     def finish(self, live: LiveTurn, reply: Reply, committed: Committed) -> None:
-        """Its reply is in the history."""
         live.revision, live.tail = committed.revision, committed.tail
         self._remove(live, reply.finish)
 
     def fail(
         self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
     ) -> None:
-        """It has ended, and the history is as it was."""
         live.failure = failure
         self._remove(live, finish)
 

@@ -102,7 +102,6 @@ class UnstoredTurns:
             self._register(running)
 
     def ended(self, live: LiveTurn) -> None:
-        """Its readers are about to be told."""
         running = self._running.pop(live.number, None)
         if running is None:
             return
@@ -201,7 +200,6 @@ class UnstoredPrefixes:
         return holder in self._digests
 
     def find(self, digests: Sequence[bytes]) -> Found | None:
-        """Who has the most of these chunks, from the first on."""
         num_chunks = 0
         while num_chunks < len(digests) and digests[num_chunks] in self._holder:
             num_chunks += 1

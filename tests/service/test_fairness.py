@@ -18,8 +18,7 @@ import pytest
 
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.service.draft import Outdated
-from pensieve.service.fair_pool import FairPool
-from pensieve.service.threads import Threads
+from pensieve.service.threads import FairPool, Threads
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.text import ChatTemplate
 from pensieve.v1 import conversation_pb2 as pb

@@ -33,9 +33,8 @@ from pensieve.service.openai.fields import (
     check_json,
     quoted,
 )
-from pensieve.service.openai.formats import FormatFields, take_output_format
+from pensieve.service.openai.formats import FormatFields, ToolRules, required, take_output_format
 from pensieve.service.openai.request import Request, RequestKind, Served, take_model
-from pensieve.service.openai.tool_choice import ToolRules, required
 from pensieve.text.message import Message, ToolCall, plain_text
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -233,8 +232,6 @@ ERROR = "Error: "  # before the text of a tool's answer that is one
 
 @dataclass(slots=True)
 class RoleRun:
-    """What one role says before another one does."""
-
     role: str
     texts: list[str] = field(default_factory=list)
     thinking: list[str] = field(default_factory=list)

@@ -26,8 +26,6 @@ CLOSING = {"{": "}", "[": "]"}
 
 
 class Ending(NamedTuple):
-    """Why a reply ended."""
-
     reason: str
     stop_sequence: str | None = None
 
@@ -245,7 +243,6 @@ class MessageStream:
         return [{"type": "message_start", "message": start}, {"type": "ping"}]
 
     def _stop(self) -> list[dict[str, Any]]:
-        """The open block, if there is one."""
         kind, self._block = self._block, ""
         if not kind:
             return []

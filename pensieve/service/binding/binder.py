@@ -71,8 +71,6 @@ RACES = (TurnRunning, StaleRevision, NotFound, AlreadyExists)
 
 
 class How(StrEnum):
-    """What became of a request."""
-
     APPENDED = "appended"
     FORKED = "forked"
     NEW = "new"
@@ -319,7 +317,6 @@ class Binder:
             self._daemon.threads.spawn(discarded)
 
     async def _discard(self, tenant: str, conversation_id: str, revision: int) -> None:
-        """It is deleted, if it is as it was made."""
         with contextlib.suppress(PensieveError):
             await self._daemon.conversations.delete(conversation_id, tenant, revision)
 

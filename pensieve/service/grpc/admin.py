@@ -289,7 +289,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         given.audit_lines_lost = facts.audit_lines_lost
 
     def _rate(self, figures: Mapping[str, float]) -> float:
-        """Iterations per second since the last figures."""
         before, self._before = self._before, (figures["seconds"], figures["iterations"])
         seconds, iterations = (now - then for now, then in zip(self._before, before, strict=True))
         if seconds <= 0 or iterations < 0:  # another engine

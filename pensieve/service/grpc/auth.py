@@ -69,7 +69,6 @@ class Token:
 
     @property
     def shown(self) -> str:
-        """What it is called where people read."""
         return self.name or self.sha256.hex()[:SHOWN_DIGITS]
 
 
@@ -87,12 +86,10 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=ANONYMOUS)
 
 
 def caller() -> Caller:
-    """Who made the present call."""
     return _caller.get()
 
 
 def set_caller(found: Caller) -> None:
-    """From now on, in this call."""
     _caller.set(found)
 
 
@@ -185,7 +182,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._tokens = tuple(tokens)
 
     def is_operator(self, authorization: str) -> bool:
-        """Whether this header of that name has an admin token."""
         found = self._known((("authorization", authorization),))
         return found is not None and found.admin
 
@@ -222,7 +218,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return found
 
     def enter(self, context: Any, tenant: str) -> Call:
-        """Count a call whose caller is known."""
         return Call(context, self._allowances.of(tenant, asyncio.get_running_loop().time()))
 
     def count_refusal(self, error: PensieveError | None) -> None:
@@ -352,7 +347,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _unauthenticated(metadata: Iterable[tuple[str, Any]]) -> Unauthenticated:
-    """Of a call without a token that is known."""
     if any(key == "authorization" for key, _ in metadata):
         return Unauthenticated("the token is not known to this daemon")
     return Unauthenticated("a token is needed")
@@ -379,7 +373,6 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
 
 
 async def abort_with(context: Any, error: PensieveError) -> None:
-    """End a call with an error of our tree."""
     context.set_trailing_metadata(
         ((translate.DETAILS_KEY, translate.status(error).SerializeToString()),)
     )

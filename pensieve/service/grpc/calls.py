@@ -67,7 +67,6 @@ class Call:
         await self._pause(allowance.seconds_to_begin(now))
 
     async def refused(self, error: PensieveError) -> None:
-        """Wait until it may be told."""
         await self._pause(self._allowance.seconds_to_refuse(error, _now()))
 
     async def _pause(self, seconds: float) -> None:
@@ -123,16 +122,12 @@ def _now() -> float:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a group of callers may have on its way."""
-
     receiving_max: int = RECEIVING_MAX
     seconds: float = BODY_SECONDS  # that a body may take
 
 
 @dataclass(frozen=True)
 class StrangersTerms:
-    """What those without a token may have."""
-
     receiving_max: int = 8  # of all of them; the oldest is given up for another
     seconds: float = 2.0  # that a body may take
     calls_max: int = 16  # of a connection, until their answers are taken
@@ -140,8 +135,6 @@ class StrangersTerms:
 
 
 class Held:
-    """The memory that a request takes while it is handled."""
-
     def __init__(self, bytes_held: Counts[str], group: str, num_bytes: int) -> None:
         self._bytes_held = bytes_held
         self._group = group
@@ -155,8 +148,6 @@ class Held:
 
 
 class Incoming:
-    """The bodies that are on their way."""
-
     def __init__(self, known: Terms | None = None, strangers: StrangersTerms | None = None) -> None:
         self._known = known or Terms()
         self._strangers = strangers or StrangersTerms()

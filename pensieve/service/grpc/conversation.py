@@ -229,7 +229,6 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     # -- inside --
 
     async def _read(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Call a method of the reader for the caller's tenant."""
         tenant = caller().tenant
         return await self.daemon.threads.in_reader(
             tenant, function, *arguments, **named, tenant=tenant
@@ -274,13 +273,11 @@ def _id(conversation_id: str) -> str:
 
 
 def _prefix_id(prefix_id: str) -> str:
-    """A prefix's id, which a client chooses."""
     records.check_id("prefix_id", prefix_id)
     return prefix_id
 
 
 def _traceparent(context: Any) -> str:
-    """The span that the caller is in, if it says one."""
     metadata = context.invocation_metadata() or ()
     return next((str(value) for key, value in metadata if key == "traceparent"), "")
 

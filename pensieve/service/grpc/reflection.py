@@ -131,7 +131,6 @@ class Reflection:
 
 
 def _with_fields(kinds: Iterable[Descriptor]) -> list[Descriptor]:
-    """These messages and all that are in them, each once."""
     found: dict[str, Descriptor] = {}
     waiting = list(kinds)
     while waiting:

@@ -31,8 +31,6 @@ CHANNEL_OPTIONS = (
 
 
 class ReplicaService(replica_pb2_grpc.ReplicaServiceServicer):
-    """The source's side."""
-
     def __init__(self, daemon: Daemon) -> None:
         self.source = KvSource(daemon)
         self._stall_seconds = daemon.config.stall_seconds

@@ -172,8 +172,6 @@ class Health:
 
 
 class Listener(Protocol):
-    """Sockets of another protocol."""
-
     @property
     def url(self) -> str: ...
     async def listen(self) -> None: ...

@@ -162,7 +162,6 @@ def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
 
 def given_sampling(given: pb.Sampling) -> dict[str, Any]:
-    """The fields that the client set."""
     values: dict[str, Any] = {
         field.name: value for field, value in given.ListFields() if field.name in SCALARS
     }

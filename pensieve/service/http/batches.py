@@ -245,7 +245,6 @@ async def lines_of(jobs: Jobs, tenant: str, job_id: str) -> AsyncIterator[bytes]
 
 
 async def _concatenated(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """In pieces of some length."""
     piece = bytearray()
     async for line in lines:
         piece += line
@@ -322,7 +321,6 @@ def is_file(view: JobView) -> bool:
 
 
 def result_files(view: JobView) -> list[FileId]:
-    """Those that a batch has come to, once it has ended."""
     if view.state is not JobState.ENDED:
         return []
     counts = {Content.OUTPUT: view.num_answered, Content.ERRORS: view.num_refused}

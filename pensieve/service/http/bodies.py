@@ -25,9 +25,9 @@ from pensieve.service.grpc.auth import Caller
 from pensieve.service.http.exchange import Exchange
 from pensieve.service.http.front import Front
 from pensieve.service.live_turn import LiveTurn
+from pensieve.service.openai.answer import cut_reply
 from pensieve.service.openai.fields import Refusal, read_json
-from pensieve.service.openai.request import Request, RequestKind, Served, parse, tokens_of
-from pensieve.service.openai.tool_call_items import cut_reply
+from pensieve.service.openai.request import Request, Served, tokens_of
 from pensieve.text import ChatTemplate, Message, Part
 from pensieve.text.message import ToolCall
 from pensieve.text.reply_pieces import ReplyPieces
@@ -55,7 +55,6 @@ class Bodies:
         return (name,) if short == name else (name, short)
 
     async def json(self, exchange: Exchange, by: Caller) -> Any:
-        """The value of a body that has to be JSON."""
         kind = exchange.headers.get("content-type", "application/json").partition(";")[0]
         if kind.strip().lower() not in ("application/json", ""):
             raise InvalidArgument("content-type", "must be application/json")
@@ -64,14 +63,9 @@ class Bodies:
             return read_json(raw, "body")
         return await self._daemon.threads.in_text_pool(by.tenant, lambda: read_json(raw, "body"))
 
-    async def request(self, exchange: Exchange, by: Caller, kind: RequestKind) -> Request:
-        """A body of OpenAI's API."""
-        return await self.read(exchange, by, partial(parse, kind))
-
     async def read(
         self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], Request]
     ) -> Request:
-        """A body of the API that `read` knows."""
         body = await self.json(exchange, by)
         served = Served(
             self._daemon.defaults,
@@ -98,7 +92,6 @@ class Bodies:
         return self.pieces_of(request.tools)
 
     def pieces_of(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
-        """The same, where these tools are known."""
         return ReplyPieces(self.style if tools else None, tools)
 
     def reply_reader(self, request: Request) -> ReplyReader:
@@ -152,7 +145,6 @@ class Bodies:
         return len(await self._daemon.threads.in_text_pool(by.tenant, tokens))
 
     def tokens(self, request: Request) -> list[int]:
-        """Of a request's whole prompt; in any thread."""
         return tokens_of(request, self.template, self._daemon.context_max, datetime.now(UTC))
 
 

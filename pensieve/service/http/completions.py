@@ -34,7 +34,7 @@ from pensieve.service.http.replies import (
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai.answer import Heading, answer
 from pensieve.service.openai.chunks import ChatStream, CompletionStream
-from pensieve.service.openai.request import Request, RequestKind
+from pensieve.service.openai.request import Request, RequestKind, parse
 from pensieve.text.reply_pieces import Piece
 
 DONE = b"data: [DONE]\n\n"
@@ -43,14 +43,12 @@ SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
 
 
 class Completions:
-    """The endpoint of one kind of request."""
-
     def __init__(self, daemon: Daemon, bodies: Bodies, binder: Binder, kind: RequestKind) -> None:
         self._daemon, self._bodies, self._binder = daemon, bodies, binder
         self._kind = kind
 
     async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        request = await self._bodies.request(exchange, by, self._kind)
+        request = await self._bodies.read(exchange, by, partial(parse, self._kind))
         with named(request):
             lives = await self._begin(exchange, by, request)
         first, is_chat = lives[0], self._kind is RequestKind.CHAT

@@ -40,8 +40,6 @@ ONLY_LAST = "only the last item of a conversation can be deleted, where it is a 
 
 
 class Seen(NamedTuple):
-    """A conversation as one read has found it."""
-
     conversation: records.Conversation
     pending: tuple[records.NewMessage, ...]
     first_number: int  # of its messages, as items

@@ -12,8 +12,6 @@ from pensieve.service.openai.fields import Refusal
 
 
 class Shape(NamedTuple):
-    """How an API names an error."""
-
     status: int
     type: str
     code: str | None
@@ -73,8 +71,3 @@ def retry_after(error: errors.PensieveError) -> dict[str, str]:
         "retry-after": str(max(1, math.ceil(seconds))),
         "retry-after-ms": str(max(1, math.ceil(seconds * 1000))),
     }
-
-
-def unforeseen(incident: str) -> errors.PensieveError:
-    """What a client gets of an error that is in our log alone."""
-    return errors.ServerFault(f"internal error {incident}")

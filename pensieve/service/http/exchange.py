@@ -79,7 +79,6 @@ class Exchange:
         """HTTP has no deadlines."""
 
     async def read(self) -> bytes:
-        """The whole body."""
         while not self._has_body:
             await self._read_on()
         body, self._body = bytes(self._body), bytearray()
@@ -135,7 +134,6 @@ class Exchange:
             raise PackedBody("content-encoding", "is not supported: send the body as it is")
 
     def _watch(self) -> None:
-        """Cancel the task that answers when the client leaves."""
         task = asyncio.current_task()
         assert task is not None
         if self._watching is None:
@@ -239,7 +237,6 @@ class Exchange:
             self._keeping.cancel()
 
     async def end(self) -> None:
-        """It is over, however it ended."""
         tasks = [each for each in (self._watching, self._keeping) if each is not None]
         for task in tasks:
             task.cancel()
@@ -290,7 +287,6 @@ def query_of(exchange: Exchange) -> dict[str, str]:
 
 
 def limit_of(given: str | None, default: int, most: int) -> int:
-    """How many of a list are wanted."""
     if given is None:
         return default
     if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= most):

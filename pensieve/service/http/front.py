@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from pensieve.errors import PensieveError, PermissionDenied, whole_line
+from pensieve.errors import PensieveError, PermissionDenied, ServerFault, whole_line
 from pensieve.service.grpc.auth import AuthInterceptor, Caller, group_of, set_caller
 from pensieve.service.grpc.translate import is_of_the_machine
 from pensieve.service.http import errors
@@ -42,8 +42,6 @@ HOST = re.compile(r"(\[[^][@]*\]|[^][:@]*)(?::[0-9]*)?")
 
 @dataclass(frozen=True)
 class Allowed:
-    """Who may call from where."""
-
     hosts: frozenset[str] = frozenset()  # names in Host; "*": any
     origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
     is_local: bool = True  # the listener is on this machine alone, and needs no token
@@ -175,7 +173,7 @@ class Endpoint:
             outcome, incident = "INTERNAL", secrets.token_hex(8)
             guard.count_refusal(None)
             log.exception("incident %s in %s", incident, method)
-            await self._tell(exchange, errors.unforeseen(incident))
+            await self._tell(exchange, ServerFault(f"internal error {incident}"))
         finally:
             if by is not None and self._deletes:
                 deleted = SimpleNamespace(**exchange.values)

@@ -93,7 +93,6 @@ class HttpListener:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         scheme = "http" if self._listening.tls_cert is None else "https"
         return f"{scheme}://{self.address}"
 
@@ -136,7 +135,6 @@ class HttpListener:
         return {"ssl_context_factory": lambda config, default: context}
 
     async def close(self) -> None:
-        """What is answered has a moment to end."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):

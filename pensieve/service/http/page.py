@@ -79,7 +79,6 @@ class Watching:
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def _picture(self, tenant: str) -> dict[str, Any]:
-        """The one that is on its way, or another."""
         drawing = self._pictures.get(tenant)
         if drawing is None:
             drawing = asyncio.get_running_loop().create_task(self._drawn(tenant))

@@ -104,7 +104,6 @@ def pieces_of(live: LiveTurn, pieces: ReplyPieces) -> list[Piece]:
 
 
 def tokens_of(live: LiveTurn, start: int, stop: int) -> Reply:
-    """Tokens [start, stop) of a turn."""
     logprobs = [live.logprobs[each] for each in range(start, stop)] if live.logprobs else ()
     return Reply(
         live.token_ids[start:stop],

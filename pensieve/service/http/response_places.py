@@ -55,8 +55,6 @@ PAGE_SIZE = 100
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a response's turn is."""
-
     conversation_id: str
     began_at_revision: int
     place: Place  # of its reply
@@ -84,8 +82,6 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A response's turn."""
-
     live: LiveTurn
     where: Where
     how: str = "appended"  # or forked, or new
@@ -142,7 +138,6 @@ class ResponsePlaces:
     # -- behind a history --
 
     async def _find(self, wish: Wish) -> Placed:
-        """The input is all that was said."""
         request = wish.request
         chat = Chat(
             request.messages,
@@ -279,7 +274,6 @@ class ResponsePlaces:
         return Placed(live, where, "new", is_made=True, recompute_reason=reason)
 
     async def _first_turn(self, wish: Wish, made: Where) -> LiveTurn:
-        """Of a conversation that was made for it."""
         try:
             return await self._turn(wish, made)
         except BaseException:

@@ -54,7 +54,7 @@ from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai.answer import Heading
 from pensieve.service.openai.conversation_items import Place
 from pensieve.service.openai.fields import Refusal
-from pensieve.service.openai.request import Request, RequestKind
+from pensieve.service.openai.request import Request, RequestKind, parse
 from pensieve.service.openai.response_stream import (
     ENDED,
     ResponseStream,
@@ -83,7 +83,7 @@ class Responses:
     # -- a response is made --
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        request = await self._bodies.request(exchange, by, RequestKind.RESPONSE)
+        request = await self._bodies.read(exchange, by, partial(parse, RequestKind.RESPONSE))
         wish = self._wish(exchange, by, request)
         with named(request):
             if request.store is False:
@@ -142,7 +142,6 @@ class Responses:
     async def _known(
         self, response_id: str, requested: str, tenant: str
     ) -> Running | Mapping[str, Any] | None:
-        """What came of the same request before."""
         running = self._running.find(response_id, tenant)
         if running is not None:
             _check_key(running.digest, requested)
@@ -214,7 +213,6 @@ class Responses:
         *,
         stays: bool,
     ) -> None:
-        """Until the turn has ended."""
 
         async def on_tokens(start: int, stop: int) -> None:
             await exchange.write_events(stream.tokens(cutter, tokens_of(live, start, stop)))
@@ -226,7 +224,6 @@ class Responses:
     async def _replay(
         self, exchange: Exchange, request: Request, body: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
-        """A response that is stored, once more."""
         if not request.stream:
             return body
         stream = ResponseStream(request, _StoredNames(body), self._bodies.template.tokenizer)
@@ -392,8 +389,6 @@ log = logging.getLogger("pensieve")
 
 
 class Running:
-    """A response whose turn has begun."""
-
     def __init__(self, request: Request, heading: Heading, digest: str, tenant: str) -> None:
         self.request, self.heading = request, heading
         self.digest, self.tenant = digest, tenant  # the digest: of what was asked for
@@ -411,7 +406,6 @@ class Running:
 
     @property
     def present(self) -> dict[str, Any]:
-        """The response as it is now."""
         if self.body is not None:
             return self.body
         waits = self.placed is None or not self.placed.live.admitted
@@ -444,7 +438,6 @@ class RunningResponses:
         return self._running.get((tenant, response_id))
 
     def add(self, running: Running) -> None:
-        """Its turn is about to begin."""
         self._running[running.tenant, running.response_id] = running
 
     def forget(self, running: Running) -> None:
@@ -503,7 +496,7 @@ class RunningResponses:
     async def _until_ended(self, running: Running, live: LiveTurn) -> None:
         if running.request.background:
             with contextlib.suppress(PensieveError):
-                await self._daemon.conversations.follow(live, _take_nothing)
+                await self._daemon.conversations.follow(live)
             return
         while live.finish is None:
             with contextlib.suppress(TimeoutError):
@@ -556,7 +549,3 @@ def as_it_is_now(stored: Mapping[str, Any]) -> dict[str, Any]:
     if stored["status"] in ENDED:
         return dict(stored)
     return {**stored, "status": "failed", "error": {"code": "server_error", "message": LOST}}
-
-
-async def _take_nothing(start: int, stop: int) -> None:
-    """Of the tokens."""

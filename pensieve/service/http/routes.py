@@ -44,7 +44,6 @@ def application(
     style: CallStyle | None,
     jobs: Jobs | None = None,
 ) -> Any:
-    """Serves whatever the daemon does over HTTP."""
     routing = need("http", "starlette.routing", PURPOSE)
     bodies = Bodies(front, daemon, template, style)
     models, health, binder = Models(daemon, bodies), Health(daemon), Binder(daemon)
@@ -114,8 +113,6 @@ def _of_responses(daemon: Daemon, bodies: Bodies, binder: Binder) -> Sequence[Ro
 
 
 class _Methods:
-    """The endpoints of one path."""
-
     def __init__(self, endpoints: Mapping[str, Endpoint], otherwise: Endpoint) -> None:
         self._endpoints, self._otherwise = endpoints, otherwise
 
@@ -129,8 +126,6 @@ class _Methods:
 
 
 class Models:
-    """The list, and each model of it."""
-
     def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
         self._daemon, self._bodies = daemon, bodies
         self._since = int(time.time())

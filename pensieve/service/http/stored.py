@@ -39,8 +39,6 @@ TAKEN_BACK = "was taken back: its conversation was rewound"
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a request goes on from."""
-
     conversation: records.Conversation
     revision: int
     system_prompt: str
@@ -109,13 +107,11 @@ class Stored:
         return found, pending.messages
 
     async def first_number(self, conversation: records.Conversation) -> int:
-        """Of its messages, as items."""
         return first_number(await self._head(conversation) is not None)
 
     async def messages(
         self, conversation: records.Conversation, start: int = 0, stop: int | None = None
     ) -> AsyncIterator[records.Message]:
-        """Its messages from a position on, page by page."""
         stop = conversation.num_messages if stop is None else stop
         while start < stop:
             page = await self._threads.in_reader(
@@ -260,7 +256,6 @@ class Stored:
         return changed.after
 
     async def _check(self, tenant: str) -> None:
-        """Refuse what its tenant may not store."""
         self._daemon.writable_by(tenant)
         most = self._daemon.admission.allowances.storage.get(tenant)
         if most is None:
@@ -275,7 +270,6 @@ class Stored:
         return await self._threads.in_reader(tenant, function, conversation_id, tenant=tenant)
 
     async def _last_calls(self, conversation: records.Conversation, first: int) -> set[str]:
-        """Of its last reply."""
         last = max(0, conversation.num_messages - 1)
         found = set[str]()
         tag = tag_of(conversation.tenant, conversation.conversation_id)
@@ -286,7 +280,6 @@ class Stored:
         return found
 
     async def _head(self, conversation: records.Conversation) -> records.Message | None:
-        """The system prompt that it began with."""
         async for first in self.messages(conversation, 0, min(1, conversation.num_messages)):
             if first.role == "system" and not first.revision:
                 return first

@@ -100,7 +100,6 @@ class BatchJobs(Background):
     # -- the daemon's part --
 
     def engine_started(self) -> None:
-        """Turns may come."""
         self._worker.engine_up.set()
         if not self._tasks:
             work = [self._work(*each) for each in zip(ACTIVITIES, self._news, strict=True)]
@@ -122,7 +121,6 @@ class BatchJobs(Background):
         return True
 
     def go(self) -> None:
-        """The engine has been heard."""
         for run in self._runs():
             run.go(self._daemon.engine.put)
 
@@ -327,7 +325,6 @@ class BatchJobs(Background):
         self._later[key] = self._loop.time() + PUT_OFF_SECONDS
 
     async def _give_up(self, key: JobKey, problem: str) -> None:
-        """The others go on."""
         ended, failed = JobState.ENDED, JobOutcome.FAILED
         try:
             await self._store.set_state(key, ended, failed, problem)
@@ -335,7 +332,6 @@ class BatchJobs(Background):
             self._put_off(key, problem)
 
     async def _forget(self) -> None:
-        """Jobs that ended long ago."""
         while keep := self._config.keep_seconds:
             try:
                 while await self._store.call("", self._store.jobs.forget_older, self._now() - keep):

@@ -27,14 +27,11 @@ from pensieve.service.jobs.prepared import Prepared
 
 
 class Ready(NamedTuple):
-    """A line whose choices have ended."""
-
     prepared: Prepared
     choices: Sequence[Finished]
 
     @property
     def num_tokens(self) -> int:
-        """That were computed for it."""
         usages = [each.usage for each in self.choices]
         computed = sum(each.new_tokens + each.recomputed_tokens for each in usages)
         return computed + sum(len(each.samples) for each in self.choices)

@@ -38,8 +38,6 @@ PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation pr
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that can be computed."""
-
     line: BatchLine  # without its messages
     tokens: array[int]  # 'I': of its prompt
     samplings: tuple[Sampling, ...]  # of its choices
@@ -100,7 +98,6 @@ class Writer(NamedTuple):
     style: CallStyle | None = None  # how the model writes calls of tools
 
     def result(self, prepared: Prepared, choices: Sequence[Finished]) -> NewAnswer | NewRefusal:
-        """Of a line whose choices have all ended."""
         failure = next((each.failure for each in choices if each.failure), None)
         if failure is not None:
             return refusal(failed(prepared.line, failure))

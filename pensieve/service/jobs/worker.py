@@ -29,12 +29,12 @@ from pensieve.engine.messages import Message
 from pensieve.errors import Unavailable, one_line
 from pensieve.service.constraints import Constraints
 from pensieve.service.daemon import Daemon
-from pensieve.service.fair_pool import FairPool
 from pensieve.service.history import Texts
 from pensieve.service.jobs.job_run import JobRun, Ready
 from pensieve.service.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
 from pensieve.service.openai.batch_line import LineError
 from pensieve.service.openai.request import Served
+from pensieve.service.threads import FairPool
 from pensieve.store.job_records import (
     Job,
     JobKey,

@@ -31,8 +31,6 @@ PLAIN = "text/plain; charset=utf-8"
 
 @dataclass(frozen=True)
 class Answers:
-    """What is asked of the daemon."""
-
     metrics: Callable[[], Awaitable[str]]
     is_serving: Callable[[], bool]
     may_scrape: Callable[[str, str], bool]  # by the `authorization` header and the peer
@@ -123,8 +121,6 @@ class MetricsListener:
 
 @dataclass(frozen=True)
 class Head:
-    """What counts of a request."""
-
     method: str
     target: str
     authorization: str = ""

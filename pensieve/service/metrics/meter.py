@@ -118,7 +118,6 @@ class Latencies:
         self.token_gaps = Histogram(TOKEN_GAP_SECONDS)
 
     def came(self, live: LiveTurn, now: float) -> None:
-        """Tokens of a turn, or its end."""
         num_new = live.num_tokens - live.num_timed
         if num_new <= 0:
             return

@@ -235,5 +235,4 @@ def _plain(values: Mapping[str, Value]) -> Found:
 
 
 def _labelled(name: str, values: Mapping[str, float]) -> Found:
-    """Of a metric with one label."""
     return {name: [((label,), value) for label, value in sorted(values.items())]}

@@ -1,9 +1,12 @@
 """Replies as the bodies of OpenAI's API: a chat completion, a text completion, a response.
 
-A reply is what its tokens released, each with the part of the reply that it belongs to.  Thinking goes into
-`reasoning_content` (of a response: an item of its own) without the control tokens around it, and the white
-space between it and the text is left out.  Calls of tools go into `tool_calls` (items of their own) where the
-request brought tools and the model's way of writing calls is known.  Everything else is the text, as sampled.
+Thinking goes into `reasoning_content` (of a response: an item of its own) without the control tokens around
+it or the white space behind it.  Calls of tools go into `tool_calls` (items of their own) where the request
+brought tools and the model's way of writing calls is known.  Everything else is the text, as sampled.
+
+The ids of calls follow from the answer's id, so an answer that is made again has the same ones.  A call that
+broke off is in the answer with as much of its arguments as there is.  Only an answer that ends with a whole
+call says that it waits for tools.
 
 Logprobs are those of the tokens of the text.  A token that has no text by its nature (the end of a turn) has
 none in the answer either, but it may be among the alternatives.
@@ -11,6 +14,7 @@ none in the answer either, but it may be among the alternatives.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +23,10 @@ from typing import Any, NamedTuple
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
 from pensieve.service.openai.request import Request, RequestKind
-from pensieve.service.openai.tool_call_items import call_items, cut_reply, message_calls
 from pensieve.text.parts import Part
+from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
 from pensieve.text.tokenizer import Tokenizer
-from pensieve.text.tool_calls import CallStyle
+from pensieve.text.tool_calls import CallArguments, CallBegan, CallStyle
 
 LOGPROB_MIN = -9999.0  # what the API writes for a token that cannot come; JSON has no infinity
 ID_PREFIXES = {
@@ -56,8 +60,6 @@ class Reply:
 
 
 class Heading(NamedTuple):
-    """What an answer says of itself."""
-
     answer_id: str  # without the prefix that each kind of answer has
     created: int  # seconds since 1970
     model: str
@@ -301,3 +303,82 @@ def _output(
             }
         )
     return [*items, *call_items(cut.calls, heading.answer_id)]
+
+
+class SampledCall(NamedTuple):
+    name: str
+    arguments: str
+    is_whole: bool
+
+
+class CutReply(NamedTuple):
+    thinking: str
+    content: str
+    calls: Sequence[SampledCall]
+    ends_with_call: bool
+
+    def finish_reason(self, finish: FinishReason) -> str:
+        """As a chat completion names it."""
+        waits = self.ends_with_call and finish is FinishReason.STOP
+        return "tool_calls" if waits else finish.value
+
+
+def cut_reply(
+    texts: Sequence[str],
+    parts: Sequence[Part],
+    style: CallStyle | None,
+    tools: Sequence[Mapping[str, Any]],
+) -> CutReply:
+    """What the tokens of a reply released, each with its part (none: all is text)."""
+    cutter = ReplyPieces(style if tools else None, tools)
+    pieces: list[Piece] = []
+    for text, part in zip(texts, parts or [Part.TEXT] * len(texts), strict=True):
+        pieces += cutter.push(text, part)
+    pieces += cutter.end()
+    arguments: list[list[str]] = [[] for _ in range(cutter.num_calls)]
+    for each in pieces:
+        if isinstance(each, CallArguments):
+            arguments[each.index].append(each.text)
+    whole = {each.index for each in cutter.calls}
+    calls = [
+        SampledCall(each.name, "".join(arguments[each.index]), each.index in whole)
+        for each in pieces
+        if isinstance(each, CallBegan)
+    ]
+    thinking = "".join(each.text for each in pieces if isinstance(each, Thinking))
+    content = "".join(each.text for each in pieces if isinstance(each, Text))
+    return CutReply(thinking, content, calls, cutter.ends_with_call)
+
+
+def call_id(answer_id: str, choice: int, index: int) -> str:
+    """The id of a call; the same whenever the answer is made."""
+    words = f"{answer_id}/{choice}/{index}".encode()
+    return f"call_{hashlib.blake2b(words, digest_size=12).hexdigest()}"
+
+
+def message_calls(
+    calls: Sequence[SampledCall], answer_id: str, choice: int
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call_id(answer_id, choice, n),
+            "type": "function",
+            "function": {"name": each.name, "arguments": each.arguments},
+        }
+        for n, each in enumerate(calls)
+    ]
+
+
+def call_items(calls: Sequence[SampledCall], answer_id: str) -> list[dict[str, Any]]:
+    ids = [call_id(answer_id, 0, n) for n in range(len(calls))]
+    return [
+        {
+            "id": f"fc_{each_id.removeprefix('call_')}",
+            "type": "function_call",
+            "call_id": each_id,
+            "name": each.name,
+            "arguments": each.arguments,
+            "status": "completed" if each.is_whole else "incomplete",
+        }
+        for each_id, each in zip(ids, calls, strict=True)
+    ]

@@ -27,16 +27,12 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A request of a job."""
-
     line: int
     custom_id: str
     request: Request
 
 
 class LineError(NamedTuple):
-    """Why a line has no answer."""
-
     line: int
     custom_id: str | None  # None: it could not be read
     code: str

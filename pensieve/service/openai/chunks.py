@@ -20,12 +20,12 @@ from pensieve.service.openai.answer import (
     Heading,
     PromptTokens,
     Reply,
+    call_id,
     logprob_columns,
     logprob_rows,
     usage_of,
 )
 from pensieve.service.openai.request import Request, RequestKind
-from pensieve.service.openai.tool_call_items import call_id
 from pensieve.text.reply_pieces import Piece, Text, Thinking
 from pensieve.text.tokenizer import Tokenizer
 from pensieve.text.tool_calls import CallArguments, CallBegan

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pensieve.service.binding.chain import pieces_of
+from pensieve.service.openai.answer import call_id
 from pensieve.service.openai.response_stream import OutputItems
-from pensieve.service.openai.tool_call_items import call_id
 from pensieve.store.bodies import canonical_json
 from pensieve.store.records import Message as StoredMessage
 from pensieve.text.message import Message, ToolCall
@@ -42,7 +42,6 @@ class Place:
         return f"{prefix}_{self.tag}-{self.number}-{part}"
 
     def call_id(self, number: int) -> str:
-        """Of the calls of a reply."""
         return call_id(f"{self.tag}-{self.number}", 0, number)
 
 
@@ -60,7 +59,6 @@ def place_of(item_id: str) -> tuple[Place, int] | None:
 
 
 def reply_items(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[dict[str, Any]]:
-    """Of a reply."""
     items = OutputItems(place)
     items.push(_cut(stored, cutter))
     items.end(is_whole=stored.finish_reason == "stop")
@@ -177,7 +175,6 @@ def in_parts(stored: StoredMessage, cutter: ReplyPieces) -> StoredMessage:
 
 
 def calls_of(items: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The ids of the calls among them."""
     return {item["call_id"] for item in items if item["type"] == "function_call"}
 
 

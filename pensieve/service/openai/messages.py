@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.service.openai.fields import Fields, Refusal, check_json, quoted, read_json
-from pensieve.service.openai.tool_choice import ToolRules, take_choice
+from pensieve.service.openai.formats import ToolRules, take_choice
 from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
 
 CHAT_PARTS = frozenset({"text"})

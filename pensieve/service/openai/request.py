@@ -44,8 +44,6 @@ from pensieve.text.tool_calls import CallStyle
 
 
 class RequestKind(StrEnum):
-    """What a body asks for."""
-
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
     RESPONSE = "/v1/responses"
@@ -81,8 +79,6 @@ TOKEN_ID_DIGITS_MAX = 10
 
 
 class Served(NamedTuple):
-    """What bodies are read against."""
-
     defaults: Sampling
     models: Collection[str] | None = None  # the names that are served; None: any
     vocab_size: int | None = None  # None: token ids are not checked
@@ -356,8 +352,6 @@ def _pass_over(fields: Fields) -> None:
 
 
 class SamplingFields(NamedTuple):
-    """What a body says of sampling."""
-
     sampling: Sampling
     given: frozenset[str]  # the fields of `sampling` that the body sets; others have the defaults
     params: Mapping[str, str]  # what the body calls a field, where it has another name for it

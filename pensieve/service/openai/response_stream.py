@@ -68,8 +68,6 @@ def finished(
 
 
 class ResponseStream:
-    """What one reader of a response gets."""
-
     def __init__(self, request: Request, names: Names, tokenizer: Tokenizer) -> None:
         self._request, self._tokenizer = request, tokenizer
         self._items = OutputItems(names)
@@ -77,7 +75,6 @@ class ResponseStream:
         self._has_text = False
 
     def begin(self, body: Mapping[str, Any]) -> list[Event]:
-        """`body`: the response before its reply."""
         return self._numbered(
             [
                 {"type": "response.created", "response": dict(body)},
@@ -108,12 +105,10 @@ class ResponseStream:
         return self._numbered(self._items.push(pieces))
 
     def items(self, *, is_whole: bool) -> list[dict[str, Any]]:
-        """The output, at the end of the reply."""
         self._numbered(self._items.end(is_whole=is_whole))
         return self._items.items
 
     def end(self, body: Mapping[str, Any]) -> list[Event]:
-        """`body`: the whole answer."""
         status = body["status"]
         last = {
             "type": LAST_EVENTS.get(status, "response.incomplete"),
@@ -142,7 +137,6 @@ class ResponseStream:
 
 
 def _token(tokens: Reply, number: int) -> Reply:
-    """One of them."""
     only = slice(number, number + 1)
     return Reply(
         tokens.token_ids[only],
@@ -165,8 +159,6 @@ class Names(Protocol):
 
 
 class OutputItems:
-    """The state of one reply."""
-
     def __init__(self, names: Names) -> None:
         self.items: list[dict[str, Any]] = []
         self._names = names
@@ -299,7 +291,6 @@ def _part(kind: str, text: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
-    """As it is now."""
     return {name: list(each) if isinstance(each, list) else each for name, each in item.items()}
 
 
