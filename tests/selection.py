@@ -28,7 +28,6 @@ EXPENSIVE = (
     "tests/kernels/attention/test_packs.py",
     "tests/kernels/attention/test_fp8.py",
     "tests/kernels/attention/test_cpu.py",  # every shape, type and instruction set
-    "tests/kernels/attention/test_cpu_int8.py",
     "tests/kernels/layer/",
     "tests/kernels/test_threads.py",
     "tests/kernels/test_nvrtc.py",  # CUDA kernels, compiled

@@ -22,7 +22,6 @@ SOURCES = ROOT / "csrc" / "cpu"
 TESTS = (
     "tests/kernels/layer/test_cpu.py",
     "tests/kernels/attention/test_cpu.py",
-    "tests/kernels/attention/test_cpu_int8.py",
 )
 # As in csrc/CMakeLists.txt, and nothing may be warned of.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno")

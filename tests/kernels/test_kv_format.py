@@ -1,11 +1,11 @@
-"""Rows of int8: what comes back, rows at the edges, and that pages of them are read, written and copied."""
+"""Rows of int8: what comes back, rows at the edges, and that pages of them are copied."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from pensieve.kernels import copy_pages, multi_token_attention, write_kv
+from pensieve.kernels import copy_pages, write_kv
 from pensieve.kernels.kv_format import (
     INT8,
     SCALE_MIN,
@@ -87,31 +87,6 @@ def test_names_sizes_and_types() -> None:
     assert format_of(torch.empty(1), torch.float32) == kv_format("auto", torch.float32)
     with pytest.raises(ValueError, match="no KV format 'int4'"):
         kv_format("int4", torch.float32)
-
-
-def test_attention_reads_what_was_written_through_any_pages() -> None:
-    """Pages of five slots, which no compiled kernel takes, against attention by hand on what comes back."""
-    draw = torch.Generator().manual_seed(0)
-    key, value, query = torch.randn((3, 12, 2, 8), generator=draw).unbind()
-    arena = torch.full((6, 2, 2, 5, 12), -1, dtype=torch.int8)  # a scale of such bytes is NaN
-    slots = torch.tensor([4 * 5 + i if i < 5 else 5 + i if i < 10 else i - 10 for i in range(12)])
-    write_kv(key, value, slots, arena[:, 0], arena[:, 1])
-    out = torch.full((12, 4, 8), NAN)
-    table, offsets = torch.tensor([[4, 2, 0]]).int(), torch.tensor([0, 12]).int()
-    zero = torch.tensor([0]).int()
-    multi_token_attention(
-        query.repeat_interleave(2, 1),
-        *(arena[:, 0], arena[:, 1]),
-        *(table, offsets, zero, zero),
-        0.5,
-        out,
-    )
-    keys, values = (dequantised(quantised(each)) for each in (key, value))
-    for row in range(12):
-        for head in range(4):
-            weights = (keys[: row + 1, head // 2] @ query[row, head // 2] * 0.5).softmax(0)
-            expected = weights @ values[: row + 1, head // 2]
-            assert torch.allclose(out[row, head], expected, atol=1e-6)
 
 
 def test_a_page_is_copied_as_bytes_and_partly_filled_ones_in_part() -> None:

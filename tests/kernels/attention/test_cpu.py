@@ -1,80 +1,53 @@
-"""The compiled kernels, each instruction set that this machine has, against the float32 reference."""
+"""The compiled kernels, each instruction set that this machine has, over native and int8 pages."""
 
 from __future__ import annotations
 
 import random
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
 from pensieve.kernels import copy_pages, multi_token_attention, write_kv
 from pensieve.kernels.attention import cpu, reference
+from pensieve.kernels.kv_format import INT8, quantised
+from pensieve.kernels.layer import cpu as layer_cpu
+from tests.kernels.attention.cases import MIXED, NAN, TYPES, Case, Slice, poisoned
 
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-TYPES = list(TOLERANCE)
-Slice = tuple[int, int, int]  # turn, start, length
+FORMATS = ("auto", "int8")
+every_type = pytest.mark.parametrize("dtype", TYPES)
+every_format = pytest.mark.parametrize("kv_format", FORMATS)
+every_set = pytest.mark.usefixtures("kernel")
 
 
-def arena_of(num_pages: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((num_pages, 2, kv_heads, 32, head_size), float("nan"), dtype=dtype)
-
-
-def compare(
-    slices: list[Slice],
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    seed: int = 0,
-    spread: float = 1.0,
-) -> None:
-    """Pages lie anywhere, and whatever no turn has written is NaN."""
-    draw = torch.Generator().manual_seed(seed)
-    turns = 1 + max(turn for turn, _, _ in slices)
-    ends = [max(start + n for turn, start, n in slices if turn == each) for each in range(turns)]
-    per_turn = -(-max(ends) // 32)
-    arena = arena_of(turns * per_turn + 5, kv_heads, head_size, dtype)
-    table = torch.randperm(len(arena), generator=draw)[: turns * per_turn].view(turns, per_turn)
-    for turn, end in enumerate(ends):
-        for index in range(-(-end // 32)):
-            count = min(32, end - index * 32)
-            written = torch.randn((2, kv_heads, count, head_size), generator=draw) * spread
-            arena[table[turn, index], :, :, :count] = written.to(dtype)
-    tokens = sum(length for _, _, length in slices)
-    query = torch.randn((heads, tokens, head_size), generator=draw).to(dtype).transpose(0, 1)
-    offsets = torch.tensor([0, *(length for _, _, length in slices)]).cumsum(0).int()
-    places = (
-        table.int(),
-        offsets,
-        torch.tensor([turn for turn, _, _ in slices], dtype=torch.int32),
-        torch.tensor([start for _, start, _ in slices], dtype=torch.int32),
-        head_size**-0.5,
-    )
-    out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
-    done = cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *places, out)
+def attend(case: Case) -> torch.Tensor:
+    done = cpu.multi_token_attention(case.query, *case.pages, *case.index, case.scaling, case.out)
     assert done, "the compiled kernel did not take it"
-    right = torch.empty(out.shape)
-    whole = arena.float()
-    reference.multi_token_attention(query.float(), whole[:, 0], whole[:, 1], *places, right)
-    assert not out.isnan().any()
-    assert float((out.float() - right).abs().max()) <= TOLERANCE[dtype] * max(spread, 1.0)
+    return case.out
 
 
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("dtype", TYPES)
+def check(slices: list[Slice], *shape: Any, **more: Any) -> None:
+    case = Case(slices, *shape, **more)
+    attend(case)
+    case.check()
+
+
+@every_set
+@every_format
+@every_type
 @pytest.mark.parametrize("head_size", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (16, 1)])
 def test_any_mix_of_slices_over_scattered_pages(
-    dtype: torch.dtype, head_size: int, heads: int, kv_heads: int
+    kv_format: str, dtype: torch.dtype, head_size: int, heads: int, kv_heads: int
 ) -> None:
-    slices = [(0, 0, 1), (1, 0, 33), (2, 31, 1), (3, 32, 8), (3, 60, 5), (4, 500, 70), (5, 63, 1)]
-    compare(slices, heads, kv_heads, head_size, dtype)
+    check(MIXED, heads, kv_heads, head_size, dtype, kv_format)
 
 
-@pytest.mark.usefixtures("kernel")
+@every_set
+@every_format
 @pytest.mark.parametrize("seed", range(6))
-def test_random_slices_over_random_shapes(seed: int) -> None:
+def test_random_slices_over_random_shapes(kv_format: str, seed: int) -> None:
     draw = random.Random(seed)
     slices = [
         (turn, draw.choice((0, 1, 31, 32, 95, 700)), draw.choice((1, 2, 8, 31, 65)))
@@ -82,100 +55,148 @@ def test_random_slices_over_random_shapes(seed: int) -> None:
     ]
     kv_heads = draw.choice((1, 2, 3))
     heads = kv_heads * draw.choice((1, 2, 3, 5, 8))
-    dtype = draw.choice(TYPES)
-    compare(slices, heads, kv_heads, draw.choice((32, 64, 128)), dtype, seed)
+    shape = (heads, kv_heads, draw.choice((32, 64, 128)), draw.choice(TYPES), kv_format)
+    check(slices, *shape, seed=seed)
 
 
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_long_context_is_cut_and_merged(dtype: torch.dtype) -> None:
+@every_type
+@pytest.mark.parametrize("head_size", [16, 80])
+def test_head_sizes_that_only_narrower_vectors_take(dtype: torch.dtype, head_size: int) -> None:
+    check([(0, 40, 3), (1, 0, 2)], 4, 2, head_size, dtype, "int8")
+
+
+@every_set
+@every_format
+@every_type
+def test_a_long_context_is_cut_and_merged(kv_format: str, dtype: torch.dtype) -> None:
     """After each 64 pages; what one thread found is merged with what another did."""
-    compare([(0, 5000, 3)], 2, 1, 64, dtype)
-    compare([(0, 9000, 1), (1, 40, 1)], 4, 1, 64, dtype, seed=1)
+    check([(0, 5000, 3), (1, 40, 1)], 2, 1, 64, dtype, kv_format)
+    check([(0, 9000, 1), (1, 40, 1)], 4, 1, 64, dtype, kv_format, seed=1)
 
 
-@pytest.mark.usefixtures("kernel")
-def test_scores_far_from_zero_and_far_apart() -> None:
-    compare([(0, 200, 4)], 2, 2, 64, torch.float32, spread=10.0)
+@every_set
+@every_format
+def test_scores_far_from_zero_and_far_apart(kv_format: str) -> None:
+    check([(0, 200, 4)], 2, 2, 64, torch.float32, kv_format, spread=10.0)
 
 
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@every_set
+@every_format
+@every_type
+@pytest.mark.parametrize(
+    ("poison", "position", "side"),
+    [(NAN, 4, 0), (NAN, 20, 1), (float("inf"), 20, 0), (float("inf"), 4, 1)],
+)
 def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
-    poison: float, dtype: torch.dtype
+    poison: float, position: int, side: int, dtype: torch.dtype, kv_format: str
 ) -> None:
-    arena = arena_of(4, 1, 64, dtype)
-    arena[:3] = torch.randn(3, 2, 1, 32, 64).to(dtype)
-    arena[1, 0, 0, 5] = poison  # a key of the second turn
-    query = torch.randn(2, 2, 64).to(dtype)
-    out = torch.empty_like(query)
-    index = torch.tensor([[0], [1]], dtype=torch.int32)
-    offsets, turns = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 1]).int()
-    starts = torch.tensor([20, 20]).int()
-    tensors = (query, arena[:, 0], arena[:, 1], index, offsets, turns, starts)
-    assert cpu.multi_token_attention(*tensors, 0.125, out)
+    case = Case([(0, 20, 1), (1, 20, 1)], 2, 1, 64, dtype, kv_format)
+    case.poison(1, position, side, poison)
+    case.query[:, :, 5] = 1.0  # so that no weight becomes zero
+    out = attend(case)
     assert out[0].isfinite().all()
     assert not out[1].isfinite().all()
+    if kv_format == "int8":
+        assert out[1].isnan().all()
 
 
-@pytest.mark.usefixtures("kernel")
+@every_set
 def test_nothing_to_do_is_nothing() -> None:
-    arena = arena_of(1, 1, 64, torch.float32)
+    arena = poisoned(1, 1, 64, torch.float32)
     empty, none = torch.empty(0, 2, 64), torch.empty(0, dtype=torch.int32)
     table, offsets = torch.empty(0, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     tensors = (empty, arena[:, 0], arena[:, 1], table, offsets, none, none)
     assert cpu.multi_token_attention(*tensors, 1.0, torch.empty(0, 2, 64))
 
 
-def test_what_it_cannot_do_is_left_to_torch() -> None:
-    for head_size, slots, dtype in (
-        (40, 16, torch.float32),
-        (64, 32, torch.float64),
-        (20, 32, torch.float32),
-    ):
-        arena = torch.randn(2, 2, 1, slots, head_size).to(dtype)
-        query = torch.randn(3, 2, head_size).to(dtype)
-        index = torch.tensor([[0, 1]], dtype=torch.int32)
-        offsets = torch.tensor([0, 3], dtype=torch.int32)
-        zero = torch.zeros(1, dtype=torch.int32)
-        tensors = (query, arena[:, 0], arena[:, 1], index, offsets, zero, zero)
-        out = torch.empty_like(query)
-        assert not cpu.multi_token_attention(*tensors, 1.0, out)
-        multi_token_attention(*tensors, 1.0, out)
-        assert out.isfinite().all()
+@pytest.mark.parametrize(
+    ("head_size", "slots", "dtype"),
+    [(40, 16, torch.float32), (64, 32, torch.float64), (20, 32, torch.float32)],
+)
+def test_what_it_cannot_do_is_left_to_torch(head_size: int, slots: int, dtype: torch.dtype) -> None:
+    arena = torch.randn(2, 2, 1, slots, head_size).to(dtype)
+    query = torch.randn(3, 2, head_size).to(dtype)
+    index = torch.tensor([[0, 1]], dtype=torch.int32)
+    offsets = torch.tensor([0, 3], dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32)
+    tensors = (query, arena[:, 0], arena[:, 1], index, offsets, zero, zero)
+    out = torch.empty_like(query)
+    assert not cpu.multi_token_attention(*tensors, 1.0, out)
+    multi_token_attention(*tensors, 1.0, out)
+    assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("head_size", "dtype"), [(64, torch.float64), (20, torch.float32)])
+def test_rows_that_it_cannot_round_are_left_to_torch(head_size: int, dtype: torch.dtype) -> None:
+    arena = poisoned(1, 1, head_size, dtype, "int8")
+    row, slots = torch.randn(1, 1, head_size).to(dtype), torch.tensor([3])
+    assert not cpu.write_kv(row, row, slots, arena[:, 0], arena[:, 1])
+    assert not layer_cpu.available(torch.float64)
+    reference.write_kv(row, row, slots, arena[:, 0], arena[:, 1])
+    assert torch.equal(arena[0, 0, 0, 3], quantised(row)[0, 0])
+
+
+@every_type
 def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
-    arena = arena_of(4, 3, 64, dtype)
-    before = arena.clone()
+    arena = poisoned(4, 3, 64, dtype)
+    right = arena.clone()
     key = torch.randn(3, 5, 64).to(dtype).transpose(0, 1)  # strided, as models give it
     value = torch.randn(5, 3, 64).to(dtype)
     slots = torch.tensor([0, 31, 32, 97, 70])
     assert cpu.write_kv(key, value, slots, arena[:, 0], arena[:, 1])
-    right = before
     reference.write_kv(key, value, slots, right[:, 0], right[:, 1])
     assert torch.equal(arena.nan_to_num(9.0), right.nan_to_num(9.0))
     assert torch.equal(arena[3, 0, :, 1], key[3])
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@every_set
+@every_type
+@pytest.mark.parametrize("head_size", [32, 64, 96, 128, 256])
+def test_rows_are_rounded_to_the_bytes_that_torch_gives(
+    dtype: torch.dtype, head_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also rows of zeros, of denormal numbers, with NaN or infinity, and of values half way between codes."""
+    draw = torch.Generator().manual_seed(head_size)
+    exponents = torch.randn((2, 200, 2, 1), generator=draw) * (1 if dtype == torch.float16 else 6)
+    key, value = (torch.randn((2, 200, 2, head_size), generator=draw) * exponents.exp()).unbind()
+    key[0] = 0.0
+    key[1] = 1e-37
+    key[2] = torch.linspace(-1, 1, head_size) * 1e-36
+    key[3, :, 5], key[4, :, -1], key[5, 1, 0] = NAN, float("inf"), -float("inf")
+    key[6] = torch.arange(head_size) % 255 - 127 + 0.5
+    key[6, :, 0] = 127.0
+    key[7] = torch.randn(head_size, generator=draw) * 1e-40
+    key, value = key.to(dtype), value.to(dtype)
+    slots = torch.randperm(10 * 32, generator=draw)[:200]
+    for num_threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        arena = poisoned(10, 2, head_size, dtype, "int8")
+        right = arena.clone()
+        strided = key.transpose(0, 1).contiguous().transpose(0, 1)  # as models give it
+        assert cpu.write_kv(strided, value, slots, arena[:, 0], arena[:, 1])
+        reference.write_kv(key, value, slots, right[:, 0], right[:, 1])
+        assert torch.equal(arena, right)
+    page, slot = int(slots[9]) // 32, int(slots[9]) % 32
+    assert torch.equal(arena[page, 1, :, slot], quantised(value[9]))
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.int8])
 def test_pages_are_copied_as_far_as_they_go(dtype: torch.dtype) -> None:
-    source = torch.randn(5, 2, 2, 32, 64).to(dtype)
-    target = torch.full_like(source, 7.0)
+    source = (torch.randn(5, 2, 2, 32, INT8.row(64)) * 40).to(dtype)
+    target = torch.full_like(source, 7)
     right = target.clone()
     move = (torch.tensor([4, 0, 2]), torch.tensor([1, 3, 0]), torch.tensor([32, 1, 17]))
     assert cpu.copy_pages(source, target, *move)
     reference.copy_pages(source, right, *move)
     assert torch.equal(target, right)
-    target.fill_(7.0)
+    target.fill_(7)
     copy_pages(source, target, *move)
     assert torch.equal(target, right)
 
 
-def test_an_index_outside_the_arena_is_refused_and_nothing_is_touched() -> None:
-    arena = torch.zeros(2, 2, 1, 32, 64)
+@every_format
+def test_an_index_outside_the_arena_is_refused_and_nothing_is_touched(kv_format: str) -> None:
+    arena = torch.zeros_like(poisoned(2, 1, 64, torch.float32, kv_format))
     row, out = torch.ones(1, 1, 64), torch.zeros(1, 1, 64)
     offsets, zero = torch.tensor([0, 1]).int(), torch.zeros(1).int()
     for page in (2, -1):
@@ -189,11 +210,12 @@ def test_an_index_outside_the_arena_is_refused_and_nothing_is_touched() -> None:
         tensors = (row, arena[:, 0], arena[:, 1], table, offsets, zero, zero)
         with pytest.raises(IndexError):
             cpu.multi_token_attention(*tensors, 1.0, out)
-    assert float(arena.abs().sum() + out.abs().sum()) == 0.0
+    assert not arena.any()
+    assert not out.any()
 
 
 def test_a_write_through_the_public_function_uses_it() -> None:
-    arena = arena_of(1, 1, 64, torch.float32)
+    arena = poisoned(1, 1, 64, torch.float32)
     row = torch.ones(1, 1, 64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -201,10 +223,12 @@ def test_a_write_through_the_public_function_uses_it() -> None:
     assert float(arena[0, 0, 0, 3].sum()) == 64.0
 
 
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("dtype", TYPES)
+@every_set
+@every_format
+@every_type
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 2, 32), (2, 2, 64), (9, 3, 96)])
 def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
+    kv_format: str,
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
@@ -212,23 +236,22 @@ def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Contexts that are cut, and such that are cut for some rows of a slice only."""
-    pages = 150
     draw = torch.Generator().manual_seed(5)
-    arena = torch.randn((pages, 2, kv_heads, 32, head_size), generator=draw).to(dtype)
-    table = torch.randperm(pages, generator=draw).int()[None]
+    rows = torch.randn((150, 2, kv_heads, 32, head_size), generator=draw).to(dtype)
+    arena = quantised(rows) if kv_format == "int8" else rows
+    table = torch.randperm(150, generator=draw).int()[None]
     query = torch.randn((90, heads, head_size), generator=draw).to(dtype)
-    scaling = head_size**-0.5
 
     def attend(first: int, starts: list[int], lengths: list[int]) -> torch.Tensor:
         tokens = sum(lengths)
-        out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
+        out = torch.full((tokens, heads, head_size), NAN, dtype=dtype)
         assert cpu.multi_token_attention(
             query[first : first + tokens],
             *(arena[:, 0], arena[:, 1], table),
             torch.tensor([0, *lengths]).cumsum(0).int(),
             torch.zeros(len(lengths), dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
-            scaling,
+            head_size**-0.5,
             out,
         )
         return out
@@ -244,30 +267,24 @@ def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_short_context_is_right_and_a_row_of_it_the_same_alone(dtype: torch.dtype) -> None:
+@every_set
+@every_format
+@every_type
+def test_a_short_context_is_right_and_a_row_of_it_the_same_alone(
+    kv_format: str, dtype: torch.dtype
+) -> None:
     """So little work that an emulated processor does it, too."""
-    compare([(0, 31, 3)], 2, 1, 32, dtype)
-    draw = torch.Generator().manual_seed(0)
-    arena = torch.randn((2, 2, 1, 32, 32), generator=draw).to(dtype)
-    query = torch.randn((3, 2, 32), generator=draw).to(dtype)
-    index = torch.tensor([[1, 0]], dtype=torch.int32)
-
-    def attend(first: int, count: int) -> torch.Tensor:
-        out = torch.empty((count, 2, 32), dtype=dtype)
-        offsets, starts = torch.tensor([0, count]).int(), torch.tensor([31 + first]).int()
-        zero = torch.zeros(1, dtype=torch.int32)
-        tensors = (arena[:, 0], arena[:, 1], index, offsets, zero, starts)
-        assert cpu.multi_token_attention(query[first : first + count], *tensors, 0.2, out)
-        return out
-
-    whole = attend(0, 3)
+    whole = Case([(0, 31, 3)], 2, 1, 32, dtype, kv_format)
+    attend(whole)
+    whole.check()
     for row in range(3):
-        assert torch.equal(attend(row, 1), whole[row : row + 1])
+        alone = Case([(0, 31 + row, 1)], 2, 1, 32, dtype, kv_format)
+        alone.arena, alone.query = whole.arena, whole.query[row : row + 1]
+        alone.index = (whole.index[0], *alone.index[1:])
+        assert torch.equal(attend(alone), whole.out[row : row + 1])
 
 
-@pytest.mark.usefixtures("kernel")
+@every_set
 def test_index_columns_of_a_table() -> None:
     source = torch.randn(6, 2, 1, 32, 32)
     target = torch.zeros_like(source)

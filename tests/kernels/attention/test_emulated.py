@@ -1,9 +1,8 @@
-"""The CUDA kernels, run on emulated threads, against the float32 reference."""
+"""The CUDA kernels, run on emulated threads."""
 
 from __future__ import annotations
 
 import random
-from array import array
 from typing import Any
 
 import pytest
@@ -11,21 +10,39 @@ import torch
 
 from pensieve.kernels import choices
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
+from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work
 from pensieve.kernels.attention.shared import SharedPages
-from pensieve.kernels.attention.tiles import Tiling
 from pensieve.kernels.cuda_launch import Launch
-from pensieve.kernels.kv_format import FP8
 from pensieve.kernels.nvrtc import Kernel
+from tests.kernels.attention.cases import NAN, Case, Front, Slice, poisoned
 from tests.kernels.emulated import map_of, needs_x86, run, shared_bytes
 
 pytestmark = needs_x86
-Slice = tuple[int, int, int]  # turn, start, length
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+MIXED = [(0, 0, 1), (1, 0, 33), (2, 31, 1), (3, 32, 8), (3, 60, 5), (4, 150, 70), (5, 63, 1)]
 
 
-def arena_of(num_pages: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((num_pages, 2, kv_heads, 32, head_size), float("nan")).to(dtype)
+def launched(
+    case: Case,
+    blocks: BlocksAtOnce,
+    *,
+    shared: SharedPages | None = None,
+    backwards: bool = False,
+    early: bool = False,
+) -> Work:
+    """Plan the case and carry it out, with NaN where partial results will lie."""
+    head_size = case.query.shape[-1]
+    sizes = (case.heads, case.kv_heads, head_size)
+    plan = cuda.plan(case.lengths, case.starts, *sizes, blocks, shared=shared)
+    work = Work.of(plan, case.kv_heads, head_size, "cpu")
+    work.part_values.fill_(NAN)
+    work.part_sums.fill_(NAN)
+    rows = torch.full((len(case.query) + 2, case.heads * head_size + 8), NAN).to(case.out.dtype)
+    query = rows[1:-1, 8:].view(case.query.shape)  # a token's heads are contiguous, NaN all around
+    query.copy_(case.query)
+    tensors = (query, *case.pages, *case.index, case.scaling, case.out, work, map_of)
+    for launch in cuda.attention_launches(*tensors, kv_scales=case.scales):
+        run(launch, backwards=backwards, early=early)
+    return work
 
 
 def attend(
@@ -34,84 +51,34 @@ def attend(
     kv_heads: int,
     head_size: int,
     dtype: torch.dtype = torch.bfloat16,
+    kv_format: str = "auto",
+    *,
     blocks_at_once: int = 1,
-    seed: int = 0,
-    spread: float = 1.0,
-    backwards: bool = False,
     hopper: bool = False,
-    early: bool = False,
     few_rows: bool = False,
-    fp8: bool = False,
-    fronts: list[tuple[int, list[int]]] | None = None,
+    backwards: bool = False,
+    early: bool = False,
+    fronts: list[Front] | None = None,
+    **more: Any,
 ) -> Plan:
-    """Compares.  Pages lie anywhere, and what no turn has written is NaN.
-
-    `fronts`: pages, and the turns that begin with the same ones, and whose slices lie behind them.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    turns = 1 + max(turn for turn, _, _ in slices)
-    ends = [max(start + n for turn, start, n in slices if turn == each) for each in range(turns)]
-    per_turn = -(-max(ends) // 32)
-    stored = FP8.element if fp8 else dtype
-    arena = arena_of(turns * per_turn + 3, kv_heads, head_size, stored)
-    scales = 2.0 ** torch.randint(-5, 3, (2, kv_heads), generator=draw) if fp8 else None
-    table = torch.randperm(len(arena), generator=draw)[: turns * per_turn].view(turns, per_turn)
-    for pages, sharing in fronts or ():
-        table[sharing, :pages] = table[sharing[0], :pages]
-    for turn, end in enumerate(ends):
-        for index in range(-(-end // 32)):
-            count = min(32, end - index * 32)
-            written = torch.randn((2, kv_heads, count, head_size), generator=draw) * spread
-            if scales is not None:
-                written /= scales[:, :, None, None]
-            arena[table[turn, index], :, :, :count] = written.to(stored)
-    lengths, starts = [n for _, _, n in slices], [start for _, start, _ in slices]
-    tokens = sum(lengths)
-    whole = torch.full((tokens + 2, heads * head_size + 8), float("nan"), dtype=dtype)
-    query = whole[1:-1, 8:].view(tokens, heads, head_size)  # strided, NaN all around
-    query.copy_(torch.randn((tokens, heads, head_size), generator=draw).to(dtype))
-    places = (
-        table.int(),
-        torch.tensor([0, *lengths]).cumsum(0).int(),
-        torch.tensor([turn for turn, _, _ in slices], dtype=torch.int32),
-        torch.tensor(starts, dtype=torch.int32),
-    )
-    scaling = head_size**-0.5
+    """Check a case, and return how its work was planned."""
+    shape = (heads, kv_heads, head_size, dtype, kv_format)
+    case = Case(slices, *shape, fronts=fronts or (), **more)
     wide = blocks_at_once if hopper or few_rows else None
     blocks = BlocksAtOnce(blocks_at_once, wide, few=blocks_at_once if few_rows else None)
-    shared = None
-    if fronts is not None:
-        groups = {turn: group for group, (_, sharing) in enumerate(fronts) for turn in sharing}
-        shared = SharedPages(
-            array("i", [groups.get(turn, -1) for turn, _, _ in slices]),
-            array("i", [pages for pages, _ in fronts]),
-        )
-    plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks, shared=shared)
-    work = Work.of(plan, kv_heads, head_size, "cpu")
+    shared = None if fronts is None else case.shared
+    work = launched(case, blocks, shared=shared, backwards=backwards, early=early)
     assert bool(len(work.wide_items)) == hopper
     assert work.few_rows == few_rows
-    work.part_values.fill_(float("nan"))
-    work.part_sums.fill_(float("nan"))
-    out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
-    keys, values = arena.unbind(1)
-    for launch in cuda.attention_launches(
-        query, keys, values, *places, scaling, out, work, map_of, kv_scales=scales
-    ):
-        run(launch, backwards=backwards, early=early)
-    right = torch.empty(out.shape)
-    read = arena.float() * (1.0 if scales is None else scales[:, :, None, None])
-    reference.multi_token_attention(query.float(), read[:, 0], read[:, 1], *places, scaling, right)
-    assert not out.isnan().any()
-    assert float((out.float() - right).abs().max()) <= TOLERANCE[dtype] * max(spread, 1.0)
-    return plan
+    case.check()
+    return cuda.plan(case.lengths, case.starts, heads, kv_heads, head_size, blocks, shared=shared)
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
 def test_any_mix_of_slices_over_scattered_pages(head_size: int, heads: int, kv_heads: int) -> None:
     """Decodes, pieces of prefill, two slices of one turn; rows for every way to share an item."""
-    slices = [(0, 0, 1), (1, 0, 33), (2, 31, 1), (3, 32, 8), (3, 60, 5), (4, 150, 70), (5, 63, 1)]
-    attend(slices, heads, kv_heads, head_size)
+    attend(MIXED, heads, kv_heads, head_size)
 
 
 def test_half_precision() -> None:
@@ -260,28 +227,26 @@ def test_slices_and_items_of_nothing() -> None:
     attend([(0, 10, 2), (0, 12, 0), (1, 0, 1)], 2, 1, 64)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(poison: float) -> None:
-    arena = arena_of(4, 1, 64, torch.bfloat16)
-    arena[:3] = torch.randn(3, 2, 1, 32, 64)
-    arena[1, 0, 0, 5] = poison  # a key of the second turn
-    query = torch.randn(2, 2, 64).to(torch.bfloat16)
-    out = torch.empty_like(query)
-    table = torch.tensor([[0], [1]], dtype=torch.int32)
-    offsets, turns = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 1]).int()
-    starts = torch.tensor([20, 20]).int()
-    plan = plan_work([1, 1], [20, 20], 2, 1, Tiling(32, 128), BlocksAtOnce(4))
-    work = Work.of(plan, 1, 64, "cpu")
-    tensors = (query, arena[:, 0], arena[:, 1], table, offsets, turns, starts)
-    for launch in cuda.attention_launches(*tensors, 0.125, out, work):
-        run(launch)
-    assert out[0].isfinite().all()
-    assert not out[1].isfinite().all()
+@pytest.mark.parametrize(
+    ("kv_format", "poison"), [("auto", NAN), ("auto", float("inf")), ("fp8", NAN)]
+)
+@pytest.mark.parametrize("length", [1, 12, 40])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
+    kv_format: str, poison: float, length: int, side: int
+) -> None:
+    """In rows of every way to share an item; a byte of NaN that was copied unread would be 480."""
+    case = Case([(0, 20, length), (1, 20, length)], 2, 1, 64, torch.bfloat16, kv_format)
+    case.poison(1, 5, side, poison)
+    case.query[:, :, 5] = 1.0  # so that no weight becomes zero
+    launched(case, BlocksAtOnce(4))
+    assert case.out[:length].isfinite().all()
+    assert not case.out[length:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
-    arena = arena_of(4, 3, 96, dtype)
+    arena = poisoned(4, 3, 96, dtype)
     right = arena.clone()
     key = torch.randn(3, 5, 96).to(dtype).transpose(0, 1)  # strided, as models give it
     value = torch.randn(5, 3, 96).to(dtype)
@@ -299,7 +264,7 @@ def test_rotation_on_the_way(head_size: int, rotated: int) -> None:
     angles = torch.rand(tokens, rotated // 2) * 6
     cosine, sine = (torch.cat([each, each], -1).to(dtype) for each in (angles.cos(), angles.sin()))
     slots = torch.tensor([3, 32, 33, 95, 64])
-    arena = arena_of(3, kv_heads, head_size, dtype)
+    arena = poisoned(3, kv_heads, head_size, dtype)
     rotated_query = torch.empty(tokens, heads, head_size, dtype=dtype)
     run(
         cuda.rotate_and_write_kv_launch(

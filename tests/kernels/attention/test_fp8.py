@@ -10,7 +10,8 @@ import torch
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.plan import BlocksAtOnce, Work
 from pensieve.kernels.kv_format import FP8, to_fp8
-from tests.kernels.attention.test_emulated import arena_of, attend
+from tests.kernels.attention.cases import poisoned
+from tests.kernels.attention.test_emulated import MIXED, attend
 from tests.kernels.emulated import needs_x86, run
 
 pytestmark = needs_x86
@@ -20,46 +21,18 @@ EVERY_BYTE = torch.arange(256).to(torch.uint8).view(FP8.element)
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_any_mix_of_slices_over_pages_of_bytes(head_size: int) -> None:
     """Decodes, pieces of prefill, two slices of one turn; rows for every way to share an item."""
-    slices = [(0, 0, 1), (1, 0, 33), (2, 31, 1), (3, 32, 8), (3, 60, 5), (4, 150, 70), (5, 63, 1)]
-    attend(slices, 6, 2, head_size, fp8=True)
+    attend(MIXED, 6, 2, head_size, kv_format="fp8")
 
 
 def test_in_half_precision_cut_backwards_and_with_copies_that_come_early() -> None:
-    order: dict[str, Any] = {"backwards": True, "early": True, "fp8": True}
+    order: dict[str, Any] = {"backwards": True, "early": True, "kv_format": "fp8"}
     slices = [(0, 700, 40), (1, 500, 1), (2, 97, 128), (3, 1500, 1)]
     assert attend(slices, 2, 1, 128, torch.float16, blocks_at_once=12, **order).merges
 
 
 def test_the_kernel_for_few_rows_takes_bytes() -> None:
     slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
-    assert attend(slices, 4, 1, 128, blocks_at_once=6, few_rows=True, fp8=True).merges
-
-
-@pytest.mark.parametrize("length", [1, 12, 40])
-@pytest.mark.parametrize("side", [0, 1])
-def test_a_byte_that_is_no_number_reaches_its_turn_and_no_other(length: int, side: int) -> None:
-    """In rows of every way to share an item; a NaN that was copied unread would be 480."""
-    arena = arena_of(5, 1, 64, torch.float32)
-    arena[:4] = torch.randn(4, 2, 1, 32, 64)
-    arena[1, side, 0, 5, 7] = float("nan")  # of the second turn
-    arena = arena.to(FP8.element)
-    query = torch.randn(2 * length, 2, 64).to(torch.bfloat16)
-    out = torch.empty_like(query)
-    index = (
-        torch.tensor([[0, 2], [1, 3]], dtype=torch.int32),
-        torch.tensor([0, length, 2 * length]).int(),
-        torch.tensor([0, 1]).int(),
-        torch.tensor([20, 20]).int(),
-    )
-    plan = cuda.plan([length] * 2, [20] * 2, 2, 1, 64, BlocksAtOnce(4))
-    work = Work.of(plan, 1, 64, "cpu")
-    pages, scales = (arena[:, 0], arena[:, 1]), torch.ones(2, 1)
-    for launch in cuda.attention_launches(
-        query, *pages, *index, 0.125, out, work, kv_scales=scales
-    ):
-        run(launch)
-    assert out[:length].isfinite().all()
-    assert out[length:].isnan().all()
+    assert attend(slices, 4, 1, 128, blocks_at_once=6, few_rows=True, kv_format="fp8").merges
 
 
 def same_bytes(found: torch.Tensor, right: torch.Tensor) -> bool:
@@ -125,7 +98,7 @@ def test_rotated_keys_are_rounded_once(head_size: int, rotated: int) -> None:
     slots = torch.tensor([3, 32, 33, 95, 64])
     scales = torch.tensor([[0.125, 2.0], [1.0, 0.5]])
     by_bytes, by_elements = (
-        arena_of(3, kv_heads, head_size, each) for each in (FP8.element, dtype)
+        poisoned(3, kv_heads, head_size, dtype, each) for each in ("fp8", "auto")
     )
     rotated_query = torch.empty(2, tokens, heads, head_size, dtype=dtype)
     for arena, out in zip((by_bytes, by_elements), rotated_query, strict=True):
@@ -141,7 +114,7 @@ def test_rotated_keys_are_rounded_once(head_size: int, rotated: int) -> None:
 
 
 def test_pages_in_bytes_need_scales_and_have_no_kernel_of_hoppers() -> None:
-    arena = arena_of(3, 1, 64, FP8.element)
+    arena = poisoned(3, 1, 64, torch.bfloat16, "fp8")
     pages = (arena[:, 0], arena[:, 1])
     rows = torch.zeros(1, 1, 64).to(torch.bfloat16)
     with pytest.raises(ValueError, match="need a scale"):

@@ -16,9 +16,9 @@ from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
 from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.attention.tiles import Tiling
-from pensieve.kernels.kv_format import FP8
-from tests.kernels.attention.test_emulated import attend
-from tests.kernels.emulated import needs_x86, run
+from tests.kernels.attention.cases import NAN, Case
+from tests.kernels.attention.test_emulated import attend, launched
+from tests.kernels.emulated import needs_x86
 
 TILING = Tiling(32, 128)
 HOPPER = BlocksAtOnce(264, 132)
@@ -186,15 +186,15 @@ def test_shared_pages_beside_others(head_size: int, heads: int, kv_heads: int) -
 
 
 @needs_x86
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kv_format", ["auto", "fp8"])
 @pytest.mark.parametrize(("backwards", "early"), [(False, False), (True, True)])
 @pytest.mark.parametrize("blocks_at_once", [1, 12])
 def test_packs_are_cut_like_tiles(
-    fp8: bool, backwards: bool, early: bool, blocks_at_once: int
+    kv_format: str, backwards: bool, early: bool, blocks_at_once: int
 ) -> None:
     slices = [(turn, 640 + 40 * turn, 1 + turn % 2) for turn in range(9)]
     fronts = [(20, list(range(9)))]
-    order: dict[str, Any] = {"backwards": backwards, "early": early, "fp8": fp8}
+    order: dict[str, Any] = {"backwards": backwards, "early": early, "kv_format": kv_format}
     for heads in (1, 4):  # 13 rows, and 52
         plan = attend(slices, heads, 1, 64, blocks_at_once=blocks_at_once, fronts=fronts, **order)
         packs = [item for item in plan.items if item.pack_row >= 0]
@@ -203,11 +203,13 @@ def test_packs_are_cut_like_tiles(
 
 
 @needs_x86
-@pytest.mark.parametrize("fp8", [False, True])
-def test_the_kernel_for_few_rows_takes_packs(fp8: bool) -> None:
+@pytest.mark.parametrize("kv_format", ["auto", "fp8"])
+def test_the_kernel_for_few_rows_takes_packs(kv_format: str) -> None:
     slices = [(turn, 330 + 30 * turn, 1) for turn in range(6)]
     fronts = [(10, [0, 1, 2, 3, 4, 5])]
-    plan = attend(slices, 4, 1, 128, few_rows=True, fp8=fp8, fronts=fronts, blocks_at_once=2)
+    plan = attend(
+        slices, 4, 1, 128, few_rows=True, kv_format=kv_format, fronts=fronts, blocks_at_once=2
+    )
     assert len({item.pack_row for item in plan.items}) == 1 + 2
     assert max(item.num_rows for item in plan.items) == 16
 
@@ -255,28 +257,18 @@ def test_random_groups(seed: int) -> None:
 
 
 @needs_x86
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kv_format", ["auto", "fp8"])
 def test_a_value_that_is_no_number_in_a_slices_own_pages_reaches_no_other_of_its_pack(
-    fp8: bool,
+    kv_format: str,
 ) -> None:
-    arena = torch.randn(12, 2, 1, 32, 64)
-    arena[8, 1, 0, 3, 7] = float("nan")  # behind the shared pages of the second
-    arena = arena.to(FP8.element if fp8 else torch.bfloat16)
-    query = torch.randn(4, 2, 64).to(torch.bfloat16)
-    query[3, 0, 5] = float("nan")
-    table = torch.tensor([[*range(7), 7 + turn] for turn in range(4)], dtype=torch.int32)
-    index = (table, torch.arange(5).int(), torch.arange(4).int(), torch.full((4,), 236).int())
-    shared = shared_of([0] * 4, [7])
-    plan = cuda.plan([1] * 4, [236] * 4, 2, 1, 64, BlocksAtOnce(1), shared=shared)
-    assert len(plan.pack_rows) == 8
-    out, work = torch.empty_like(query), Work.of(plan, 1, 64, "cpu")
-    scales = torch.ones(2, 1) if fp8 else None
-    for launch in cuda.attention_launches(
-        query, arena[:, 0], arena[:, 1], *index, 0.125, out, work, kv_scales=scales
-    ):
-        run(launch)
-    assert [bool(row.isfinite().all()) for row in out] == [True, False, True, False]
-    assert out[3, 1].isfinite().all()
+    slices, fronts = [(turn, 236, 1) for turn in range(4)], [(7, [0, 1, 2, 3])]
+    case = Case(slices, 2, 1, 64, torch.bfloat16, kv_format, fronts=fronts)
+    case.poison(1, 227, 1)  # behind the shared pages
+    case.query[3, 0, 5] = NAN
+    work = launched(case, BlocksAtOnce(1), shared=case.shared)
+    assert len(work.pack_rows) == 8
+    assert [bool(row.isfinite().all()) for row in case.out] == [True, False, True, False]
+    assert case.out[3, 1].isfinite().all()
 
 
 def test_a_plan_lies_on_its_device_in_one_piece() -> None:

@@ -11,14 +11,14 @@ import torch
 from pensieve.kernels import multi_token_attention
 from pensieve.kernels.attention import cpu
 from pensieve.kernels.attention.shared import SharedPages
+from tests.kernels.attention.cases import NAN, TYPES, Case
 
-TYPES = [torch.float32, torch.bfloat16, torch.float16]
 Group = tuple[
     int, list[tuple[int, int]]
 ]  # pages, and of each slice: own tokens before it, its length
 
 
-def compare(
+def check(
     groups: list[Group],
     heads: int,
     kv_heads: int,
@@ -27,42 +27,28 @@ def compare(
     seed: int = 0,
 ) -> None:
     """Slices of all groups in any order, each of its own turn; a group of no pages shares nothing."""
-    choose, draw = random.Random(seed), torch.Generator().manual_seed(seed)
-    slices = [(g, pages, own, n) for g, (pages, members) in enumerate(groups) for own, n in members]
-    choose.shuffle(slices)
-    pages_max = max(pages + -(-(own + n) // 32) for _, pages, own, n in slices)
-    num_pages = len(slices) * pages_max
-    arena = torch.full((num_pages, 2, kv_heads, 32, head_size), float("nan"), dtype=dtype)
-    order = torch.randperm(num_pages, generator=draw).tolist()
-    fronts = [[order.pop() for _ in range(pages)] for pages, _ in groups]
-    table = torch.zeros(len(slices), pages_max, dtype=torch.int32)
-    for row, (g, pages, own, n) in enumerate(slices):
-        mine = fronts[g] + [order.pop() for _ in range(-(-(own + n) // 32))]
-        table[row, : len(mine)] = torch.tensor(mine)
-        for index, page in enumerate(mine):
-            count = min(32, pages * 32 + own + n - index * 32)
-            written = torch.randn((2, kv_heads, count, head_size), generator=draw)
-            if index >= pages or arena[page].isnan().any():
-                arena[page, :, :, :count] = written.to(dtype)
-    lengths = [n for *_, n in slices]
-    tokens = sum(lengths)
-    query = torch.randn((tokens, heads, head_size), generator=draw).to(dtype)
-    places = (
-        table,
-        torch.tensor([0, *lengths]).cumsum(0).int(),
-        torch.arange(len(slices), dtype=torch.int32),
-        torch.tensor([pages * 32 + own for _, pages, own, _ in slices], dtype=torch.int32),
-        head_size**-0.5,
-    )
-    shared = SharedPages(
-        array("i", [g if pages else -1 for g, pages, _, _ in slices]),
-        array("i", [pages for pages, _ in groups]),
-    )
-    alone, together = (torch.full_like(query, float("nan")) for _ in range(2))
-    assert cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *places, alone)
-    assert cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *places, together, shared)
-    assert not alone.isnan().any()
-    assert torch.equal(alone, together)
+    members = [
+        (turn, group, pages * 32 + own, n)
+        for turn, (group, pages, own, n) in enumerate(
+            (group, pages, own, n)
+            for group, (pages, slices) in enumerate(groups)
+            for own, n in slices
+        )
+    ]
+    fronts = [
+        (pages, [turn for turn, group, _, _ in members if group == each])
+        for each, (pages, _) in enumerate(groups)
+        if pages
+    ]
+    random.Random(seed).shuffle(members)
+    slices = [(turn, start, n) for turn, _, start, n in members]
+    case = Case(slices, heads, kv_heads, head_size, dtype, seed=seed, fronts=fronts)
+    tensors = (case.query, *case.pages, *case.index, case.scaling)
+    together = torch.full_like(case.out, NAN)
+    assert cpu.multi_token_attention(*tensors, case.out)
+    assert cpu.multi_token_attention(*tensors, together, case.shared)
+    case.check()
+    assert torch.equal(case.out, together)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -74,7 +60,7 @@ def test_the_result_is_the_same_to_the_bit(
 ) -> None:
     members = [(choice * 13, 1 + choice % 3) for choice in range(11)]
     alone: Group = (0, [(40, 1), (0, 70)])
-    compare([(pages, members), (33, members[:2]), alone], heads, kv_heads, head_size, dtype)
+    check([(pages, members), (33, members[:2]), alone], heads, kv_heads, head_size, dtype)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -92,7 +78,7 @@ def test_random_groups(seed: int) -> None:
         for _ in range(choose.randint(1, 5))
     ]
     for dtype in TYPES:
-        compare(groups, 4, 2, 64, dtype, seed)
+        check(groups, 4, 2, 64, dtype, seed)
 
 
 @pytest.mark.usefixtures("kernel")
