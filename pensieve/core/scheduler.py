@@ -162,7 +162,7 @@ class Scheduler:
         has_place = self._time_budget.has_place
         self.preemption = Preemption(cache, self.queued, has_place, config.time_share)
         self._room = BackgroundRoom()
-        self.streaming = Streaming(config, cache.config)
+        self.streaming = Streaming(config, cache.config, cache.streamed, has_place)
         self._groups = StreamGroups(cache.config, config, cache.path_of)
         self._micro_batches = MicroBatches(config, self._keeps_place)
         self._num_arrivals = self._index = 0
@@ -394,8 +394,7 @@ class Scheduler:
         if not blocked.turns or self.preemption.claimant is not None:
             return
         turns = self.suspended, self.queued, self.running.values()
-        bounds = self._time_budget.has_place, self.cache.streamed.room_beside
-        for turn in self.streaming.who_may(*turns, draft, blocked.background, *bounds):
+        for turn in self.streaming.who_may(*turns, draft, blocked.background):
             found = self._admit(turn, now, draft.filled_before, streamed=True)
             if isinstance(found, Admission):
                 self.queued.charge(turn, draft.fill(turn))

@@ -35,6 +35,7 @@ from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.prefill_order import may_join, next_waiting
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.turn import QUEUE_ORDER, Turn
 
 GAIN = 1.05
@@ -48,7 +49,15 @@ CONFIGURED = (1.0, 0.0, 1.0, 1.0)
 
 
 class Streaming:
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        pages: StreamedPages,
+        has_place: Callable[[Turn, Collection[Turn]], bool],
+    ) -> None:
+        """`has_place` says whether a turn may run beside these."""
+        self._streamed_pages, self._has_place = pages, has_place
         possible = cache.staging_pages > 0 and cache.host_pages > 0 and config.stages == 1
         self.mode = config.stream if possible else "off"
         self._size, self._pages_max = cache.chunk_tokens, cache.staging_pages
@@ -69,8 +78,6 @@ class Streaming:
         running: Collection[Turn],
         draft: IterationDraft,
         background: bool,
-        has_place: Callable[[Turn, Collection[Turn]], bool],
-        room_beside: Callable[[Collection[Turn]], Callable[[Turn], tuple[int, int]]],
     ) -> Iterator[Turn]:
         """Of the turns that wait, those for which it pays, one after the other; each may begin to run."""
         if self.mode == "off" or self._paused:
@@ -81,7 +88,7 @@ class Streaming:
         def may_come(turn: Turn) -> bool:
             return turn.is_background == background and not turn.warm and may_join(turn, started)
 
-        pages_for, claimed = room_beside(running), self._reserve_pages
+        pages_for, claimed = self._streamed_pages.room_beside(running), self._reserve_pages
         chosen: list[Turn] = []
         while len(tried) < LOOKED_AT_MAX:
             rest = (turn for turn in suspended if turn not in tried)
@@ -96,7 +103,7 @@ class Streaming:
         # Those that wait for pages alone keep their places.
         kept = [turn for turn in tried if turn not in chosen]
         for turn in chosen[: self._how_many(chosen, running)]:
-            if not (draft.has_room() and has_place(turn, [*running, *kept])):
+            if not (draft.has_room() and self._has_place(turn, [*running, *kept])):
                 return
             yield turn
 

@@ -3,7 +3,6 @@
 clock               virtual time: it moves only when it is advanced
 cost, cost_file     what an iteration and a copy cost: from shapes and data sheets, or from a file
 executor            an executor that computes nothing and takes that long
-staging             when an iteration ends whose KV comes from the host group by group
 trace, workload     the arrivals of turns: recorded, or drawn
 simulator           runs a trace through the engine
 series              figures over time, and quantiles, in a fixed amount of memory

@@ -13,8 +13,7 @@ from pensieve.core.iteration import Iteration, PageGroup, Slice, SwapIn, SwapOut
 from pensieve.core.sampling import Sampling
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
-from pensieve.sim.executor import ModelledExecutor
-from pensieve.sim.staging import GroupSeconds, LayerArrivals, Links, staged
+from pensieve.sim.executor import GroupSeconds, LayerArrivals, Links, ModelledExecutor, staged
 
 NOTHING = LayerArrivals()
 
