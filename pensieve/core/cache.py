@@ -27,7 +27,7 @@ holds a part of its pages while it waits for the rest, so turns cannot block eac
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from pensieve.core.adoption import Adoption
 from pensieve.core.audit import audit
@@ -85,24 +85,21 @@ class KVCache:
     def available(self) -> int:
         return self.tiers.available
 
-    @property
-    def clean_pages(self) -> int:
-        return self.tiers.num_reclaimable
-
-    @property
-    def swap_ins_in_flight(self) -> int:
-        return self.tiers.num_swapping_in
-
-    @property
-    def swap_outs_in_flight(self) -> int:
-        return self.tiers.num_swapping_out
-
-    def pages_for(self, turn: Turn, running: Iterable[Turn]) -> tuple[int, int]:
-        """Of a turn that waits: the pages of its whole context, and how many of them it could have.
+    def room_beside(self, running: Iterable[Turn]) -> Callable[[Turn], tuple[int, int]]:
+        """Of a turn that waits: the pages of its context, and how many of the device's it could have.
 
         So many are not held by these turns that run, or are its own.
         """
-        return self.streamed.room_beside(running)(turn)
+        resident = [each for each in running if not each.streamed]
+        pinned = {branch: None for each in resident for branch in self.path_of(each)}
+        num_left = self.config.device_pages - sum(len(branch.chunks) for branch in pinned)
+
+        def pages_for(turn: Turn) -> tuple[int, int]:
+            own = self.path_of(turn)
+            num_own = sum(len(branch.chunks) for branch in own if branch in pinned)
+            return -(-len(turn.tokens) // self.config.chunk_tokens), num_left + num_own
+
+        return pages_for
 
     def is_at_hand(self, turn: Turn) -> bool:
         """Whether nothing of its context has to come from the host."""
@@ -111,8 +108,9 @@ class KVCache:
         return all(chunk.device_page is not None or chunk.host_page is None for chunk in chunks)
 
     def path_of(self, turn: Turn) -> list[Branch]:
-        """What a turn that runs holds."""
-        return self.conversations[turn.conversation_id].path()
+        """What the turn's conversation holds."""
+        conversation = self.conversations.get(turn.conversation_id)
+        return conversation.path() if conversation is not None else []
 
     # -- a turn takes, extends and returns its pages --
 
@@ -258,10 +256,6 @@ class KVCache:
         """
         return self.eviction.plan_swap_outs(now, required_pages, written)
 
-    def relief_expected(self, now: float) -> bool:
-        """Idle pages are about to become available, so no turn needs to be suspended for them."""
-        return self.eviction.relief_expected(now)
-
     def finish_copy(self, copy_id: int, now: float) -> None:
         """A swap-in or swap-out is done."""
         self.eviction.finish_swap(copy_id, now)
@@ -289,9 +283,6 @@ class KVCache:
             self.tree.truncate(conversation, min(num_tokens, conversation.num_tokens), now)
             self.tree.prune(conversation.leaf)
             self.tree.forget_if_empty(conversation)
-
-    def delete(self, conversation_id: str, now: float) -> None:
-        self.rewind(conversation_id, 0, now)
 
     def evict(self, conversation_id: str, now: float) -> int:
         """Drop every idle page that only this conversation holds; how many chunks lost theirs."""

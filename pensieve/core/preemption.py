@@ -106,7 +106,7 @@ class Preemption:
         turn = before if before is not None and not self._outranks(first, before) else first
         if turn is None or (turn is not before and not self._may_give(turn, running)):
             return []
-        num_pages, pages_left = self._cache.pages_for(turn, running)
+        num_pages, pages_left = self._cache.room_beside(running)(turn)
         spare = self._cache.config.reserve_pages if turn is not before else 0
         fits = num_pages <= pages_left and self._has_place(turn, running)
         chosen: list[Turn] = []

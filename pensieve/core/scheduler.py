@@ -162,7 +162,7 @@ class Scheduler:
         has_place = self._time_budget.has_place
         self.preemption = Preemption(cache, self.queued, has_place, config.time_share)
         self._room = BackgroundRoom()
-        self.streaming = Streaming(config, cache.config, cache.streamed, has_place)
+        self.streaming = Streaming(config, cache, has_place)
         self._groups = StreamGroups(cache.config, config, cache.path_of)
         self._micro_batches = MicroBatches(config, self._keeps_place)
         self._num_arrivals = self._index = 0
@@ -263,7 +263,7 @@ class Scheduler:
         if not moves:
             swap_outs = self.cache.plan_swap_outs(now, required_pages, draft.filled_before)
         if not (draft.slices or draft.copies or draft.swap_ins or swap_outs):
-            moving = self.cache.swap_ins_in_flight + self.cache.swap_outs_in_flight
+            moving = self.cache.tiers.num_swapping_in + self.cache.tiers.num_swapping_out
             waiting = self.running or self.suspended or self.queued
             if not moving and not self._uncommitted and waiting:
                 changed = self._changes() != before or self.cache.available > available
@@ -576,7 +576,7 @@ class Scheduler:
             if turn.streamed:
                 self._suspend(turn, now)
                 return False
-            if self.cache.relief_expected(now) or self._releasing:
+            if self.cache.eviction.relief_expected(now) or self._releasing:
                 return False
             victim = who_is_suspended([each for each in self.running.values() if not each.streamed])
             self._suspend(victim, now)

@@ -21,13 +21,13 @@ leaves the device.  A chunk that is used partly, and not appended to (copy on wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pensieve.core.cache_config import CacheConfig
 from pensieve.core.cache_values import Admission, IsIntact
 from pensieve.core.candidates import Candidates
 from pensieve.core.eviction import Eviction
-from pensieve.core.prefix_tree import Branch, Chunk, Conversation, PrefixTree
+from pensieve.core.prefix_tree import Chunk, Conversation, PrefixTree
 from pensieve.core.turn import Turn
 
 
@@ -57,24 +57,6 @@ class StreamedPages:
             or filled_before.get(chunk, chunk.filled) >= self._used(chunk, num_tokens)
             for chunk in chunks
         )
-
-    def room_beside(self, running: Iterable[Turn]) -> Callable[[Turn], tuple[int, int]]:
-        """Of a turn that waits: the pages of its context, and how many of the device's it could have.
-
-        So many are not held by these turns that run, or are its own.
-        """
-        resident = [each for each in running if not each.streamed]
-        pinned = {
-            branch: None for each in resident for branch in self._path_of(each.conversation_id)
-        }
-        num_left = self._config.device_pages - sum(len(branch.chunks) for branch in pinned)
-
-        def pages_for(turn: Turn) -> tuple[int, int]:
-            own = self._path_of(turn.conversation_id)
-            num_own = sum(len(branch.chunks) for branch in own if branch in pinned)
-            return -(-len(turn.tokens) // self._config.chunk_tokens), num_left + num_own
-
-        return pages_for
 
     def may_take(
         self,
@@ -151,10 +133,6 @@ class StreamedPages:
         turn.chunks.append(chunk)
         turn.page_table.append(pages[0])
         return True
-
-    def _path_of(self, conversation_id: str) -> list[Branch]:
-        conversation = self._tree.conversations.get(conversation_id)
-        return conversation.path() if conversation is not None else []
 
     def _give(self, chunk: Chunk, page: int) -> None:
         if chunk.device_page is None and chunk.branch is not None:

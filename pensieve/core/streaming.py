@@ -30,12 +30,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pensieve.core.cache_config import CacheConfig
+from pensieve.core.cache import KVCache
 from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.prefill_order import may_join, next_waiting
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.turn import QUEUE_ORDER, Turn
 
 GAIN = 1.05
@@ -52,18 +51,18 @@ class Streaming:
     def __init__(
         self,
         config: SchedulerConfig,
-        cache: CacheConfig,
-        pages: StreamedPages,
+        cache: KVCache,
         has_place: Callable[[Turn, Collection[Turn]], bool],
     ) -> None:
         """`has_place` says whether a turn may run beside these."""
-        self._streamed_pages, self._has_place = pages, has_place
-        possible = cache.staging_pages > 0 and cache.host_pages > 0 and config.stages == 1
+        self._room_beside, self._has_place = cache.room_beside, has_place
+        sizes = cache.config
+        possible = sizes.staging_pages > 0 and sizes.host_pages > 0 and config.stages == 1
         self.mode = config.stream if possible else "off"
-        self._size, self._pages_max = cache.chunk_tokens, cache.staging_pages
-        self._device_pages, self._reserve_pages = cache.device_pages, cache.reserve_pages
+        self._size, self._pages_max = sizes.chunk_tokens, sizes.staging_pages
+        self._device_pages, self._reserve_pages = sizes.device_pages, sizes.reserve_pages
         self._tbt = config.tbt_seconds
-        self.cost = StreamCost(config, cache.staging_pages)
+        self.cost = StreamCost(config, sizes.staging_pages)
         self._paused, self._pause = 0, PAUSE_MIN  # iterations without: now, and the next time
         self._num_streamed = 0  # iterations since it began
         self.required_pages = 0  # for one that could return
@@ -88,7 +87,7 @@ class Streaming:
         def may_come(turn: Turn) -> bool:
             return turn.is_background == background and not turn.warm and may_join(turn, started)
 
-        pages_for, claimed = self._streamed_pages.room_beside(running), self._reserve_pages
+        pages_for, claimed = self._room_beside(running), self._reserve_pages
         chosen: list[Turn] = []
         while len(tried) < LOOKED_AT_MAX:
             rest = (turn for turn in suspended if turn not in tried)

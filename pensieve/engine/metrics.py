@@ -75,7 +75,7 @@ class Metrics:
             "seconds": seconds,
             "device_pages": cache.device.num_pages,
             "device_pages_free": cache.device.num_empty,
-            "device_pages_clean": cache.clean_pages,
+            "device_pages_clean": cache.tiers.num_reclaimable,
             "host_pages": cache.host.num_pages,
             "host_pages_free": cache.host.num_empty,
             "conversations_cached": len(cache.conversations),

@@ -299,7 +299,7 @@ class Simulator:
         """The values of `SERIES`: of the device, pages that exist nowhere else and pages with a copy."""
         cache, scheduler = self.scheduler.cache, self.scheduler
         device, host = cache.device, cache.host
-        clean = cache.clean_pages
+        clean = cache.tiers.num_reclaimable
         return (
             len(scheduler.running),
             len(scheduler.queued) + len(scheduler.suspended),

@@ -125,7 +125,7 @@ def test_adopted_chunks_are_shared_by_forks_and_evicted_like_others() -> None:
     assert (stage.where("a"), stage.where("b")) == ("hhh", "hhh")
     assert stage.say("b", 2).usage.recomputed_tokens == 0
     assert stage.say("a", 2).usage.recomputed_tokens == 0
-    stage.cache.delete("b", stage.now)
+    stage.cache.rewind("b", 0, stage.now)
     assert stage.cache.evict("a", stage.now) == 4
     assert stage.cache.host.num_empty == 8
 

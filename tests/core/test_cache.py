@@ -170,7 +170,7 @@ def test_deleting_during_a_copy_frees_the_pages_only_after_it() -> None:
     stage = Stage(8, 8, **AHEAD)
     stage.say("a", 8)
     stage.next()
-    assert stage.cache.swap_outs_in_flight == 1  # of two; one has finished
+    assert stage.cache.tiers.num_swapping_out == 1  # of two; one has finished
     stage.delete("a")
     assert (stage.cache.device.num_empty, stage.cache.host.num_empty) == (7, 7)
     assert stage.cache.conversations == {}

@@ -50,7 +50,7 @@ def test_what_is_in_use_or_shared_or_worth_less_than_the_host_holds_stays() -> N
     stage.say("a", 8)
     stage.cache.fork("a", 8, "b", stage.now)
     assert stage.cache.move_to_host("a", stage.now) == 0
-    stage.cache.delete("b", stage.now)
+    stage.cache.rewind("b", 0, stage.now)
     stage.wait(10.0)
     stage.say("c", 8)
     assert stage.cache.move_to_host("c", stage.now) == 2

@@ -191,7 +191,8 @@ def sum_up(shape: Shape, name: str, seeds: range, total: Counter[str]) -> int:
     for seed in seeds:
         try:
             world = run(seed, shape, actions=30, checks_every=1 if seed % 4 == 0 else 5)
-            assert world.cache.swap_ins_in_flight == world.cache.swap_outs_in_flight == 0
+            tiers = world.cache.tiers
+            assert tiers.num_swapping_in == tiers.num_swapping_out == 0
         except BaseException as error:
             error.add_note(f"seed {seed} of {name!r}: {shape}")
             raise
