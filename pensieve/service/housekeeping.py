@@ -106,7 +106,7 @@ def start_forgetting(
 
 
 class Scrubbing:
-    """Has the whole history read in about `seconds` (store/scrub.py), again and again; 0: never.
+    """Has the whole history read in about `seconds` (store/verify.py), again and again; 0: never.
 
     It pauses while deleted text waits to be erased, and ends with the first damage, which an operator must
     mend.

@@ -1,24 +1,24 @@
-"""By which the history that a client sends is found again: a digest of it, for each reply that was stored.
+"""Find the stored conversation that matches a client's history.
 
-A client without a conversation's id sends all that was said, each time.  Who knows how to compare that
-(service/binding/chain.py) makes a digest of it; with each reply the store keeps the digest of the history
-up to it, a *state*:
+A client without a conversation's id sends the full history each time.  service/binding/chain.py makes digests
+of it that compare equal where the histories do.  With each reply the store keeps the digest of the history
+up to that reply, a *state*:
 
     chains     key        a digest of tenant and state
                message    the reply that ends this history
                session    a digest of the client's own name for the conversation; empty: none
 
-A state belongs to its reply, and not to a conversation: all who hold the message have come by this point of
-the same history, forks as well.  So a fork needs no rows of its own, a rewind deletes none (a history that
-was cut does not hold the message), and what a fork has is found when the original is deleted.  When nothing
-holds the message it is deleted, and its states go with it (ON DELETE CASCADE), whoever deletes it.
+A state belongs to its reply, and not to a conversation: every conversation that holds the message has passed
+this point of the same history, forks as well.  So a fork needs no rows of its own, a rewind deletes none (a
+history that was cut does not hold the message), and a fork is found when the original is deleted.  When
+nothing holds the message it is deleted, and its states go with it (ON DELETE CASCADE).
 
 A keyed request (with an Idempotency-Key) has a row, too, from the beginning of its turn on: the key is a
 digest of tenant and request, and the message is the first that the request brought.  So a retry finds its
 turn in any conversation, and the same key with another body is noticed.
 
-A row holds digests and numbers, no text.  Rows grow old: those from before some time are deleted, a few in a
-transaction; a history that was last continued before that is new to us when it comes again.
+A row holds digests and numbers, no text.  Old rows are deleted, a few in a transaction.  A history that was
+last continued before that is new to the store when it comes again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A history in SQLite, in the data folder: its connections, and what its deletions leave to do."""
+"""A history in SQLite, in the data folder: its connections, its erasure, and how it is checked."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store import verify
@@ -17,13 +18,26 @@ from pensieve.store.compaction import Compaction
 from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.folder import RESERVE_NAME, DataFolder
 from pensieve.store.migrations import migrate, remove_copies
-from pensieve.store.scrub import OF_SQLITE, Scrub
+from pensieve.store.verify import (
+    BODIES_BYTES,
+    KEYS,
+    ROWS,
+    Scrub,
+    Walk,
+    Walks,
+    highest_keys,
+    look_at_bodies,
+    look_at_conversation,
+    read_tables,
+)
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 T = TypeVar("T")
 SCRUB_CACHE_PAGES = 16
+EVERY_ROW = "body > 0"
+EVERY_CHAIN = "message > 0"
 RESERVE_BYTES = 8 * 2**20
 PENDING = "what was deleted is not yet erased from the files of the history, which is tried again"
 
@@ -256,3 +270,100 @@ class Reserve:
             raise
         finally:
             os.close(descriptor)
+
+
+# -- what a scrub walks through: conversations and their index, bodies, each row of each index, the rest --
+
+
+class Index(NamedTuple):
+    table: str
+    name: str
+    columns: tuple[str, ...]
+    where: str = EVERY_ROW  # what is true of each row that is in it
+
+
+INDEXES = (
+    Index("conversations", "sqlite_autoindex_conversations_1", ("key",)),
+    Index("conversations", "conversations_tenant", ("tenant",)),
+    Index("conversations", "conversations_prefix", ("prefix_key",), "prefix_key IS NOT NULL"),
+    Index("conversations", "conversations_body", ("body",)),
+    Index("turns", "sqlite_autoindex_turns_1", ("conversation", "request_key")),
+    Index("turns", "turns_running", ("conversation",), "state = 'running'"),
+    Index("turns", "turns_body", ("body",)),
+    Index("turns", "turns_logprobs", ("logprobs",), "logprobs IS NOT NULL"),
+    Index("messages", "messages_turn", ("turn_id",)),
+    Index("messages", "messages_body", ("body",)),
+    Index("chains", "chains_key", ("key", "session"), EVERY_CHAIN),
+    Index("chains", "chains_message", ("message",), EVERY_CHAIN),
+    Index("responses", "sqlite_autoindex_responses_1", ("key",), "key > x''"),
+    Index("responses", "responses_conversation", ("conversation",), "conversation > 0"),
+    Index("responses", "responses_body", ("body",), "body IS NOT 0"),
+    Index("owners", "owners_session", ("session",), "session IS NOT 0"),
+)
+LINKS_NOT_FOUND = """
+    SELECT position FROM history r WHERE conversation = ? AND NOT EXISTS (
+        SELECT 1 FROM history i INDEXED BY history_message
+        WHERE i.message = r.message AND i.conversation = r.conversation)
+"""
+SMALL_TABLES = (
+    "space",
+    "tenants",
+    "prefixes",
+    "sessions",
+    "epochs",
+    "sqlite_sequence",
+    "sqlite_schema",
+    "_sqlite_migrations",
+    "_sqlite_migrations WHERE migration_set = 'pensieve'",  # by its index
+)
+
+
+def _num_steps(conn: Connection) -> int:
+    numbers = highest_keys(conn)
+    num_bytes = 1
+    for pragma in ("page_count", "page_size"):
+        num_bytes *= conn.execute(f"PRAGMA {pragma}").fetchone()[0]
+    walked = numbers["bodies"] + sum(numbers[each.table] for each in INDEXES)
+    conversations = numbers["conversations"]
+    return conversations + walked // ROWS + num_bytes // BODIES_BYTES + 2 * len(WALKS)
+
+
+def _conversations(conn: Connection, after: int, problems: list[str]) -> int | None:
+    number = look_at_conversation(conn, after, problems)
+    if number is not None:
+        problems += [
+            f"conversation number {number}: an index does not find message {position}"
+            for (position,) in conn.execute(LINKS_NOT_FOUND, (number,))
+        ]
+    return number
+
+
+def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) -> int | None:
+    table, name, columns, where = index
+    key = KEYS[table]
+    if where != EVERY_ROW:  # it may be empty, so that no row leads to it
+        conn.execute(
+            f"SELECT {key} FROM {table} INDEXED BY {name} WHERE {where} LIMIT 1"
+        ).fetchall()
+    last: int | None = conn.execute(
+        f"SELECT max(k) FROM (SELECT {key} AS k FROM {table} NOT INDEXED WHERE {key} > ?"
+        f" ORDER BY {key} LIMIT ?)",
+        (after, ROWS),
+    ).fetchone()[0]
+    same = " AND ".join(f"i.{column} IS r.{column}" for column in (*columns, key))
+    not_found = conn.execute(
+        f"SELECT {key} FROM {table} r NOT INDEXED WHERE {key} > ? AND {key} <= ? AND r.{where}"
+        f" AND NOT EXISTS (SELECT 1 FROM {table} i INDEXED BY {name} WHERE {same} AND i.{where})",
+        (after, after if last is None else last),
+    )
+    problems += [f"row {row} of {table}: the index {name} does not find it" for (row,) in not_found]
+    return last
+
+
+WALKS: tuple[Walk, ...] = (
+    _conversations,
+    look_at_bodies,
+    *(partial(_indexed, index) for index in INDEXES),
+    partial(read_tables, SMALL_TABLES),
+)
+OF_SQLITE = Walks(WALKS, _num_steps)

@@ -1,4 +1,4 @@
-"""Checks over a read-only connection that the records of a history agree with each other.
+"""Checks that the records of a history agree with each other: all at once (`verify`) or in steps (`Scrub`).
 
 For each conversation: positions count from 0, messages tile the log, every record passes its checksum
 and has the number of token ids that it states, revisions do not fall and do not exceed the
@@ -9,15 +9,16 @@ refers to a missing row, and what each tenant stores is counted right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import conversation_rows
-from pensieve.store.bodies import ADDED_UP, TOKEN_BYTES, checked_body
+from pensieve.store.backend import NUMBER_COLUMNS, Reads
+from pensieve.store.bodies import ADDED_UP, TOKEN_BYTES, checked_body, last_within
 from pensieve.store.chains import OF_A_REQUEST
 from pensieve.store.connection import read_only
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 PROBLEMS_MAX = 100
+KEYS = {**NUMBER_COLUMNS, "owners": "conversation"}  # of the tables that a scrub walks through
+ROWS = 256
+BODIES_BYTES = 256 * 2**10
+Walk = Callable[["Connection", int, list[str]], "int | None"]  # from a key on; returns the last one
 
 
 def verify(
@@ -110,6 +115,107 @@ def verify_conversation(conn: Connection, number: int, problems: list[str]) -> N
         next_position, next_token = position + 1, first_token + num_tokens
         last_revision = revision
     problems += [f"{name}, turn {row[0]}: {row[1]}" for row in conn.execute(TURN_QUERY, (number,))]
+
+
+class Walks(NamedTuple):
+    """What a database has to look at, one after the other, and how many steps that takes."""
+
+    walks: tuple[Walk, ...]
+    num_steps: Callable[[Connection], int]  # about so many, rather more than fewer
+
+
+class Scrub:
+    """Reads the whole history bit by bit, so that damage is found where nobody has looked for months.
+
+    A step is one short read transaction of its own (a snapshot of `reads`), so that it keeps no deletion
+    waiting.  It takes a few milliseconds: a conversation is no longer than the model's context.  Whatever the
+    database cannot read (StoreCorrupt) is a problem like others.  The position is not remembered: a new
+    process begins anew.  One thread at a time.
+    """
+
+    def __init__(self, reads: Reads, walks: Walks) -> None:
+        self.num_passes = 0
+        self._reads = reads
+        self._walks, self._num_steps = walks
+        self._walk = 0
+        self._after = 0
+
+    def num_steps(self) -> int:
+        """About so many a pass has now."""
+        try:
+            with self._reads.snapshot() as conn:
+                return self._num_steps(conn)
+        except StoreCorrupt:
+            return len(self._walks)
+
+    def step(self) -> list[str]:
+        """Look at a little; returns the problems found there."""
+        problems: list[str] = []
+        try:
+            with self._reads.snapshot() as conn:
+                last = self._walks[self._walk](conn, self._after, problems)
+            self._after = last or 0
+            self._walk += last is None
+        except StoreCorrupt as error:
+            problems.append(str(error))
+        if self._walk == len(self._walks) or problems:
+            self._walk = self._after = 0
+            self.num_passes += not problems
+            self.close()
+        return problems
+
+    def close(self) -> None:
+        self._reads.close()
+
+
+def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> int | None:
+    """The next one."""
+    number: int | None = conn.execute(
+        "SELECT min(conversation) FROM conversations WHERE conversation > ?", (after,)
+    ).fetchone()[0]
+    if number is not None:
+        verify_conversation(conn, number, problems)
+    return number
+
+
+def look_at_bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
+    """A few of the next ones."""
+    lengths = conn.execute(
+        "SELECT body, coalesce(length(private) + length(tokens), 0) FROM bodies WHERE body > ?"
+        " ORDER BY body LIMIT ?",
+        (after, ROWS),
+    ).fetchall()
+    last = last_within(lengths, BODIES_BYTES)
+    if last is None:
+        return None
+    for body, crc, private, tokens in conn.execute(
+        "SELECT body, crc, private, tokens FROM bodies WHERE body > ? AND body <= ? ORDER BY body",
+        (after, last),
+    ):
+        if crc is None:
+            continue  # wiped
+        try:
+            checked_body(f"body {body}", crc, private, tokens)
+        except StoreCorrupt as error:
+            problems.append(str(error))
+    return last
+
+
+def read_tables(
+    tables: Sequence[str], conn: Connection, after: int, problems: list[str]
+) -> int | None:
+    """All of their rows, which are few."""
+    for table in tables:
+        conn.execute(f"SELECT * FROM {table}").fetchall()
+    return None
+
+
+def highest_keys(conn: Connection) -> dict[str, int]:
+    """By table."""
+    return {
+        table: conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()[0]
+        for table, key in KEYS.items()
+    }
 
 
 HISTORY_QUERY = """

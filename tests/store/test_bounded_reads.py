@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from pensieve.store import ConversationStore, NewConversation, conversation_rows, message_rows
-from pensieve.store import scrub as scrubbing
+from pensieve.store import (
+    ConversationStore,
+    NewConversation,
+    conversation_rows,
+    message_rows,
+    verify,
+)
 from pensieve.store.conversation_rows import require_conversation
 from tests.store.faulty import writer_of
 from tests.store.talk import create, reply, say, user
@@ -106,14 +111,14 @@ def test_a_page_of_conversations_is_all_that_is_read(
 def test_a_step_of_the_scrub_reads_a_few_bodies(
     tea: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scrubbing, "BODIES_BYTES", 5 * TEXT_BYTES)
+    monkeypatch.setattr(verify, "BODIES_BYTES", 5 * TEXT_BYTES)
     with writer_of(tea).reading() as conn:
         (highest,) = conn.execute("SELECT max(body) FROM bodies").fetchone()
         after, num_steps, most = 0, 0, 0
         problems: list[str] = []
         while True:
             eager: Any = Eager(conn)
-            last = scrubbing.look_at_bodies(eager, after, problems)
+            last = verify.look_at_bodies(eager, after, problems)
             most = max(most, eager.num_bytes)
             if last is None:
                 break

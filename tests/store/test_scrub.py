@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.store import ConversationStore
-from pensieve.store import scrub as scrubbing
+from pensieve.store import ConversationStore, sqlite_backend, verify
 from pensieve.store.responses import StoredResponse
 from pensieve.store.sqlite_backend import scrub_of_files
 from tests.store.faulty import world, writer_of
@@ -55,7 +54,8 @@ def test_a_sound_history_has_no_problems(
     path: Path, driver: Any, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert whole_pass(path, driver) == []
-    monkeypatch.setattr(scrubbing, "ROWS", 7)
+    for module in (sqlite_backend, verify):
+        monkeypatch.setattr(module, "ROWS", 7)
     store = open_store()
     store.delete_conversation("c3")
     assert whole_pass(path, driver) == []
@@ -115,7 +115,8 @@ def test_it_goes_on_beside_deletions_and_keeps_none_of_them_waiting(
     for number in range(20):
         create(store, f"c{number}", user("head", 1))
         say(store, f"c{number}", "r", user("a secret", 1), reply("yes", 2))
-    monkeypatch.setattr(scrubbing, "ROWS", 3)
+    for module in (sqlite_backend, verify):
+        monkeypatch.setattr(module, "ROWS", 3)
     scrub = scrub_of_files(store.folder.database_path, driver)
     for number in range(20):
         assert scrub.step() == []

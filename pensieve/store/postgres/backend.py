@@ -15,7 +15,8 @@ from pensieve.store.backup.capture import Feed
 from pensieve.store.postgres.connection import Address, PostgresSnapshots, PostgresWriter, opened
 from pensieve.store.postgres.schema import SCHEMA
 from pensieve.store.postgres.session import Session
-from pensieve.store.scrub import (
+from pensieve.store.verify import (
+    PROBLEMS_MAX,
     ROWS,
     Scrub,
     Walk,
@@ -23,8 +24,9 @@ from pensieve.store.scrub import (
     highest_keys,
     look_at_bodies,
     look_at_conversation,
+    read_tables,
+    verified,
 )
-from pensieve.store.verify import PROBLEMS_MAX, verified
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")
@@ -206,17 +208,11 @@ def _rows(table: str, conn: Any, after: int, problems: list[str]) -> int | None:
     return last
 
 
-def _small_tables(conn: Any, after: int, problems: list[str]) -> int | None:
-    for table in SMALL_TABLES:
-        conn.execute(f"SELECT * FROM {table}").fetchall()
-    return None
-
-
 WALKS: tuple[Walk, ...] = (
     look_at_conversation,
     look_at_bodies,
     *(partial(_rows, table) for table in NUMBER_COLUMNS if table != "bodies"),
-    _small_tables,
+    partial(read_tables, SMALL_TABLES),
 )
 OF_POSTGRES = Walks(WALKS, _num_steps)
 
