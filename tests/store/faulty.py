@@ -12,7 +12,7 @@ from pensieve.store import (
     NewMessage,
 )
 from pensieve.store.connection import Writer
-from pensieve.store.postgres.session import Session
+from pensieve.store.postgres.session import SqlSession
 from pensieve.store.remote.remote_store import Store
 from tests.store.talk import begin, reply, say, user
 
@@ -75,7 +75,7 @@ def writer_of(store: Store) -> Writer:
 
 def without_foreign_keys(conn: Any) -> None:
     """For damage that they would refuse."""
-    is_postgres = isinstance(conn, Session)
+    is_postgres = isinstance(conn, SqlSession)
     conn.execute(
         "SET session_replication_role = replica" if is_postgres else "PRAGMA foreign_keys = OFF"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import ConversationStore
-from pensieve.store.postgres.session import Session
+from pensieve.store.postgres.session import SqlSession
 from tests.store.faulty import without_foreign_keys, writer_of
 from tests.store.talk import begin, create, reply, say, user
 
@@ -32,7 +32,7 @@ def change(store: ConversationStore, *statements: str) -> None:
     with writer_of(store).reading() as conn:
         without_foreign_keys(conn)
         for statement in statements:
-            conn.execute(on_postgres(statement) if isinstance(conn, Session) else statement)
+            conn.execute(on_postgres(statement) if isinstance(conn, SqlSession) else statement)
 
 
 def on_postgres(statement: str) -> str:

@@ -14,7 +14,7 @@ from pensieve.store.backend import NUMBER_COLUMNS, ErasureSteps, Reads
 from pensieve.store.backup.capture import Feed
 from pensieve.store.postgres.connection import Address, PostgresSnapshots, PostgresWriter, opened
 from pensieve.store.postgres.schema import SCHEMA
-from pensieve.store.postgres.session import Session
+from pensieve.store.postgres.session import SqlSession
 from pensieve.store.verify import (
     PROBLEMS_MAX,
     ROWS,
@@ -157,7 +157,7 @@ class PostgresMarks:
         with self._opened() as conn:
             conn.execute("UPDATE owner SET is_damaged = ?", (is_damaged,))
 
-    def _opened(self) -> AbstractContextManager[Session]:
+    def _opened(self) -> AbstractContextManager[SqlSession]:
         """Of its own, for a moment: the writer is another thread's."""
         return opened(self._address, self._name, self._seconds)
 

@@ -48,7 +48,7 @@ from pensieve.errors import (
 from pensieve.extras import need
 from pensieve.store.backend import TimeLimit, WriteFigures
 from pensieve.store.postgres.schema import SCHEMA, migrate
-from pensieve.store.postgres.session import Reserve, Session
+from pensieve.store.postgres.session import ReservedNumbers, SqlSession
 from pensieve.store.postgres.wire import Wire
 
 VERSION_MIN = 14_00_00
@@ -166,7 +166,7 @@ class PostgresWriter:
         self._backend: tuple[int, str] | None = None  # the last session: its process at the server
         self._wire: Wire | None = None
         self.has_wiped = False
-        self._reserve = Reserve()
+        self._reserve = ReservedNumbers()
         self._warning = ""  # of the server, at a commit
 
     @contextlib.contextmanager
@@ -204,7 +204,7 @@ class PostgresWriter:
         return failure
 
     @contextlib.contextmanager
-    def _operation(self) -> Iterator[Session]:
+    def _operation(self) -> Iterator[SqlSession]:
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("the history is being used by another thread")
         try:
@@ -213,7 +213,7 @@ class PostgresWriter:
             if self._wire is None:
                 self._wire = self._open()
             with self.limit.counting():
-                yield Session(self._wire, self.limit, self._reserve, self.note_wiped)
+                yield SqlSession(self._wire, self.limit, self._reserve, self.note_wiped)
         except self.address.driver.Error as error:
             raise self._explained(error) from error  # a local name would make it a cycle
         finally:
@@ -232,7 +232,7 @@ class PostgresWriter:
                 "SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()"
             ).fetchone()
             conn.add_notice_handler(self._notice)
-            self._reserve = Reserve()
+            self._reserve = ReservedNumbers()
             return Wire(conn, self.address.driver)
         except BaseException:
             conn.close()
@@ -320,7 +320,7 @@ class PostgresSnapshots:
             if self._wire is None:
                 conn = self._address.connect(self._name, self._statement_seconds, 5.0)
                 self._wire = Wire(conn, self._address.driver)
-            session = Session(self._wire, self._limit)
+            session = SqlSession(self._wire, self._limit)
             with self._limit.counting():
                 session.begin("ISOLATION LEVEL REPEATABLE READ READ ONLY")
                 yield session
@@ -337,12 +337,12 @@ class PostgresSnapshots:
 
 
 @contextlib.contextmanager
-def opened(address: Address, name: str, statement_seconds: float) -> Iterator[Session]:
+def opened(address: Address, name: str, statement_seconds: float) -> Iterator[SqlSession]:
     """A connection for one statement or two, each a transaction; in any thread."""
     try:
         conn = address.connect(name, statement_seconds, 5.0)
         try:
-            yield Session(Wire(conn, address.driver))
+            yield SqlSession(Wire(conn, address.driver))
         finally:
             conn.close()
     except address.driver.Error as error:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from pensieve.errors import StoreUnavailable
 from pensieve.store.backend import NUMBER_COLUMNS, ServerSession, TimeLimit
-from pensieve.store.postgres.wire import Result, Wire
+from pensieve.store.postgres.wire import PendingResult, Wire
 
 STATEMENTS_MAX = 1024  # that are remembered; those with a list in them differ
 PLACEHOLDER = re.compile(r"\?|(?<!:):([a-z_]+)")
@@ -30,13 +30,13 @@ RESERVED_AT_ONCE = 100
 NEXT_NUMBERS = "SELECT nextval(pg_get_serial_sequence(?, ?)) FROM generate_series(1, ?)"
 
 
-class Reserve:
+class ReservedNumbers:
     """Numbers of one connection, by table."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, list[int]] = {table: [] for table in NUMBER_COLUMNS}
 
-    def take(self, session: Session, table: str) -> int:
+    def take(self, session: SqlSession, table: str) -> int:
         numbers = self._numbers[table]
         if not numbers:
             found = session.execute(NEXT_NUMBERS, (table, NUMBER_COLUMNS[table], RESERVED_AT_ONCE))
@@ -44,21 +44,21 @@ class Reserve:
         return numbers.pop()
 
 
-class Session(ServerSession):
+class SqlSession(ServerSession):
     def __init__(
         self,
         wire: Wire,
         limit: TimeLimit | None = None,
-        reserve: Reserve | None = None,
+        reserve: ReservedNumbers | None = None,
         on_wiped: Callable[[], None] = lambda: None,
     ) -> None:
         self._is_transaction = False
         self.note_wiped = on_wiped
         self._wire = wire
         self._limit = limit
-        self._reserve = Reserve() if reserve is None else reserve
+        self._reserve = ReservedNumbers() if reserve is None else reserve
 
-    def execute(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Result:
+    def execute(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> PendingResult:
         if self._limit is not None and self._limit.is_over():
             raise StoreUnavailable("the history: a statement took too long and was ended")
         statement = translated(sql)

@@ -43,7 +43,7 @@ TO_ESCAPE = re.compile(f"[\0{ESCAPE}]")
 TO_UNESCAPE = re.compile(f"{ESCAPE}[01]")
 
 
-class Result:
+class PendingResult:
     """Of a statement, perhaps later."""
 
     def __init__(self, wire: Wire, forget: Callable[[], object] = lambda: None) -> None:
@@ -93,7 +93,7 @@ class Wire:
         self._pgconn = conn.pgconn
         self._driver = driver
         self._status = driver.pq.ExecStatus
-        self._sent: deque[Result | None] = deque()  # without a result yet; None is a `sync`
+        self._sent: deque[PendingResult | None] = deque()  # without a result yet; None is a `sync`
         self._error: Exception | None = None  # the first since the last `sync`
         self._prepared: dict[tuple[str, tuple[int, ...]], bytes] = {}
         self._num_prepared = 0
@@ -109,7 +109,7 @@ class Wire:
         is_known = self._is_synced and not self.conn.closed
         return is_known and self._pgconn.transaction_status == idle
 
-    def send(self, sql: str, given: Sequence[Any] = ()) -> Result:
+    def send(self, sql: str, given: Sequence[Any] = ()) -> PendingResult:
         """`sql` has its values as $1, $2."""
         self._is_synced = False
         sent, types, formats = to_send(given)
@@ -119,7 +119,7 @@ class Wire:
             self._num_prepared += 1
             name = self._prepared[key] = f"s{self._num_prepared}".encode()
             self._pgconn.send_prepare(name, sql.encode(), types)
-            self._sent.append(Result(self, forget=lambda: self._prepared.pop(key)))
+            self._sent.append(PendingResult(self, forget=lambda: self._prepared.pop(key)))
         if name is not None:
             self._pgconn.send_query_prepared(name, sent, formats, AS_BYTES)
         else:
@@ -127,11 +127,11 @@ class Wire:
                 self._known.clear()
             self._known.add(key)
             self._pgconn.send_query_params(sql.encode(), sent, types, formats, AS_BYTES)
-        result = Result(self)
+        result = PendingResult(self)
         self._sent.append(result)
         return result
 
-    def wait_for(self, result: Result) -> None:
+    def wait_for(self, result: PendingResult) -> None:
         """Until it is there, and all before it."""
         self._pgconn.send_flush_request()
         self._flush()
