@@ -227,16 +227,6 @@ class Daemon:
         return self.texts.defaults
 
     @property
-    def recommended(self) -> Mapping[str, float]:
-        """Those of the defaults that the model's own files name."""
-        return self.texts.recommended
-
-    @property
-    def fingerprint(self) -> str:
-        """Of model, tokenizer and template."""
-        return self.texts.fingerprint
-
-    @property
     def loading(self) -> bool:
         """Whether there was no engine yet that could take turns."""
         return self._conversations is None

@@ -79,7 +79,7 @@ def identity_of(daemon: Daemon) -> dict[str, str]:
     if ready is None or not ready.kv_identity:
         why = ready.kv_refusal if ready is not None else "the model is loading"
         raise Unavailable(f"this engine hands no KV over: {why or 'it has none'}")
-    return {**ready.kv_identity, "fingerprint": daemon.fingerprint}
+    return {**ready.kv_identity, "fingerprint": daemon.texts.fingerprint}
 
 
 class KvSource:
@@ -103,7 +103,7 @@ class KvSource:
                 try:
                     if exported.slots:
                         self.num_parts += 1
-                        yield _part(exported)
+                        yield KvPart(*(getattr(exported, name) for name in KvPart._fields))
                     if following is None:
                         return
                     exported = await following
@@ -129,17 +129,6 @@ class KvSource:
         return await self._daemon.engine.export(
             lambda query_id: ExportKv(query_id, key, num_tokens, before_chunk, PART_BYTES)
         )
-
-
-def _part(exported: KvExported) -> KvPart:
-    return KvPart(
-        exported.first_chunk,
-        exported.slots,
-        exported.crcs,
-        exported.num_tokens,
-        exported.digest,
-        exported.body,
-    )
 
 
 class _Stop(Exception):

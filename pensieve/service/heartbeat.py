@@ -3,12 +3,8 @@
     SILENT   no frame for `silent_seconds_max`: the process was stopped, or none of its threads runs
     STUCK    frames come, but its main thread has been in one round for `round_seconds_max`
 
-A round is an iteration or a moment of idleness (`Engine.num_rounds`), so a main thread that waits for ever
-in a kernel or for a lock is STUCK however lively the other threads are.
-
-Seconds are counted by `tick`, which the service calls while it runs: a tick adds at most the pause between
-two of them.  So a service that was itself stopped for an hour counts one tick for it, and reads what has
-come meanwhile before the next.
+A round is an iteration or a moment of idleness (`Engine.num_rounds`).  Seconds are counted by `tick`, which
+the service calls while it runs, so a service that was itself stopped for an hour counts one tick for it.
 """
 
 from __future__ import annotations

@@ -246,20 +246,19 @@ def names_of(key: str) -> tuple[str, str]:
     return tenant, conversation_id
 
 
+USAGE_COUNTS = (
+    *("prompt_tokens", "new_tokens", "device_tokens", "host_tokens", "recomputed_tokens"),
+    *("shared_tokens", "output_tokens", "suspensions"),
+)
+
+
 def usage_figures(usage: Usage) -> dict[str, float]:
     """A turn's cost as it is stored and shown."""
     end = usage.finished_at if usage.finished_at is not None else usage.submitted_at
     admitted = usage.admitted_at if usage.admitted_at is not None else end
     first = usage.first_token_at if usage.first_token_at is not None else end
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "new_tokens": usage.new_tokens,
-        "device_tokens": usage.device_tokens,
-        "host_tokens": usage.host_tokens,
-        "recomputed_tokens": usage.recomputed_tokens,
-        "shared_tokens": usage.shared_tokens,
-        "output_tokens": usage.output_tokens,
-        "suspensions": usage.suspensions,
+        **{name: getattr(usage, name) for name in USAGE_COUNTS},
         "queue_seconds": admitted - usage.submitted_at,
         "first_token_seconds": first - usage.submitted_at,
         "total_seconds": end - usage.submitted_at,

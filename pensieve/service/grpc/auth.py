@@ -174,7 +174,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._tokens = tuple(tokens)
         self._allowances = allowances or Allowances({}, 0.0)
         self.incoming = incoming or Incoming()
-        self._audit = audit or Audit(None, time.monotonic)
+        self.audit = audit or Audit(None, time.monotonic)
         self._refusals = refusals if refusals is not None else Counter()
 
     def use(self, tokens: Sequence[Token]) -> None:
@@ -212,9 +212,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             found = self.authenticate(method, metadata, peer)
         except PensieveError as error:
             known = self._known(metadata)
-            self._audit.refused(method, peer, error.reason, known.shown if known else "")
+            self.audit.refused(method, peer, error.reason, known.shown if known else "")
             raise
-        self._audit.token_used(found.token, found.tenant, peer)
+        self.audit.token_used(found.token, found.tenant, peer)
         return found
 
     def enter(self, context: Any, tenant: str) -> Call:
@@ -225,12 +225,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         limit = error.limit if isinstance(error, QueueFull) else ""
         reason = "INTERNAL" if error is None else error.reason
         self._refusals[f"{reason}.{limit}" if limit else reason] += 1
-
-    def deletion_ended(
-        self, method: str, deleted: Any, by: Caller, peer: str, outcome: str, began: float
-    ) -> None:
-        """Of a call that did not come over gRPC; `deleted` has its ids by gRPC's names."""
-        self._audit.ended(method, deleted, by, peer, outcome, began)
 
     async def _body(self, context: Any, by: Caller, method: str) -> tuple[bytes, Held | None]:
         peer = context.peer()
@@ -321,7 +315,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 if held is not None:
                     held.release()
                 if found is not ANONYMOUS and is_audited(details.method, requests):
-                    self._audit.ended(details.method, requests, found, peer, outcome, began)
+                    self.audit.ended(details.method, requests, found, peer, outcome, began)
 
         for act, make, takes in (
             (handler.unary_unary, grpc.stream_unary_rpc_method_handler, "one"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from pensieve.errors import (
@@ -50,6 +51,10 @@ KINDS = {
     pb.RESULT_KIND_ANSWERS: Which.ANSWERS,
     pb.RESULT_KIND_ERRORS: Which.ERRORS,
 }
+
+
+WIRE_NAMES = {each.name for each in pb.Job.DESCRIPTOR.fields} - {"state", "outcome"}
+SAME_NAMES = [each.name for each in fields(JobView) if each.name in WIRE_NAMES]
 
 
 class JobService(jobs_pb2_grpc.JobServiceServicer):
@@ -182,27 +187,10 @@ def _pieces(page: Sequence[Result], last_line: int) -> Iterator[pb.GetResultsRes
 
 def _job(view: JobView) -> pb.Job:
     given = pb.Job(
-        job_id=view.job_id,
-        tenant=view.tenant,
-        number=view.number,
-        name=view.name,
-        sha256=view.sha256,
-        num_bytes=view.num_bytes,
-        endpoint=view.endpoint,
-        check_only=view.check_only,
         state=STATES[view.state],
         outcome=OUTCOMES[view.outcome],
-        problem=view.problem,
-        num_lines=view.num_lines,
-        num_answered=view.num_answered,
-        num_refused=view.num_refused,
-        num_running=view.num_running,
-        prompt_tokens=view.prompt_tokens,
-        saved_tokens=view.saved_tokens,
-        output_tokens=view.output_tokens,
-        tokens_per_second=view.tokens_per_second,
-        seconds_left=view.seconds_left,
         create_time=timestamp(view.created_at),
+        **{name: getattr(view, name) for name in SAME_NAMES},
     )
     if view.started_at is not None:
         given.start_time.CopyFrom(timestamp(view.started_at))

@@ -18,7 +18,7 @@ from pensieve.v1 import conversation_pb2 as pb
 def server_info(daemon: Daemon) -> pb.ServerInfo:
     given = pb.ServerInfo(
         model=daemon.engine.model_name,
-        fingerprint=daemon.fingerprint,
+        fingerprint=daemon.texts.fingerprint,
         state=_state(daemon),
         version=__version__,
         torch_version=version_of("torch"),
@@ -26,7 +26,7 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
         uptime_seconds=asyncio.get_running_loop().time() - daemon.started_at,
     )
     given.recommended_sampling.SetInParent()
-    for name, value in daemon.recommended.items():
+    for name, value in daemon.texts.recommended.items():
         setattr(given.recommended_sampling, name, value)
     if (ready := daemon.engine.ready) is not None:
         given.dtype, given.weights, given.device = ready.dtype, ready.weights, ready.device

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
@@ -33,6 +33,7 @@ from pensieve.text.message import ToolCall
 from pensieve.text.reply_pieces import ReplyPieces
 from pensieve.text.tool_calls import CallStyle
 
+T = TypeVar("T")
 SHORT_BYTES = 16 << 10  # what the loop may parse by itself
 SHORT_TOKENS = 256  # of an answer
 SEED_BITS = 63
@@ -59,9 +60,7 @@ class Bodies:
         if kind.strip().lower() not in ("application/json", ""):
             raise InvalidArgument("content-type", "must be application/json")
         raw = await self.front.body(exchange, by)
-        if len(raw) <= SHORT_BYTES:
-            return read_json(raw, "body")
-        return await self._daemon.threads.in_text_pool(by.tenant, lambda: read_json(raw, "body"))
+        return await self._aside(by, len(raw) > SHORT_BYTES, lambda: read_json(raw, "body"))
 
     async def read(
         self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], Request]
@@ -75,15 +74,18 @@ class Bodies:
             self.style,
             self.template.knows_developer,
         )
-        if exchange.num_bytes <= SHORT_BYTES:
-            return read(body, served)
-        return await self._daemon.threads.in_text_pool(by.tenant, lambda: read(body, served))
+        is_long = exchange.num_bytes > SHORT_BYTES
+        return await self._aside(by, is_long, lambda: read(body, served))
 
     async def made(
         self, by: Caller, num_tokens: int, function: Callable[[], Mapping[str, Any]]
     ) -> Mapping[str, Any]:
         """The body of an answer of so many tokens; a long one would hold everybody up on the loop."""
-        if num_tokens <= SHORT_TOKENS:
+        return await self._aside(by, num_tokens > SHORT_TOKENS, function)
+
+    async def _aside(self, by: Caller, is_long: bool, function: Callable[[], T]) -> T:
+        """In the text pool, if it takes long."""
+        if not is_long:
             return function()
         return await self._daemon.threads.in_text_pool(by.tenant, function)
 
@@ -116,10 +118,9 @@ class Bodies:
         """What the body sets, by which the same request is known again."""
         return {name: getattr(request.sampling, name) for name in sorted(request.given)}
 
-    async def begin_unstored(
-        self, request: Request, options: TurnOptions, by: Caller
-    ) -> list[LiveTurn]:
+    async def begin_unstored(self, request: Request, by: Caller) -> list[LiveTurn]:
         """A turn for each choice, of the whole prompt, that leaves nothing on the disk."""
+        options = self.options(request, by)
 
         def prepare() -> list[int]:
             self._constraints.check(options)

@@ -69,8 +69,7 @@ class Completions:
         # Open WebUI can name what it wants of a model beside its chats: titles, tags, queries.
         is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
         if self._kind is RequestKind.COMPLETION or request.store is False or is_errand:
-            options = self._bodies.options(request, by)
-            return await self._bodies.begin_unstored(request, options, by)
+            return await self._bodies.begin_unstored(request, by)
         return await begin_bound(self._binder, self._bodies, exchange, by, request)
 
     async def _stream(

@@ -50,18 +50,13 @@ class Allowed:
 class Front:
     def __init__(self, guard: AuthInterceptor, allowed: Allowed) -> None:
         self.guard = guard
-        self._allowed = allowed
-
-    @property
-    def is_local(self) -> bool:
-        """Only this machine can connect, and needs no token."""
-        return self._allowed.is_local
+        self.allowed = allowed
 
     # -- checks --
 
     def check_place(self, exchange: Exchange) -> None:
         host = exchange.headers.get("host", "")
-        allowed = self._allowed
+        allowed = self.allowed
         name = _name_of(host)
         if not (allowed.hosts & {name, "*"} or _is_ip_address(name)):
             raise PermissionDenied(
@@ -178,7 +173,7 @@ class Endpoint:
             if by is not None and self._deletes:
                 deleted = SimpleNamespace(**exchange.values)
                 peer = exchange.peer()
-                guard.deletion_ended(self._deletes, deleted, by, peer, outcome, began)
+                guard.audit.ended(self._deletes, deleted, by, peer, outcome, began)
 
     async def _tell(self, exchange: Exchange, error: PensieveError) -> None:
         body, exchange.call = (

@@ -247,7 +247,7 @@ class Responses:
         if request.background:
             raise Refusal("background", "needs store: true: it is fetched later")
         whole = await self._places.whole(wish)
-        (live,) = await self._bodies.begin_unstored(whole, wish.options, by)
+        (live,) = await self._bodies.begin_unstored(whole, by)
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
         place = Place(digest(answer_id)[:16], 0)

@@ -48,7 +48,7 @@ def application(
     bodies = Bodies(front, daemon, template, style)
     models, health, binder = Models(daemon, bodies), Health(daemon), Binder(daemon)
     messages = Messages(daemon, bodies, binder)
-    watching = Watching(daemon, front.is_local)
+    watching = Watching(daemon, front.allowed.is_local)
     files, batches = Files(daemon, bodies, jobs), Batches(bodies, jobs)
     as_anthropic = {"error_body": anthropics}
     deleting_a_job = {"deletes": "/pensieve.v1.JobService/DeleteJob"}

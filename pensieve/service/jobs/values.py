@@ -1,11 +1,6 @@
-"""What goes between the jobs of a daemon and the methods of gRPC's JobService.
+"""What goes between the jobs of a daemon and their clients.
 
-    Jobs         what JobService asks for; each method is a coroutine of the service's loop
-    JobHeader    what a client creates a job with
-    JobView      a job at one moment, as clients see it
-
-A job that another tenant has does not exist: NotFound.  A state in which something cannot be done is
-WrongJobState.
+A job of another tenant does not exist: NotFound.  WrongJobState: this cannot be done with the job as it is.
 """
 
 from __future__ import annotations
