@@ -41,7 +41,7 @@ Run = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     batch: int
     queries: int
     context: int
@@ -57,7 +57,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Row:
+class AttentionRow:
     batch: int
     queries: int
     context: int
@@ -75,7 +75,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
     head_sizes: tuple[int, ...]
@@ -84,7 +84,7 @@ class Options:
     repeats: int
 
 
-def run(options: Options, report: Report) -> list[Row]:
+def run(options: AttentionOptions, report: Report) -> list[AttentionRow]:
     if min(options.contexts) < options.queries:
         raise InvalidArgument("context", "is at least as long as the queries")
     bandwidth = read_bytes_per_second()
@@ -114,14 +114,14 @@ def run(options: Options, report: Report) -> list[Row]:
     return rows
 
 
-def words(shape: Shape | Row) -> str:
+def words(shape: AttentionShape | AttentionRow) -> str:
     return (
         f"{shape.dtype:8} {shape.heads}/{shape.kv_heads:<2} of {shape.head_size:3}, "
         f"batch {shape.batch:2}, context {shape.context:5}"
     )
 
 
-def line_of(row: Row) -> str:
+def line_of(row: AttentionRow) -> str:
     return (
         f"{words(row)}: {row.seconds * 1e3:7.2f} ms, contiguous "
         f"{row.contiguous_seconds * 1e3:7.2f} ({row.ratio:.2f} x), copy-out "
@@ -131,7 +131,7 @@ def line_of(row: Row) -> str:
     )
 
 
-def shapes(options: Options) -> Iterator[Shape]:
+def shapes(options: AttentionOptions) -> Iterator[AttentionShape]:
     for dtype in ("bfloat16", "float32"):
         if options.dtype not in (None, dtype):
             continue
@@ -139,13 +139,15 @@ def shapes(options: Options) -> Iterator[Shape]:
             for head_size in options.head_sizes:
                 for batch in options.batches:
                     for context in options.contexts:
-                        yield Shape(batch, options.queries, context, 16, kv_heads, head_size, dtype)
+                        yield AttentionShape(
+                            batch, options.queries, context, 16, kv_heads, head_size, dtype
+                        )
 
 
 class Inputs:
     """One copy: random pages, and the same keys and values in one piece."""
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+    def __init__(self, shape: AttentionShape, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, shape.dtype)
         batch, context, length = shape.batch, shape.context, shape.queries
@@ -269,7 +271,7 @@ class Inputs:
 
 
 @torch.inference_mode()
-def measure(shape: Shape, repeats: int, bandwidth: float) -> Row:
+def measure(shape: AttentionShape, repeats: int, bandwidth: float) -> AttentionRow:
     copies = max(2, min(16, COPIES_BYTES // shape.kv_bytes))
     inputs = [Inputs(shape, seed) for seed in range(copies)]
     first = inputs[0]
@@ -295,7 +297,7 @@ def measure(shape: Shape, repeats: int, bandwidth: float) -> Row:
             seconds[name].append(time.perf_counter() - began)
     median = {name: statistics.median(each) for name, each in seconds.items()}
     contiguous = min(median[name] for name in first.contiguous())
-    return Row(
+    return AttentionRow(
         **asdict(shape),
         seconds=median["here"],
         contiguous_seconds=contiguous,
@@ -319,7 +321,7 @@ def read_bytes_per_second(num_bytes: int = 512 << 20) -> float:
 
 
 def geometric_means(
-    rows: Sequence[Row], ratio: Callable[[Row], float] = lambda row: row.ratio
+    rows: Sequence[AttentionRow], ratio: Callable[[AttentionRow], float] = lambda row: row.ratio
 ) -> dict[str, float]:
     """Of the ratios, by type and heads, for contexts that matter and for short ones."""
     groups: dict[str, list[float]] = {}
@@ -339,7 +341,7 @@ def build() -> dict[str, str | int | None]:
     }
 
 
-def plot(rows: Sequence[Row], path: Path, facts: Sequence[str]) -> None:
+def plot(rows: Sequence[AttentionRow], path: Path, facts: Sequence[str]) -> None:
     """The ratio over the context, a line for each type and heads, batches and head sizes averaged."""
     means = "geometric means of batches and head sizes; bands: least to most of them"
     sheet = Sheet(

@@ -38,8 +38,8 @@ from pensieve import gc_pause
 from pensieve.bench.bench_daemon import BenchDaemon, serving
 from pensieve.bench.capacity_load import Figures, Load, Played, play
 from pensieve.bench.capacity_report import (
+    CapacityRow,
     Found,
-    Row,
     in_time,
     in_words,
     line_of,
@@ -66,7 +66,7 @@ WAYS = {"ours": OURS, "whole": MIXED, "first": FIRST}  # by what a person types
 
 
 @dataclass(frozen=True)
-class Options:
+class CapacityOptions:
     model: str  # "" for random weights
     load: Load
     tbt: float  # the objective for P99 between tokens; 0: two, measured
@@ -120,7 +120,7 @@ class Scheduling(NamedTuple):
         return f"{self.name}, {in_time(self.tbt)}" if self.tbt else self.name
 
 
-def run(options: Options, report: Report) -> list[Row]:
+def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
     load = options.load
     with measured_model(options.model, DEFAULT_MODEL) as folder:
         base = 0.0 if options.tbt else measured_base(folder)
@@ -140,7 +140,7 @@ def run(options: Options, report: Report) -> list[Row]:
                 "between tokens"
             )
         gc_pause.freeze()  # a pass over torch's objects would be a gap of every client
-        rows: list[Row] = []
+        rows: list[CapacityRow] = []
         found: list[Found] = []
         aim = 1.0 if options.rate else AIM
         for scheduling, limits in daemons(options.ways, objectives, aim):
@@ -197,7 +197,7 @@ Trial = Callable[[float, int, float | None], Played]  # rate, seed, cut off afte
 
 
 @contextlib.contextmanager
-def trials(folder: Path, scheduling: Scheduling, options: Options) -> Iterator[Trial]:
+def trials(folder: Path, scheduling: Scheduling, options: CapacityOptions) -> Iterator[Trial]:
     """What plays a load to a daemon of its own, which has been checked."""
     progress(f"{scheduling}: starting a daemon")
     with serving([str(folder), *scheduling.flags], scheduling.variables) as daemon:
@@ -206,7 +206,7 @@ def trials(folder: Path, scheduling: Scheduling, options: Options) -> Iterator[T
 
 
 def _play(
-    daemon: BenchDaemon, options: Options, rate: float, seed: int, seconds_max: float | None
+    daemon: BenchDaemon, options: CapacityOptions, rate: float, seed: int, seconds_max: float | None
 ) -> Played:
     scripts = options.load.scripts(rate, options.seconds, seed)
     if not scripts:
@@ -217,17 +217,17 @@ def _play(
 def noted(
     scheduling: Scheduling,
     objectives: Sequence[float],
-    options: Options,
+    options: CapacityOptions,
     number: int,
     played: Played,
     report: Report,
-) -> list[Row]:
+) -> list[CapacityRow]:
     """A row for each objective; only what attained it differs."""
     rows = []
     for objective in objectives:
         figures = Figures.of(played, WARM_SHARE * options.seconds, objective)
         seed = options.seed + number
-        rows.append(Row(str(scheduling), objective, options.rate, seed, figures))
+        rows.append(CapacityRow(str(scheduling), objective, options.rate, seed, figures))
     report.line(f"{scheduling}, seed {options.seed + number}: {line_of(rows[0].figures)}")
     return rows
 
@@ -236,12 +236,12 @@ def noted(
 
 
 class Searched(NamedTuple):
-    rows: list[Row]
+    rows: list[CapacityRow]
     found: list[Found]
 
 
 def search(
-    scheduling: Scheduling, objectives: Sequence[float], options: Options, trial: Trial
+    scheduling: Scheduling, objectives: Sequence[float], options: CapacityOptions, trial: Trial
 ) -> Searched:
     """The highest load within each objective; a load is played once."""
     played: dict[float, Played] = {}
@@ -279,7 +279,9 @@ def search(
         figures = Figures.of(played[rate], warm, objective)
         found.append(Found(str(scheduling), objective, min(rate, RATE_MOST), figures))
     rows = [
-        Row(str(scheduling), objective, rate, options.seed, Figures.of(each, warm, objective))
+        CapacityRow(
+            str(scheduling), objective, rate, options.seed, Figures.of(each, warm, objective)
+        )
         for objective in objectives
         for rate, each in sorted(played.items())
     ]

@@ -16,7 +16,7 @@ from pensieve.bench.report import Report
 
 
 @dataclass(frozen=True)
-class Row:
+class CapacityRow:
     """The figures of one load on one daemon."""
 
     scheduling: str
@@ -76,7 +76,9 @@ def show_found(found: Sequence[Found], report: Report) -> None:
     report.table("The highest load that is carried", columns, rows)
 
 
-def show_rows(rows: Sequence[Row], compared: Iterable[tuple[str, str]], report: Report) -> None:
+def show_rows(
+    rows: Sequence[CapacityRow], compared: Iterable[tuple[str, str]], report: Report
+) -> None:
     """A line for each way to schedule; the first of each pair over the second, seed by seed."""
     table = []
     for name, objective in dict.fromkeys((row.scheduling, row.objective) for row in rows):
@@ -129,7 +131,7 @@ def _ratio(value: float) -> str:
     return f"{value:.2f} x"
 
 
-def plot(rows: Sequence[Row], path: Path, facts: Sequence[str]) -> None:
+def plot(rows: Sequence[CapacityRow], path: Path, facts: Sequence[str]) -> None:
     """The P99 gap over the load, a line for each scheduling, and the objectives as levels."""
     sheet = Sheet("Time between tokens over the load", facts, width=5.0)
     rates = sorted({row.rate for row in rows})

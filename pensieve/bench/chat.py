@@ -38,7 +38,7 @@ DEFAULT_MODEL = "0.37B"  # random weights of that shape
 
 
 @dataclass(frozen=True)
-class Options:
+class ChatOptions:
     shape: Shape
     seed: int
     model: str  # "" for random weights
@@ -87,7 +87,7 @@ class TokenSources:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ChatFigures:
     turns: int
     seconds: float
     output_tokens_per_second: float
@@ -102,7 +102,7 @@ class Figures:
     reused_share: float | None  # of what earlier turns left
 
 
-def run(options: Options, report: Report) -> list[Turn]:
+def run(options: ChatOptions, report: Report) -> list[Turn]:
     shape = options.shape
     scripts = scripts_of(shape, options.seed)
     with contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ def run(options: Options, report: Report) -> list[Turn]:
     return turns
 
 
-async def about(options: Options, address: str) -> list[str]:
+async def about(options: ChatOptions, address: str) -> list[str]:
     """Model, machine, load and seed, in words."""
     async with AsyncClient(address) as client:
         info = await client.server_info()
@@ -214,7 +214,7 @@ async def replay(address: str, scripts: Sequence[Script], output_tokens: int) ->
     return turns
 
 
-def figures_of(turns: Sequence[Turn], seconds: float) -> Figures:
+def figures_of(turns: Sequence[Turn], seconds: float) -> ChatFigures:
     first = [turn.first_token_seconds for turn in turns if turn.number == 0]
     later = [turn.first_token_seconds for turn in turns if turn.number > 0]
     gaps = [gap for turn in turns for gap in turn.gaps]
@@ -226,7 +226,7 @@ def figures_of(turns: Sequence[Turn], seconds: float) -> Figures:
         )
     )
     reusable = sources.device + sources.host + sources.recomputed
-    return Figures(
+    return ChatFigures(
         turns=len(turns),
         seconds=seconds,
         output_tokens_per_second=sum(turn.output_tokens for turn in turns) / seconds,
@@ -242,7 +242,7 @@ def figures_of(turns: Sequence[Turn], seconds: float) -> Figures:
     )
 
 
-def lines_of(figures: Figures) -> list[str]:
+def lines_of(figures: ChatFigures) -> list[str]:
     def milliseconds(value: float | None) -> str:
         return "-" if value is None else f"{value * 1e3:,.1f} ms"
 

@@ -55,7 +55,7 @@ CORES_SHARE_MIN = 0.6  # of a CPU's time: others have had the rest
 
 
 @dataclass(frozen=True)
-class Options:
+class ProfileOptions:
     quick: bool = False
     output: Path | None = None  # instead of the folder of kept profiles
 
@@ -73,7 +73,7 @@ class Profile(NamedTuple):
         return statistics.median(each.spread for each in self.points)
 
 
-def run(settings: Settings, options: Options, report: Report) -> Profile:
+def run(settings: Settings, options: ProfileOptions, report: Report) -> Profile:
     from pensieve.launch.executor import build_executor
     from pensieve.text import Tokenizer
 
@@ -222,7 +222,9 @@ def _progress_bar() -> Iterator[Any]:
         yield lambda share: bar.update(task, completed=share)
 
 
-def _print(profile: Profile, limits: Limits, path: Path, options: Options, report: Report) -> None:
+def _print(
+    profile: Profile, limits: Limits, path: Path, options: ProfileOptions, report: Report
+) -> None:
     cost, copies = profile.cost, profile.copies
     fitted = sum(not each.point.held_out for each in profile.points)
     report.line(f"{fitted} iterations fitted, {len(profile.points) - fitted} held out")

@@ -56,7 +56,7 @@ READ_BYTES = 256 << 20  # beyond any cache
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     kind: str
     batch: int
     context: int
@@ -69,7 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Options:
+class StepOptions:
     model: str  # "" for random weights of the shape
     shape: str
     batches: tuple[int, ...]
@@ -87,7 +87,7 @@ class Options:
         return " and ".join(each for each in ("int8 weights" if self.int8 else "", kv) if each)
 
 
-def run(options: Options, report: Report) -> list[Row]:
+def run(options: StepOptions, report: Report) -> list[StepRow]:
     if min(options.batches) < 1 or options.context < 1 or options.repeats < 1:
         raise InvalidArgument("batch, context, repeats", "are at least 1")
     about: dict[str, object] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -111,7 +111,7 @@ def run(options: Options, report: Report) -> list[Row]:
             f"likeliest tokens are the same, KL divergence {accuracy['kl_divergence']:.4f}, logits off "
             f"by {accuracy['logit_difference']:.1%} of their range"
         )
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     parts: list[PartRow] = []
     for row in measure(model, tokenizer, options):
         if isinstance(row, PartRow):
@@ -214,7 +214,9 @@ class Bench:
         self._executor.close()
 
 
-def measure(model: LoadedModel, tokenizer: Tokenizer, options: Options) -> Iterator[Row | PartRow]:
+def measure(
+    model: LoadedModel, tokenizer: Tokenizer, options: StepOptions
+) -> Iterator[StepRow | PartRow]:
     batches, context, repeats = options.batches, options.context, options.repeats
     prompt_tokens = options.prompt_tokens
     tokens_max = context + CHECKED_TOKENS + (repeats + 4) * 3 * len(batches) + 8
@@ -284,9 +286,9 @@ def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Generating]
 
 def _row(
     kind: str, batch: int, context: int, prompt_tokens: int, times: Sequence[float], floor: float
-) -> Row:
+) -> StepRow:
     seconds = statistics.median(times)
-    return Row(
+    return StepRow(
         kind=kind,
         batch=batch,
         context=context,
@@ -351,7 +353,7 @@ def weight_bytes_read(model: LoadedModel) -> int:
     return model.shape.weight_bytes - (0 if tied else table.nbytes)
 
 
-def plot(rows: Sequence[Row], path: Path, facts: Sequence[str]) -> None:
+def plot(rows: Sequence[StepRow], path: Path, facts: Sequence[str]) -> None:
     """The ratio over the batch, a line for each kind."""
     sheet = Sheet(
         "An iteration over the time to read the weights",

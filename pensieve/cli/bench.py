@@ -135,7 +135,7 @@ def chat(arguments: argparse.Namespace) -> int:
     from pensieve.bench import chat as bench
 
     seed = arguments.seed if arguments.seed is not None else random.randrange(1 << 30)
-    options = bench.Options(
+    options = bench.ChatOptions(
         _shape_of(arguments),
         seed,
         arguments.model,
@@ -239,7 +239,7 @@ def capacity(arguments: argparse.Namespace) -> int:
         arguments.document_tokens,
         arguments.think,
     )
-    options = bench.Options(
+    options = bench.CapacityOptions(
         arguments.model,
         load,
         arguments.tbt,
@@ -320,7 +320,7 @@ def attention(arguments: argparse.Namespace) -> int:
         given or (whole if arguments.full else quick)
         for given, (quick, whole, _) in zip(chosen, ATTENTION.values(), strict=True)
     )
-    options = bench.Options(
+    options = bench.AttentionOptions(
         contexts, batches, head_sizes, arguments.queries, arguments.dtype, arguments.repeats
     )
     report = Report(arguments.json)
@@ -385,7 +385,7 @@ def step_parser(kinds: Any) -> None:
 def step(arguments: argparse.Namespace) -> int:
     from pensieve.bench import step as bench
 
-    options = bench.Options(
+    options = bench.StepOptions(
         arguments.model,
         arguments.shape,
         arguments.batch,

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pensieve.bench import profile
 
     report = Report(arguments.json)
-    options = profile.Options(quick=arguments.quick, output=arguments.output)
+    options = profile.ProfileOptions(quick=arguments.quick, output=arguments.output)
     found = profile.run(resolved.settings, options, report)
     if arguments.plot is not None:
         profile.plot(found, arguments.plot, report.facts)

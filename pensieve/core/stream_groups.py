@@ -167,7 +167,7 @@ class StreamGroups:
                 left -= own
         return clusters
 
-    def _item(self, cluster: Sequence[Turn], pieces: Mapping[int, list[Slice]]) -> Item:
+    def _item(self, cluster: Sequence[Turn], pieces: Mapping[int, list[Slice]]) -> StreamItem:
         spans = [(each.start, each.stop) for turn in cluster for each in pieces[turn.turn_id]]
         if len(cluster) == 1:
             num_pages = self.num_pages(pieces[cluster[0].turn_id])
@@ -180,7 +180,7 @@ class StreamGroups:
             num_pages = sum(_length(branch, stop) for branch, stop in stops.items())
         work = work_of(spans)
         attention = self._cost.attention_seconds(work.pairs, work.keys)
-        return Item(num_pages, self._copy_seconds * num_pages, attention)
+        return StreamItem(num_pages, self._copy_seconds * num_pages, attention)
 
     def _num_own_pages(self, turn: Turn, pieces: Sequence[Slice]) -> int:
         """Of chunks that nobody else holds."""
@@ -273,7 +273,7 @@ def _length(branch: Branch, stop: int) -> int:
 # -- which turns make a group: the packing --
 
 
-class Item(NamedTuple):
+class StreamItem(NamedTuple):
     """A streamed turn, or turns that share pages, in one layer."""
 
     pages: int
@@ -285,7 +285,10 @@ Groups = list[list[int]]  # indexes of items
 
 
 def packed(
-    items: Sequence[Item], pages_max: int, before_seconds: float = 0.0, group_seconds: float = 0.0
+    items: Sequence[StreamItem],
+    pages_max: int,
+    before_seconds: float = 0.0,
+    group_seconds: float = 0.0,
 ) -> Groups:
     """Return groups of at most `pages_max` pages each, in an order in which a layer ends early.
 
@@ -334,7 +337,7 @@ class _Filling:
     """
 
     def __init__(
-        self, items: Sequence[Item], pages_max: int, before_seconds: float, leader: int
+        self, items: Sequence[StreamItem], pages_max: int, before_seconds: float, leader: int
     ) -> None:
         """The lane that takes longer leads: groups take of the other what the leader took of the group
         before."""
@@ -425,7 +428,10 @@ class _Filling:
 
 
 def makespan(
-    groups: Groups, items: Sequence[Item], before_seconds: float = 0.0, group_seconds: float = 0.0
+    groups: Groups,
+    items: Sequence[StreamItem],
+    before_seconds: float = 0.0,
+    group_seconds: float = 0.0,
 ) -> float:
     """When the last attention of the layer ends."""
     copies, attentions = _sums(groups, items, group_seconds)
@@ -433,7 +439,7 @@ def makespan(
 
 
 def _sums(
-    groups: Groups, items: Sequence[Item], group_seconds: float
+    groups: Groups, items: Sequence[StreamItem], group_seconds: float
 ) -> tuple[list[float], list[float]]:
     copies = [sum([items[index][1] for index in group]) for group in groups]
     attentions = [sum([items[index][2] for index in group]) + group_seconds for group in groups]
@@ -459,7 +465,7 @@ def _end(
 
 
 def _ordered(
-    groups: Groups, items: Sequence[Item], before: float, group_seconds: float
+    groups: Groups, items: Sequence[StreamItem], before: float, group_seconds: float
 ) -> tuple[Groups, float]:
     """The groups in an order, and its makespan: the least if nothing is before the first attention."""
     copies, attentions = _sums(groups, items, group_seconds)

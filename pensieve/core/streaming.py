@@ -120,7 +120,7 @@ class Streaming:
                 best, count = rate, number
         return count
 
-    def _rate(self, load: Load) -> float:
+    def _rate(self, load: StreamLoad) -> float:
         seconds = self.cost.seconds(load)
         return load.num_turns / seconds if seconds else 0.0
 
@@ -169,26 +169,30 @@ class Streaming:
     def committed(self, draft: IterationDraft, seconds: float) -> None:
         """It took so long; nothing is learned from one with prompts or background turns."""
         if draft.num_tokens == draft.num_decodes and not draft.num_background:
-            self.cost.took(Load(draft.num_decodes, draft.work.keys, draft.num_staged), seconds)
+            self.cost.took(
+                StreamLoad(draft.num_decodes, draft.work.keys, draft.num_staged), seconds
+            )
 
 
-def load_of(running: Iterable[Turn]) -> Load:
-    load = Load(0, 0, 0)
+def load_of(running: Iterable[Turn]) -> StreamLoad:
+    load = StreamLoad(0, 0, 0)
     for turn in running:
         if not turn.warm:
             load = load.with_turn(len(turn.tokens), len(turn.chunks) if turn.streamed else 0)
     return load
 
 
-class Load(NamedTuple):
+class StreamLoad(NamedTuple):
     """What an iteration holds in which some turns generate."""
 
     num_turns: int
     num_positions: int
     num_pages: int  # of streamed turns
 
-    def with_turn(self, num_tokens: int, num_pages: int = 0) -> Load:
-        return Load(self.num_turns + 1, self.num_positions + num_tokens, self.num_pages + num_pages)
+    def with_turn(self, num_tokens: int, num_pages: int = 0) -> StreamLoad:
+        return StreamLoad(
+            self.num_turns + 1, self.num_positions + num_tokens, self.num_pages + num_pages
+        )
 
 
 class StreamCost:
@@ -217,13 +221,13 @@ class StreamCost:
         self._counts = [0.0] * size  # observations of each term
         self._factors: Sequence[float] | None = CONFIGURED  # None: to be fitted
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, load: StreamLoad) -> float:
         if self._factors is None:
             self._factors = self._fitted()
         terms = self._terms(load)
         return sum(factor * term for factor, term in zip(self._factors, terms, strict=True))
 
-    def took(self, load: Load, seconds: float) -> None:
+    def took(self, load: StreamLoad, seconds: float) -> None:
         """An iteration with this load."""
         if seconds <= 0.0 or not load.num_turns:
             return
@@ -237,7 +241,7 @@ class StreamCost:
         ]
         self._factors = None
 
-    def _terms(self, load: Load) -> tuple[float, float, float, float]:
+    def _terms(self, load: StreamLoad) -> tuple[float, float, float, float]:
         config, (count, positions, pages) = self._config, load
         cost = config.cost
         return (

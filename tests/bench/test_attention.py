@@ -46,13 +46,13 @@ def test_attention_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) 
         return self.out.fill_(0.5)
 
     monkeypatch.setattr(bench_attention.Inputs, "here", wrong)
-    shape = bench_attention.Shape(2, 8, 64, 4, 2, 32, "float32")
+    shape = bench_attention.AttentionShape(2, 8, 64, 4, 2, 32, "float32")
     with pytest.raises(PensieveError, match="here is off by"):
         bench_attention.measure(shape, 1, 1e9)
 
 
 def test_all_contenders_of_a_shape_agree() -> None:
-    one = bench_attention.Inputs(bench_attention.Shape(3, 5, 70, 8, 2, 32, "float32"), 0)
+    one = bench_attention.Inputs(bench_attention.AttentionShape(3, 5, 70, 8, 2, 32, "float32"), 0)
     right = one.right()
     answers = {"here": one.here().clone(), "one": one.token_by_token().clone()}
     assert float((one.int8_kv() - one.right("int8_kv")).abs().max()) < 1e-5
@@ -70,9 +70,11 @@ def test_queries_longer_than_the_context_are_refused(capsys: pytest.CaptureFixtu
 def test_the_default_is_a_dozen_shapes_and_full_the_table_of_the_docs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def timed(shape: bench_attention.Shape, repeats: int, bandwidth: float) -> bench_attention.Row:
+    def timed(
+        shape: bench_attention.AttentionShape, repeats: int, bandwidth: float
+    ) -> bench_attention.AttentionRow:
         times: dict[str, Any] = dict.fromkeys(TIMES, 1.0)
-        return bench_attention.Row(**asdict(shape), **times)
+        return bench_attention.AttentionRow(**asdict(shape), **times)
 
     monkeypatch.setattr(bench_attention, "measure", timed)
     for arguments, number in (([], 12), (["--full"], 96), (["--full", "--head-size=96"], 48)):

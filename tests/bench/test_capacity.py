@@ -12,9 +12,9 @@ import pytest
 
 from pensieve.bench import capacity as bench
 from pensieve.bench.bench_daemon import serving
-from pensieve.bench.capacity import FIRST, MIXED, OURS, Options, Scheduling, Trial
+from pensieve.bench.capacity import FIRST, MIXED, OURS, CapacityOptions, Scheduling, Trial
 from pensieve.bench.capacity_load import Figures, Load, Played, Seen, play
-from pensieve.bench.capacity_report import Row, plot
+from pensieve.bench.capacity_report import CapacityRow, plot
 from pensieve.bench.report import Report
 from pensieve.bench.step import decode_seconds
 from pensieve.cli.main import main
@@ -23,9 +23,9 @@ from pensieve.errors import InvalidArgument
 LOAD = Load(2, 8, 6, 0.5, 40, 0.01)
 
 
-def options(**changes: object) -> Options:
+def options(**changes: object) -> CapacityOptions:
     given = {"model": "", "load": LOAD, "tbt": 0.1, "ttft": 0.0, "rate": 0.0, "seconds": 60.0}
-    return Options(**{**given, "rounds": 1, "seed": 0, **changes})  # type: ignore[arg-type]
+    return CapacityOptions(**{**given, "rounds": 1, "seed": 0, **changes})  # type: ignore[arg-type]
 
 
 # -- the load --
@@ -210,7 +210,7 @@ def test_the_plot_has_a_line_for_each_scheduling_and_a_level_for_each_objective(
     pytest.importorskip("matplotlib")
     turn = [Seen(10.0, 0.1, 0.0, [0.05], 2, True)]
     rows = [
-        Row(name, 0.1, rate, seed, Figures.of(Played(turn, 60.0), 1.0, 0.1))
+        CapacityRow(name, 0.1, rate, seed, Figures.of(Played(turn, 60.0), 1.0, 0.1))
         for name in ("ours, 100 ms", FIRST)
         for rate in (1.0, 2.0)
         for seed in (0, 1)

@@ -234,12 +234,14 @@ def test_every_bench_draws_one_sheet_that_names_model_and_machine(
     facts = ["random weights 0.37B bfloat16", machine(), "seed 1"]
     turns = [bench_chat.Turn(i % 3, 0.1 * i, 1.0, [0.001, 0.2 * i], 3) for i in range(1, 9)]
     steps = [
-        bench_step.Row(kind, batch, 64, 0, 0.02, 0.03, 0.01, ratio, 50.0)
+        bench_step.StepRow(kind, batch, 64, 0, 0.02, 0.03, 0.01, ratio, 50.0)
         for kind, ratio in (("decode", 1.3), ("mixed", 1.32))
         for batch in (1, 4, 16, 64)
     ]
     attended = [
-        bench_attention.Row(8, 8, context, 16, kv, size, dtype, 1, 1, 1, 1, 0.5 + kv / 99, 0.5, 1)
+        bench_attention.AttentionRow(
+            8, 8, context, 16, kv, size, dtype, 1, 1, 1, 1, 0.5 + kv / 99, 0.5, 1
+        )
         for context in (128, 512, 4096)
         for kv in (16, 4)
         for size in (64, 128)

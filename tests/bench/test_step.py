@@ -81,7 +81,7 @@ def test_step_times_nothing_that_depends_on_company(
 
     monkeypatch.setattr(bench_step.Bench, "decode", wrong)
     model, tokenizer = load(random_model), Tokenizer.load(random_model)
-    options = bench_step.Options("", "", (2,), 9, 8, 1, int8=False)
+    options = bench_step.StepOptions("", "", (2,), 9, 8, 1, int8=False)
     rows = bench_step.measure(model, tokenizer, options)
     with pytest.raises(PensieveError, match="turn 0 gets another reply when it is alone"):
         next(iter(rows))

@@ -8,13 +8,13 @@ import pytest
 
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.streaming import Load, StreamCost, solved
+from pensieve.core.streaming import StreamCost, StreamLoad, solved
 
 COST = IterationCost(1e-3, 2e-2, 0.0, 1e-6, 0.0)
 CONFIG = SchedulerConfig(cost=COST, copy_seconds=1e-4, group_seconds=1e-3)
 
 
-def learned(seconds_of: object, loads: list[Load], late: float = 0.0) -> StreamCost:
+def learned(seconds_of: object, loads: list[StreamLoad], late: float = 0.0) -> StreamCost:
     draw, cost = random.Random(1), StreamCost(CONFIG, 100)
     for load in loads:
         seconds = seconds_of(load)  # type: ignore[operator]
@@ -22,20 +22,20 @@ def learned(seconds_of: object, loads: list[Load], late: float = 0.0) -> StreamC
     return cost
 
 
-def drawn(num_turns_max: int, num_pages_max: int, count: int = 60) -> list[Load]:
+def drawn(num_turns_max: int, num_pages_max: int, count: int = 60) -> list[StreamLoad]:
     draw = random.Random(7)
     return [
-        Load(turns, 200 * turns, draw.choice((0, draw.randint(1, num_pages_max))))
+        StreamLoad(turns, 200 * turns, draw.choice((0, draw.randint(1, num_pages_max))))
         for turns in (draw.randint(1, num_turns_max) for _ in range(count))
     ]
 
 
 def test_before_anything_is_measured_it_is_what_was_configured() -> None:
     cost = StreamCost(CONFIG, 100)
-    assert cost.seconds(Load(4, 800, 0)) == pytest.approx(COST.pass_seconds(4, 800, 800, 4))
-    more = cost.seconds(Load(4, 800, 150)) - cost.seconds(Load(4, 800, 0))
+    assert cost.seconds(StreamLoad(4, 800, 0)) == pytest.approx(COST.pass_seconds(4, 800, 800, 4))
+    more = cost.seconds(StreamLoad(4, 800, 150)) - cost.seconds(StreamLoad(4, 800, 0))
     assert more == pytest.approx(150 * 1e-4 + 2 * 1e-3)
-    assert cost.seconds(Load(0, 0, 0)) == 0.0
+    assert cost.seconds(StreamLoad(0, 0, 0)) == 0.0
 
 
 @pytest.mark.parametrize("late", [0.0, 0.05])
@@ -62,15 +62,15 @@ def test_old_iterations_fade() -> None:
     cost = learned(lambda load: 0.05, loads)
     for load in loads[:120]:
         cost.took(load, 0.02)
-    assert cost.seconds(Load(5, 1000, 0)) == pytest.approx(0.02, rel=0.1)
+    assert cost.seconds(StreamLoad(5, 1000, 0)) == pytest.approx(0.02, rel=0.1)
 
 
 def test_no_term_is_negative() -> None:
     """More pages in a faster iteration: the machine was busy before."""
     cost = StreamCost(CONFIG, 100)
     for pages in range(0, 90, 3):
-        cost.took(Load(5, 1000, pages), 0.1 - 0.001 * pages)
-    assert cost.seconds(Load(5, 1000, 500)) >= cost.seconds(Load(5, 1000, 50))
+        cost.took(StreamLoad(5, 1000, pages), 0.1 - 0.001 * pages)
+    assert cost.seconds(StreamLoad(5, 1000, 500)) >= cost.seconds(StreamLoad(5, 1000, 50))
 
 
 def test_a_system_of_equations_is_solved() -> None:

@@ -9,13 +9,13 @@ from statistics import mean
 
 import pytest
 
-from pensieve.core.stream_groups import Groups, Item, makespan, packed, path_of
+from pensieve.core.stream_groups import Groups, StreamItem, makespan, packed, path_of
 
 WORST, MEAN = 1.3, 1.015  # times the least makespan
-Case = tuple[list[Item], int, float, float]  # the arguments of `packed`
+Case = tuple[list[StreamItem], int, float, float]  # the arguments of `packed`
 
 
-def timeline(groups: Groups, items: Sequence[Item], before: float, launch: float) -> float:
+def timeline(groups: Groups, items: Sequence[StreamItem], before: float, launch: float) -> float:
     """The makespan once more, event by event as the two lanes and two arenas have it."""
     loads: list[float] = []  # when each ended
     attentions: list[float] = []
@@ -40,11 +40,13 @@ def ordered_partitions(members: tuple[int, ...]) -> Iterator[Groups]:
 PARTITIONS = {num: list(ordered_partitions(tuple(range(num)))) for num in range(1, 6)}
 
 
-def fits(groups: Groups, items: Sequence[Item], pages_max: int) -> bool:
+def fits(groups: Groups, items: Sequence[StreamItem], pages_max: int) -> bool:
     return all(sum(items[i].pages for i in group) <= pages_max for group in groups)
 
 
-def least_by_listing(items: Sequence[Item], pages_max: int, before: float, launch: float) -> float:
+def least_by_listing(
+    items: Sequence[StreamItem], pages_max: int, before: float, launch: float
+) -> float:
     return min(
         makespan(groups, items, before, launch)
         for groups in PARTITIONS[len(items)]
@@ -52,7 +54,7 @@ def least_by_listing(items: Sequence[Item], pages_max: int, before: float, launc
     )
 
 
-def least(items: Sequence[Item], pages_max: int, before: float, launch: float) -> float:
+def least(items: Sequence[StreamItem], pages_max: int, before: float, launch: float) -> float:
     """The same for more items: what remains to pass depends only on who is left and on the latest group."""
     every = (1 << len(items)) - 1
 
@@ -96,7 +98,7 @@ def least(items: Sequence[Item], pages_max: int, before: float, launch: float) -
 
 
 def lower_bound(
-    items: Sequence[Item], pages_max: int, before: float = 0.0, launch: float = 0.0
+    items: Sequence[StreamItem], pages_max: int, before: float = 0.0, launch: float = 0.0
 ) -> float:
     """No groups in any order have a makespan below this."""
     if not items:
@@ -171,7 +173,7 @@ def random_case(rng: random.Random, num: int) -> Case:
             copy *= rng.choice([0, 2])
         if rng.random() < 0.03:
             attention = 0.0
-        items.append(Item(pages, copy, attention))
+        items.append(StreamItem(pages, copy, attention))
     longest, total = max(item.pages for item in items), sum(item.pages for item in items)
     pages_max = rng.choice(
         [
@@ -288,7 +290,7 @@ def many(
         attention = pages * 2e-6 * ratio
         if rng.random() < prefills:
             attention *= rng.uniform(2, 30)
-        items.append(Item(pages, pages * 2e-6, attention))
+        items.append(StreamItem(pages, pages * 2e-6, attention))
     pages_max = max(*pages_of, sum(pages_of) // arenas)
     return items, pages_max, before * sum(pages_of) * 2e-6, 1e-6
 
@@ -322,19 +324,19 @@ def test_many_turns_end_near_the_lower_bound(num: int, ratio: float, limit: floa
 
 def test_a_long_copy_lies_beside_a_long_attention() -> None:
     """A prefill that attends 8 s is in front of those whose copies take 8 s; the arena has room for all."""
-    items = [Item(8, 8.0, 1.0), Item(1, 1.0, 8.0)]
+    items = [StreamItem(8, 8.0, 1.0), StreamItem(1, 1.0, 8.0)]
     assert packed(items, 100) == [[1], [0]]
     assert makespan([[1], [0]], items) == 1 + 8 + 1
 
 
 def test_launches_that_cost_more_than_waiting_leave_one_group() -> None:
-    items = [Item(1, 1.0, 1.0) for _ in range(4)]
+    items = [StreamItem(1, 1.0, 1.0) for _ in range(4)]
     assert len(packed(items, 4, group_seconds=100.0)) == 1
     assert len(packed(items, 4, group_seconds=0.0)) == 4
 
 
 def test_what_two_arenas_hold_is_loaded_beside_the_dense_parts() -> None:
-    items = [Item(10, 1.0, 0.1) for _ in range(4)]
+    items = [StreamItem(10, 1.0, 0.1) for _ in range(4)]
     groups = packed(items, 20, before_seconds=4.0)
     assert makespan(groups, items, 4.0) == pytest.approx(4.4)
 
@@ -345,13 +347,13 @@ def test_nothing_to_pack_is_no_group() -> None:
 
 
 def test_one_turn_is_one_group() -> None:
-    assert packed([Item(10, 1.0, 2.0)], 10, 0.5, 0.25) == [[0]]
-    assert makespan([[0]], [Item(10, 1.0, 2.0)], 0.5, 0.25) == 1.0 + 2.0 + 0.25
+    assert packed([StreamItem(10, 1.0, 2.0)], 10, 0.5, 0.25) == [[0]]
+    assert makespan([[0]], [StreamItem(10, 1.0, 2.0)], 0.5, 0.25) == 1.0 + 2.0 + 0.25
 
 
 @pytest.mark.parametrize("num", [1, 2, 5, 7, 8, 50, 300])
 def test_turns_that_take_no_time_are_packed_all_the_same(num: int) -> None:
-    items = [Item(3, 0.0, 0.0) for _ in range(num)]
+    items = [StreamItem(3, 0.0, 0.0) for _ in range(num)]
     groups = packed(items, 7)
     assert sorted(chain(*groups)) == list(range(num))
     assert fits(groups, items, 7)
@@ -359,14 +361,14 @@ def test_turns_that_take_no_time_are_packed_all_the_same(num: int) -> None:
 
 @pytest.mark.parametrize("num", [3, 7, 20, 300])
 def test_turns_that_fill_an_arena_each_are_groups_of_one(num: int) -> None:
-    items = [Item(10, 1.0 + index % 3, 2.0 - index % 2) for index in range(num)]
+    items = [StreamItem(10, 1.0 + index % 3, 2.0 - index % 2) for index in range(num)]
     groups = packed(items, 10, 0.5, 0.1)
     assert sorted(groups) == [[index] for index in range(num)]
 
 
 def test_a_turn_larger_than_an_arena_is_refused() -> None:
     with pytest.raises(AssertionError):
-        packed([Item(11, 1.0, 1.0)], 10)
+        packed([StreamItem(11, 1.0, 1.0)], 10)
 
 
 @pytest.mark.parametrize("num", [5, 7, 30, 300])

@@ -13,7 +13,7 @@ from pensieve.core.iteration import Iteration
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.streamed_pages import StreamedPages
-from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR, Load, StreamCost
+from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR, StreamCost, StreamLoad
 from pensieve.core.turn import Turn, TurnState
 from tests.core.world import Stage
 
@@ -443,8 +443,8 @@ def test_it_stops_where_it_turns_out_not_to_pay_and_tries_again_later(
     streaming = world.scheduler.streaming
     streaming._num_streamed = TRIED_FOR
     for _ in range(20):
-        streaming.cost.took(Load(1, 30, 0), 0.01)
-        streaming.cost.took(Load(2, 60, 6), 0.03)  # the copies slow everything down
+        streaming.cost.took(StreamLoad(1, 30, 0), 0.01)
+        streaming.cost.took(StreamLoad(2, 60, 6), 0.03)  # the copies slow everything down
     world.next()
     assert not b.streamed
     assert b.usage.suspensions == 1
