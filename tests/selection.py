@@ -77,7 +77,7 @@ EXPENSIVE = (
     "tests/core/test_small_worlds.py",
     "tests/core/test_traffic.py::test_every_reply",  # random worlds of the scheduler
     "tests/store/test_compaction.py",  # each statement of each step fails once
-    "tests/store/backup/test_backup.py",  # each moment of a backup is restored
+    "tests/store/test_backup.py",  # each moment of a backup is restored
     "tests/cli/test_chat_terminal.py",
 )
 # Files whose tests share what takes long to start, or build on each other: these take turns as a whole.

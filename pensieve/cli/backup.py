@@ -1,8 +1,7 @@
 """`pensieve backup` and `pensieve restore`: copies of a history in a folder, and the way back.
 
-`backup` asks the daemon that has the history, through the socket in the data folder; if none has it, it
-copies the history itself.  Either way what was written is checked here, as a whole.  `restore` needs no
-daemon, and wants the data folder for itself.
+`backup` reads the history itself, also while daemons write to it, and checks the copy. `restore` needs the
+data folder for itself.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import Resolved, settings_named
-from pensieve.errors import BackupDamaged, ConfigError, InvalidArgument, StoreLocked
+from pensieve.errors import BackupDamaged, ConfigError, InvalidArgument
 
 
 def add_parser(commands: Any) -> None:
@@ -57,49 +57,29 @@ def add_parser(commands: Any) -> None:
 
 
 def back_up(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    from pensieve.store.backup.files import BASE_NAME, read_base_description
-    from pensieve.store.backup.restoring import check_database
+    from pensieve.store.backup import BASE_NAME, Backup, check_database
     from pensieve.store.folder import DATABASE_NAME
 
     folder, data = arguments.folder.absolute(), resolved.settings.data
     if not (data / DATABASE_NAME).exists():
         raise ConfigError(f"{data} has no history; see --data (PostgreSQL has backups of its own)")
-    generation = _copied(data, folder)
-    path = folder / f"generation-{generation:06}"
+    with closing(Backup(folder, data)) as backup:
+        base = backup.write()
+    path = folder / f"generation-{base.generation:06}"
     if problems := check_database(path / BASE_NAME):
         raise BackupDamaged(f"{path} holds a history that is damaged itself: {problems[0]}")
-    base = read_base_description(path)
-    figures = {"generation": generation, "time": base.time, "bytes": base.num_bytes}
+    figures = {"generation": base.generation, "time": base.time, "bytes": base.num_bytes}
     words = f"{path} has the history as of {_shown(base.time)}, {base.num_bytes / 2**20:,.1f} MiB"
     print(json.dumps(figures) if arguments.json else f"{words}; it was checked")
     return 0
 
 
-def _copied(data: Path, folder: Path) -> int:
-    """The generation that was made: here, or by the daemon that has the history."""
-    from pensieve.client import Retry
-    from pensieve.client.admin import Admin
-    from pensieve.service.admin_socket import socket_address, socket_path
-    from pensieve.store.backup.writing import write_copy
-    from pensieve.store.conversation_store import ConversationStore
-
-    socket = socket_path(data)
-    try:
-        with ConversationStore.open(data, "pensieve backup") as store:
-            return write_copy(store.backup_source, folder).generation.number
-    except StoreLocked:
-        if not socket.exists():
-            raise
-    with Admin(socket_address(socket), retry=Retry(retries=0)) as admin:
-        return admin.back_up(str(folder)).generation
-
-
 def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    from pensieve.store.backup import restoring
+    from pensieve.store import backup
 
     if arguments.list:
         return _list(arguments)
-    restored = restoring.restore(
+    restored = backup.restore(
         arguments.folder,
         resolved.settings.data,
         None if arguments.at is None else _time(arguments.at),
@@ -117,13 +97,11 @@ def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
     )
     if restored.damage:
         print(f"what came later is damaged or missing: {restored.damage}")
-    if not restored.newest_known:
-        print("an older version wrote this backup, so a later segment may be missing")
     return 0
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from pensieve.store.backup.restoring import points
+    from pensieve.store.backup import points
 
     for each in points(arguments.folder):
         if arguments.json:

@@ -15,7 +15,6 @@ from pensieve.client.retry import Deadline
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
-BACK_UP_SECONDS = 86_400.0
 LOOK_SECONDS = 30.0  # the timeout of calls that walk the cache
 
 
@@ -107,14 +106,6 @@ class Admin(Client):
     def drain(self) -> int:
         """Let the daemon refuse new turns and finish those that run; returns how many run."""
         return self.call(lambda at: _stub(at).Drain, pb.DrainRequest()).turns_running
-
-    def back_up(self, folder: str, timeout: float = BACK_UP_SECONDS) -> pb.BackUpResponse:
-        """Copy the whole history into a folder of the daemon's machine; only through its socket.
-
-        After `timeout` seconds it is given up.
-        """
-        request = pb.BackUpRequest(folder=check_text("folder", folder))
-        return self.call(lambda at: _stub(at).BackUp, request, timeout)
 
 
 def _stub(at: Link) -> admin_pb2_grpc.AdminServiceStub:

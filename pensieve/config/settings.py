@@ -272,19 +272,11 @@ class Settings:
     backup: Path | None = _setting(
         file,
         "",
-        "back the history up into this folder all the time (see `pensieve restore`)",
+        "back the history up into this folder every minute (see `pensieve restore`)",
         "DIR",
         of=(SERVE, HISTORY),
         group="history",
         common=True,
-    )
-    backup_seconds: float = _setting(
-        number(0.1, 86_400),
-        "60",
-        "time between what is written there, and so the most that a lost disk takes with it",
-        "SECONDS",
-        of=(SERVE, HISTORY),
-        group="history",
     )
     backup_keep: float = _setting(
         number(0, 36_500),
@@ -668,6 +660,7 @@ def settings_named(*names: str) -> Table:
 
 # Settings of earlier versions, and what to do instead.
 REMOVED = {
+    "backup_seconds": "a history that has changed is backed up every minute",
     "chain_keep": "a conversation is found by its history for 30 days after its last reply",
     "check_kv": "KV of the host tier is checked on CPUs",
     "chunk_tokens": "a chunk has 32 tokens",

@@ -165,7 +165,7 @@ def _backup(settings: Settings) -> BackupConfig | None:
     if settings.backup is None:
         return None
     keep_seconds = settings.backup_keep * DAY_SECONDS
-    return BackupConfig(settings.backup.absolute(), settings.backup_seconds, keep_seconds)
+    return BackupConfig(settings.backup.absolute(), keep_seconds)
 
 
 def open_server(setup: DaemonSetup, report: Report) -> Server:

@@ -94,7 +94,7 @@ def setup_of(resolved: Resolved) -> HistorySetup:
     backup = None
     if given.backup is not None:
         keep_seconds = given.backup_keep * DAY_SECONDS
-        backup = BackupConfig(given.backup.absolute(), given.backup_seconds, keep_seconds)
+        backup = BackupConfig(given.backup.absolute(), keep_seconds)
     return HistorySetup(
         *(given.data, store, address, HistoryConfig(given.lease), secret, tls),
         given.event_log,
@@ -212,7 +212,8 @@ def _start_upkeep(
             erasing.sweep()
 
     threads.spawn(sweep())
-    BackingUp(store.backup_source, threads, setup.backup).start()
+    if setup.backup is not None:
+        BackingUp(setup.data, setup.backup, threads).start()
     Scrubbing(
         store.scrub(), threads, SCRUB_SECONDS, lambda: store.erasure.pending, damage.found
     ).start()

@@ -124,7 +124,9 @@ class Daemon:
         self.full_disk = FullDisk(store, self.threads, lambda: self.on_serving(self.serving))
         self.reader = store.reader()  # of the read thread, also while the model is loading
         self._erasing = Erasing(store.erasure, self.threads)
-        self.backing_up = BackingUp(store.backup_source, self.threads, self.config.backup)
+        self.backing_up: BackingUp | None = None
+        if self.config.backup is not None:
+            self.backing_up = BackingUp(store.folder.path, self.config.backup, self.threads)
         self.scrubbing = Scrubbing(
             store.scrub(),
             self.threads,
@@ -178,7 +180,8 @@ class Daemon:
         gc_pause.freeze()
         of = self._conversations
         self.threads.spawn(sweep(lambda: self.num_turns, of.readers, self._erasing))
-        self.backing_up.start()
+        if self.backing_up is not None:
+            self.backing_up.start()
         self.scrubbing.start()
         start_forgetting(
             store,
@@ -452,9 +455,9 @@ class Daemon:
     async def close(self) -> None:
         await self.background.close()
         await self.engine.stop()
-        self.backing_up.stop()
         await self.threads.end_tasks()
-        await self.backing_up.close()
+        if self.backing_up is not None:
+            await self.backing_up.close()
         if self._conversations is not None:
             self._conversations.readers.close()
         await self.threads.close()

@@ -28,9 +28,7 @@ class Sources:
 @dataclass(frozen=True)
 class BackupConfig:
     folder: Path
-    seconds: float = 60.0  # between two shipments
     keep_seconds: float = 7 * DAY_SECONDS  # 0: for ever
-    generation_seconds: float = DAY_SECONDS
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pensieve.store.backup.capture import Feed
-
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
@@ -120,21 +118,6 @@ class Marks(Protocol):
         """Remember it for the next start; in any thread, and it may wait for a server."""
 
 
-class Source(Protocol):
-    """What a backup needs; StoreError where the database has backups of its own."""
-
-    now: Callable[[], float]
-
-    @property
-    def identity(self) -> str: ...
-    @property
-    def num_bytes(self) -> int: ...
-    def read(self, num_bytes: int, offset: int) -> bytes: ...
-    def begin(self) -> Feed: ...
-    def collect(self) -> None: ...
-    def end(self, feed: Feed) -> None: ...
-
-
 class Backend(Protocol):
     @property
     def writer(self) -> Transactions: ...
@@ -142,8 +125,6 @@ class Backend(Protocol):
     def figures(self) -> WriteFigures: ...
     @property
     def erasure(self) -> ErasureSteps: ...
-    @property
-    def backup_source(self) -> Source: ...
     @property
     def marks(self) -> Marks: ...
     def close(self) -> None:

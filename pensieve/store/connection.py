@@ -13,9 +13,6 @@ Durable on return.  With WAL and synchronous=FULL, `writing` syncs the log befor
 After an error the transaction is rolled back.  After an I/O error, above all a failed sync, it is unknown
 what the kernel's cache still holds.  So the connection is closed, and the next use opens a new one that
 reads from the disk; nothing is retried on the old one.  The same happens if the rollback fails.
-
-While a backup is written, what is committed is read from the write-ahead log before that is checkpointed
-(backup/capture.py).
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ from sqlite_utils.utils import sqlite3
 
 from pensieve.errors import DiskFull, StoreCorrupt, StoreError, StoreUnavailable
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, TimeLimit, WriteFigures
-from pensieve.store.backup.capture import Capture, Feed
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -66,15 +62,14 @@ FULL, IO_ERROR = 13, 10
 class Writer:
     """The connection for one thread at a time; it opens again after an error.
 
-    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database; `now` is the
-    clock of the records; `noun` is what errors call it.
+    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database; `noun` is
+    what errors call it.
     """
 
     def __init__(
         self,
         path: Path,
         on_open: Callable[[Any], None],
-        now: Callable[[], float],
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         statement_seconds: float = STATEMENT_SECONDS,
@@ -90,7 +85,6 @@ class Writer:
         self.figures = WriteFigures(self.journal_path)
         self._in_use = threading.Lock()
         self._db: Any = None
-        self._capture = Capture(self.journal_path, now, driver)
         self.limit = TimeLimit(statement_seconds)
 
     @contextlib.contextmanager
@@ -101,7 +95,6 @@ class Writer:
                 yield db.conn
                 began = time.perf_counter()
             self.figures.committed(time.perf_counter() - began)
-            self._capture.committed(db.conn)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -124,7 +117,6 @@ class Writer:
         It is not while another connection reads the log.  This does not wait for that one to end.
         """
         with self.reading() as conn:
-            self._capture.collect(conn)
             try:
                 conn.execute("PRAGMA busy_timeout = 0").fetchall()
                 busy, _, _ = conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -134,20 +126,6 @@ class Writer:
                 self._discard()  # the next connection waits again
                 raise
         return not busy
-
-    def begin_feed(self) -> Feed:
-        """For a backup: what is committed from now on, and what the log holds already."""
-        with self.reading() as conn:
-            return self._capture.begin(conn)
-
-    def collect(self) -> None:
-        """Put into the feeds what was committed up to now."""
-        with self.reading() as conn:
-            self._capture.collect(conn)
-
-    def end_feed(self, feed: Feed) -> None:
-        with self.reading() as conn:
-            self._capture.end(conn, feed)
 
     def close(self) -> None:
         """Checkpoint and close; the connection is closed even if this raises an error.
@@ -234,9 +212,6 @@ class Writer:
     def _discard(self) -> None:
         db, self._db = self._db, None
         if db is not None:
-            self._capture.abandon(
-                "the history was closed, or opened anew after an error of the disk"
-            )
             with contextlib.suppress(self.driver.Error):
                 db.conn.close()
 

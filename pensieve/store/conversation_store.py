@@ -93,12 +93,11 @@ class ConversationStore:
         self.folder = folder
         self.now = now
         times = busy_timeout_seconds, compact_bytes_min, statement_seconds
-        self._backend = open_backend(folder, url, now, driver, *times)
+        self._backend = open_backend(folder, url, driver, *times)
         self._writer = self._backend.writer
         self._transactions = StoreTransactions(self._writer, now)
         self.group = self._transactions.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
-        self.backup_source = self._backend.backup_source
         self.forgetting = Forgetting(self._transactions)
         self.prefixes = DeclaredPrefixes(self._transactions, now)
         self.chains = Chains(self._transactions)
@@ -512,7 +511,6 @@ def _texts(messages: Iterable[Message | NewMessage]) -> list[tuple[Any, ...]]:
 def open_backend(
     folder: DataFolder,
     url: str,
-    now: Callable[[], float],
     driver: Any,
     busy_timeout_seconds: float,
     compact_bytes_min: int,
@@ -527,14 +525,13 @@ def open_backend(
         from pensieve.store.postgres.connection import Address
 
         return PostgresBackend(
-            Address(url, driver), folder.holder, now, busy_timeout_seconds, statement_seconds
+            Address(url, driver), folder.holder, busy_timeout_seconds, statement_seconds
         )
     from pensieve.store.connection import preferred_driver
     from pensieve.store.sqlite_backend import SqliteBackend
 
     return SqliteBackend(
         folder,
-        now,
         driver or preferred_driver,
         busy_timeout_seconds,
         compact_bytes_min,

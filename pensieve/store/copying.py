@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,7 +68,7 @@ def opened(data: Path, url: str, holder: str) -> Iterator[Backend]:
         was_unclean = folder.stopped_unclean
         try:
             times = BUSY_TIMEOUT_SECONDS, COMPACT_BYTES_MIN, STATEMENT_SECONDS
-            backend = open_backend(folder, url, time.time, None, *times)
+            backend = open_backend(folder, url, None, *times)
             try:
                 yield backend
             finally:

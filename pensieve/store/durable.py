@@ -6,12 +6,12 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedRandom
 from pathlib import Path
-from typing import IO
 
 
 @contextmanager
-def new_file(path: Path, mode: int = 0o600, *, shared: bool = False) -> Iterator[IO[bytes]]:
+def new_file(path: Path, mode: int = 0o600, *, shared: bool = False) -> Iterator[BufferedRandom]:
     """Written under another name, synced, and only then renamed; its name is durable as well."""
     partial = path.with_name(f"{path.name}.partial")
     if shared:  # with another process that writes the same at the same time

@@ -127,27 +127,6 @@ class DataFolder:
         """The length of the file of the database."""
         return 0 if self._database is None else os.fstat(self._database).st_size
 
-    def read_database(self, num_bytes: int, offset: int) -> bytes:
-        """From the file itself, in any thread; the write-ahead log may hold newer pages."""
-        if self._lock is None or self._database is None:
-            raise StoreUnavailable("the history is closed")
-        return os.pread(self._database, num_bytes, offset)
-
-    def identity(self) -> str:
-        """The name of this history, made now if it has none."""
-        path = self.path / IDENTITY_NAME
-        try:
-            if not path.exists():
-                self.set_identity(secrets.token_hex(16))
-            return path.read_text(encoding="ascii").strip()
-        except OSError as error:
-            raise StoreUnavailable(f"{path} cannot be used: {error.strerror}") from error
-
-    def set_identity(self, identity: str) -> None:
-        path = self.path / IDENTITY_NAME
-        with new_file(path) as file:
-            file.write(f"{identity}\n".encode())
-
     def close(self, clean: bool) -> None:
         """Release the folder; pass `clean` only if the database was closed without an error."""
         if self._lock is None:
@@ -160,6 +139,22 @@ class DataFolder:
         if self._database is not None:
             os.close(self._database)
         self._lock = None
+
+
+def history_identity(path: Path) -> str:
+    """The name of the history in this folder, made now if it has none."""
+    file = path / IDENTITY_NAME
+    try:
+        if not file.exists():
+            set_history_identity(path, secrets.token_hex(16))
+        return file.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise StoreUnavailable(f"{file} cannot be used: {error.strerror}") from error
+
+
+def set_history_identity(path: Path, identity: str) -> None:
+    with new_file(path / IDENTITY_NAME) as file:
+        file.write(f"{identity}\n".encode())
 
 
 def holder_of(path: Path) -> str:

@@ -492,7 +492,6 @@ class JobStore:
         return Writer(
             path,
             lambda db: migrate(db, path, STEPS, APPLICATION_ID, LAST_RESORT),
-            self._now,
             self._driver,
             self._busy_timeout_seconds,
             self._statement_seconds,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store import verify
 from pensieve.store.backend import ErasureSteps, TimeLimit
-from pensieve.store.backup.source import BackupSource
 from pensieve.store.compaction import Compaction
 from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.folder import RESERVE_NAME, DataFolder
@@ -46,7 +45,6 @@ class SqliteBackend:
     def __init__(
         self,
         folder: DataFolder,
-        now: Callable[[], float],
         driver: Any,
         busy_timeout_seconds: float,
         compact_bytes_min: int,
@@ -56,7 +54,6 @@ class SqliteBackend:
         self.writer = Writer(
             self._path,
             lambda db: migrate(db, self._path),
-            now,
             driver,
             busy_timeout_seconds,
             statement_seconds,
@@ -64,7 +61,6 @@ class SqliteBackend:
         self.figures = self.writer.figures
         self._reserve = Reserve(folder.path / RESERVE_NAME)
         self.erasure = Erasure(self.writer, compact_bytes_min, self._reserve)
-        self.backup_source = BackupSource(folder, self.writer, now)
         self.marks = folder
 
     def close(self) -> None:
@@ -154,8 +150,8 @@ class Erasure(ErasureSteps):
 
     On a full disk a deletion takes the space of the reserve, and the file is shortened at once.
 
-    A backup (backup/) is kept somewhere else and keeps what is deleted until it is dropped; a slow or broken
-    one holds up nothing here.
+    A backup (backup.py) is kept somewhere else and keeps what is deleted until it is dropped.  While the
+    database is copied for it, the log cannot be truncated.  A slow or broken folder holds up nothing here.
 
     What is pending is remembered by the log itself: a clean close leaves it empty, so a log that is there
     when the history is opened may contain anything, and is truncated then or by the first step that can.

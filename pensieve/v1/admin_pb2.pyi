@@ -21,46 +21,6 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
-class BackUpRequest(google.protobuf.message.Message):
-    """Where to."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    FOLDER_FIELD_NUMBER: builtins.int
-    folder: builtins.str
-    """An absolute path.  The folder is made if it is missing; it is for one history."""
-    def __init__(
-        self,
-        *,
-        folder: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["folder", b"folder"]) -> None: ...
-
-Global___BackUpRequest: typing_extensions.TypeAlias = BackUpRequest
-
-@typing.final
-class BackUpResponse(google.protobuf.message.Message):
-    """What was made."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    GENERATION_FIELD_NUMBER: builtins.int
-    TIME_FIELD_NUMBER: builtins.int
-    generation: builtins.int
-    """The number of the generation in the folder."""
-    time: builtins.float
-    """What was committed up to this moment is in it; seconds since 1970."""
-    def __init__(
-        self,
-        *,
-        generation: builtins.int = ...,
-        time: builtins.float = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "time", b"time"]) -> None: ...
-
-Global___BackUpResponse: typing_extensions.TypeAlias = BackUpResponse
-
-@typing.final
 class GetStatsRequest(google.protobuf.message.Message):
     """Nothing to say."""
 

@@ -90,11 +90,6 @@ class AdminServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
-        self.BackUp = channel.unary_unary(
-                '/pensieve.v1.AdminService/BackUp',
-                request_serializer=pensieve_dot_v1_dot_admin__pb2.BackUpRequest.SerializeToString,
-                response_deserializer=pensieve_dot_v1_dot_admin__pb2.BackUpResponse.FromString,
-                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -178,13 +173,6 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def BackUp(self, request, context):
-        """Copies the whole history into a folder of the daemon's machine, while it serves.  Only on the UNIX socket.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -242,11 +230,6 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pensieve_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
-            ),
-            'BackUp': grpc.unary_unary_rpc_method_handler(
-                    servicer.BackUp,
-                    request_deserializer=pensieve_dot_v1_dot_admin__pb2.BackUpRequest.FromString,
-                    response_serializer=pensieve_dot_v1_dot_admin__pb2.BackUpResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -547,33 +530,6 @@ class AdminService(object):
             '/pensieve.v1.AdminService/Drain',
             pensieve_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             pensieve_dot_v1_dot_admin__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def BackUp(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pensieve.v1.AdminService/BackUp',
-            pensieve_dot_v1_dot_admin__pb2.BackUpRequest.SerializeToString,
-            pensieve_dot_v1_dot_admin__pb2.BackUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -201,23 +201,7 @@ _AdminServiceDrainType = typing_extensions.TypeVar(
     ],
 )
 
-_AdminServiceBackUpType = typing_extensions.TypeVar(
-    '_AdminServiceBackUpType',
-    grpc.UnaryUnaryMultiCallable[
-        pensieve.v1.admin_pb2.BackUpRequest,
-        pensieve.v1.admin_pb2.BackUpResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        pensieve.v1.admin_pb2.BackUpRequest,
-        pensieve.v1.admin_pb2.BackUpResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        pensieve.v1.admin_pb2.BackUpRequest,
-        pensieve.v1.admin_pb2.BackUpResponse,
-    ],
-)
-
-class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceGetMetricsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceListTenantPrefixesType, _AdminServiceDeleteTenantPrefixType, _AdminServiceDrainType, _AdminServiceBackUpType]):
+class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceGetMetricsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceListTenantPrefixesType, _AdminServiceDeleteTenantPrefixType, _AdminServiceDrainType]):
     """Needs the admin token, or the UNIX socket in the data folder."""
 
     @typing.overload
@@ -265,10 +249,6 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.DrainRequest,
             pensieve.v1.admin_pb2.DrainResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            pensieve.v1.admin_pb2.BackUpRequest,
-            pensieve.v1.admin_pb2.BackUpResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -318,10 +298,6 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
             pensieve.v1.admin_pb2.DrainRequest,
             pensieve.v1.admin_pb2.DrainResponse,
         ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            pensieve.v1.admin_pb2.BackUpRequest,
-            pensieve.v1.admin_pb2.BackUpResponse,
-        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetStats: _AdminServiceGetStatsType
@@ -356,9 +332,6 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
 
     Drain: _AdminServiceDrainType
     """Takes no new turn, finishes what runs, and exits."""
-
-    BackUp: _AdminServiceBackUpType
-    """Copies the whole history into a folder of the daemon's machine, while it serves.  Only on the UNIX socket."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -404,10 +377,6 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.admin_pb2.DrainRequest,
         pensieve.v1.admin_pb2.DrainResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        pensieve.v1.admin_pb2.BackUpRequest,
-        pensieve.v1.admin_pb2.BackUpResponse,
     ],
 ]
 
@@ -501,13 +470,5 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.admin_pb2.DrainResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.DrainResponse]]:
         """Takes no new turn, finishes what runs, and exits."""
-
-    @abc.abstractmethod
-    def BackUp(
-        self,
-        request: pensieve.v1.admin_pb2.BackUpRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[pensieve.v1.admin_pb2.BackUpResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.BackUpResponse]]:
-        """Copies the whole history into a folder of the daemon's machine, while it serves.  Only on the UNIX socket."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -93,7 +93,7 @@ def test_a_commit_is_timed_and_not_what_comes_before_it(
 ) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(connection, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    writer = Writer(tmp_path / "x.db", lambda db: None, time.time)
+    writer = Writer(tmp_path / "x.db", lambda db: None)
 
     def on_commit(statement: str) -> None:
         clock.now += 3.0 if statement == "COMMIT" else 0.0

@@ -711,15 +711,7 @@ def psycopg_error(name: str = "IntegrityError") -> Any:
     return getattr(psycopg, name)
 
 
-# -- backups, and secrets --
-
-
-def test_a_backup_is_refused_with_a_word_about_those_of_postgresql(opened: Open) -> None:
-    from pensieve.store.backup.writing import write_copy
-
-    store = opened()
-    with pytest.raises(StoreError, match="PostgreSQL, which has its own backups: pg_dump"):
-        write_copy(store.backup_source, store.folder.path / "backup")
+# -- secrets --
 
 
 def test_a_password_is_in_no_error_and_no_setting_that_is_shown(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
@@ -17,11 +16,7 @@ from pensieve.engine.recent_times import RecentTimes
 from pensieve.errors import (
     InvalidArgument,
     NotFound,
-    PermissionDenied,
     QueueFull,
-    StoreError,
-    StoreUnavailable,
-    Unavailable,
 )
 from pensieve.service.daemon import Daemon
 from pensieve.service.figures import Quantiles, num_connections
@@ -195,20 +190,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._stop()
         return pb.DrainResponse(turns_running=self.daemon.conversations.turns.num_live)
 
-    async def BackUp(self, request: pb.BackUpRequest, context: Any) -> pb.BackUpResponse:
-        if not context.peer().startswith("unix:"):
-            raise PermissionDenied("the daemon writes to its own disk only for its own socket")
-        folder = Path(request.folder)
-        if not folder.is_absolute():
-            raise InvalidArgument("folder", "must be an absolute path")
-        try:
-            chain = await self.daemon.backing_up.copy(folder)
-        except StoreUnavailable as error:  # the operator may read paths
-            raise Unavailable(str(error)) from error
-        except StoreError as error:
-            raise InvalidArgument("folder", str(error)) from error
-        return pb.BackUpResponse(generation=chain.generation.number, time=chain.time)
-
     async def _owner(self, conversation_id: str, tenant: str) -> str:
         """Whose conversation the operator means; one who names no tenant may mean the only one's."""
         threads, reader = self.daemon.threads, self.daemon.reader
@@ -247,7 +228,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         given.more["refused_for_ttft"] = daemon.admission.num_refused_for_ttft
         given.more["erasure_pending"] = daemon.store.erasure.pending
         await self._add_service(given.service)
-        given.more.update(daemon.backing_up.figures())
+        if daemon.backing_up is not None:
+            given.more.update(daemon.backing_up.figures())
         given.more["history_problems"] = len(daemon.damage.problems)
         given.more["disk_full"] = daemon.full_disk.is_full
         given.more["scrub_passes"] = daemon.scrubbing.num_passes

@@ -205,7 +205,7 @@ def of_service(daemon: Daemon, lag: Quantiles, audit_lines_lost: int, now: float
         "disk_full": daemon.full_disk.is_full,
         "scrub_passes_total": daemon.scrubbing.num_passes,
         "audit_lines_lost": audit_lines_lost,
-        **daemon.backing_up.figures(),
+        **(daemon.backing_up.figures() if daemon.backing_up else {}),
     }
     if daemon.engine.serving:
         found["engine_heartbeat_age_seconds"] = daemon.engine.heartbeat.silent_seconds

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from pensieve.errors import StoreCorrupt, StoreError
+from pensieve.errors import StoreCorrupt
 from pensieve.store.backend import NUMBER_COLUMNS, ErasureSteps, Reads
-from pensieve.store.backup.capture import Feed
 from pensieve.store.postgres.connection import Address, PostgresSnapshots, PostgresWriter, opened
 from pensieve.store.postgres.schema import SCHEMA
 from pensieve.store.postgres.session import SqlSession
@@ -34,10 +32,6 @@ CHECK_SECONDS = 3600.0  # of one statement of a check, which takes as long as it
 ERASED_AT_ONCE = 256
 SMALL_TABLES = ("space", "tenants", "prefixes", "owner", "schema_versions")
 NO_INDICES = "the indices of the history were not checked: the database %s amcheck's bt_index_check"
-ITS_OWN_BACKUPS = (
-    "the history is in PostgreSQL, which has its own backups: pg_dump, pg_basebackup and an archive of its"
-    " write-ahead log (docs/postgresql.md)"
-)
 
 
 class PostgresBackend:
@@ -45,7 +39,6 @@ class PostgresBackend:
         self,
         address: Address,
         holder: str,
-        now: Callable[[], float],
         busy_timeout_seconds: float,
         statement_seconds: float,
     ) -> None:
@@ -55,7 +48,6 @@ class PostgresBackend:
         self.writer = PostgresWriter(address, holder, busy_timeout_seconds, statement_seconds)
         self.figures = self.writer.figures
         self.erasure = PostgresErasure(self.writer)
-        self.backup_source = NoBackups(now)
         self.marks = PostgresMarks(address, holder, statement_seconds)
 
     def close(self) -> None:
@@ -160,36 +152,6 @@ class PostgresMarks:
     def _opened(self) -> AbstractContextManager[SqlSession]:
         """Of its own, for a moment: the writer is another thread's."""
         return opened(self._address, self._name, self._seconds)
-
-
-class NoBackups:
-    """In the place of a BackupSource: whoever asks for a backup is told where there are some."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now = now
-
-    @property
-    def identity(self) -> str:
-        self._refuse()
-
-    @property
-    def num_bytes(self) -> int:
-        self._refuse()
-
-    def read(self, num_bytes: int, offset: int) -> bytes:
-        self._refuse()
-
-    def begin(self) -> Feed:
-        self._refuse()
-
-    def collect(self) -> None:
-        self._refuse()
-
-    def end(self, feed: Feed) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise StoreError(ITS_OWN_BACKUPS)
 
 
 def _num_steps(conn: Any) -> int:

@@ -23,11 +23,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from pensieve.errors import StaleRevision, StoreError
+from pensieve.errors import StaleRevision
 from pensieve.store.backend import ErasureSteps, WriteFigures
-from pensieve.store.backup.capture import Feed
 from pensieve.store.chains import Chains
 from pensieve.store.conversation_changes import ConversationChanges, Pending, PendingChange
 from pensieve.store.conversation_store import ConversationStore
@@ -45,7 +44,6 @@ T = TypeVar("T")
 EPOCHS_MAX = 200_000  # conversations whose epochs are remembered
 CAME_FROM_MAX = 20_000  # conversations that have moved here and had no turn since
 TRIES_MAX = 8  # to change what others change, too
-ELSEWHERE = "the history is another process's (`pensieve history`), which has its backups"
 
 
 class Answer(NamedTuple):
@@ -178,35 +176,6 @@ class NoScrub:
         """Nothing is open."""
 
 
-class BackupsElsewhere:
-    """In the place of a BackupSource."""
-
-    now = staticmethod(time.time)
-
-    @property
-    def identity(self) -> str:
-        self._refuse()
-
-    @property
-    def num_bytes(self) -> int:
-        self._refuse()
-
-    def read(self, num_bytes: int, offset: int) -> bytes:
-        self._refuse()
-
-    def begin(self) -> Feed:
-        self._refuse()
-
-    def collect(self) -> None:
-        self._refuse()
-
-    def end(self, feed: Feed) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise StoreError(ELSEWHERE)
-
-
 class RemoteReader:
     """Reads beside the store's thread; in one thread at a time."""
 
@@ -252,7 +221,6 @@ class RemoteStore:
         self.chains, self.responses = RemoteChains(self), RemoteResponses(self)
         self.prefixes, self.changes = RemotePrefixes(self), RemoteChanges(self)
         self.erasure, self.forgetting = RemoteErasure(self), RemoteForgetting()
-        self.backup_source = BackupsElsewhere()
         self._epochs: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._caller = caller
         caller.on_lost = lambda: self.on_lost()

@@ -1,0 +1,638 @@
+"""Backups of a history in SQLite: a folder from which each moment that was backed up can be restored.
+
+    FOLDER/history                which history this folder is for
+    FOLDER/lock                   locked by the process that writes to the folder
+    FOLDER/generation-000001/
+        base.db                   the whole database; SQLite can open it
+        base.json                 its description, and a line with the SHA-256 of the description
+        00000001.segment, …       the pages that have changed since the file before
+        newest                    the number of the newest segment
+
+The base with the first k segments written over it is the database at the moment of segment k. A segment is
+a line with the format, a line with its description (JSON), the compressed page numbers and pages, and the
+SHA-256 of all that. Each file names the SHA-256 of the file before it. Every file and every generation is
+written under another name, synced and renamed, so a crash leaves nothing that looks complete and is not.
+
+`Backup.write` adds a moment. SQLite's online backup copies the database, in one read transaction, to a
+nameless file beside it. The digests of its pages show what has changed since the moment before. So any
+number of processes may write to the database, no commit does anything for the backup, and SQLite makes its
+checkpoints when it likes. No read transaction is open while the folder of the backup is written to: that
+folder may be slow, full or gone.
+
+`restore` checks every file on its way and the database as a whole before it puts that into a data folder.
+
+Deleted text stays in a generation until the generation is dropped (docs/operating.md tells operators).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from pensieve.errors import (
+    BackupDamaged,
+    NotFound,
+    StoreError,
+    StoreLocked,
+    StoreTooNew,
+    StoreUnavailable,
+)
+from pensieve.store import connection, verify
+from pensieve.store.bodies import miscounted, pack_tokens, unpack_tokens
+from pensieve.store.connection import open_read_only, preferred_driver, read_only
+from pensieve.store.durable import new_file, sync
+from pensieve.store.folder import (
+    DATABASE_NAME,
+    RESTORING_NAME,
+    DataFolder,
+    history_identity,
+    set_history_identity,
+)
+from pensieve.store.migrations import STEPS, remove_copies
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+IDENTITY_NAME = "history"
+LOCK_NAME = "lock"
+BASE_NAME = "base.db"
+DESCRIPTION_NAME = "base.json"
+NEWEST_NAME = "newest"
+PARTIAL = ".partial"
+GENERATION = re.compile("generation-([0-9]{6,})")
+FORMAT = b"pensieve segment 1\n"
+BASE_FORMAT = 1
+GENERATION_SECONDS = 86_400.0
+SEGMENT_BYTES_MAX = 256 * 2**20  # of pages, which restoring has in memory; beyond it, a base is due
+ROOM_BYTES = 64 * 2**20  # that a copy leaves free beside the database
+DIGEST_BYTES = 32
+BLOCK_BYTES = 4 * 2**20
+COMPRESSION = 1
+HEADER_BYTES, PAGE_BYTES_AT, SCHEMA_AT = 100, 16, 60  # of a database
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the description of a base says."""
+
+    history: str
+    generation: int
+    time: float
+    page_bytes: int
+    num_pages: int
+    schema: int
+    sha256: str  # of the database
+    format: int = BASE_FORMAT
+
+    @property
+    def num_bytes(self) -> int:
+        return self.page_bytes * self.num_pages
+
+
+class Points(NamedTuple):
+    """The moments of one generation."""
+
+    generation: int
+    path: Path
+    times: tuple[float, ...]  # of the base, then of each segment
+    num_bytes: int
+    damage: str = ""  # what follows the last of them
+
+
+@dataclass(frozen=True)
+class Restored:
+    generation: int
+    segment: int  # 0: the base
+    time: float
+    conversations: int
+    messages: int
+    damage: str  # why it is not a later moment
+
+
+@dataclass
+class _Chain:
+    """The generation that is being written."""
+
+    path: Path
+    base: Base
+    digests: bytes  # of each page, as of the last segment
+    previous: str  # SHA-256 of the last segment, or of the base
+    number: int = 0  # of the last segment
+
+
+# -- writing --
+
+
+class Backup:
+    """The folder of one history's backup, which only this process writes to until `close`.
+
+    After a StoreError the next `write` tries again; what was written before stays good.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        data: Path,
+        now: Callable[[], float] = time.time,
+        driver: Any = preferred_driver,
+    ) -> None:
+        self._path = folder
+        self._data = data
+        self._database = data / DATABASE_NAME
+        self._now = now
+        self._driver = driver
+        self._in_use = threading.Lock()
+        self._lock: int | None = None
+        self._source: Connection | None = None
+        self._version: Any = None  # of the database, when it was last written
+        self._chain: _Chain | None = None
+
+    def write(self, keep_seconds: float = 0.0) -> Base:
+        """Add the present moment if the history has changed, and drop what is older than `keep_seconds`.
+
+        Returns the base of the present generation. A zero keeps everything.
+        """
+        with self._in_use, explained(self._path):
+            if self._chain is None or not self._chain.path.exists():
+                self._open_folder()
+            try:
+                self._write()
+            except self._driver.Error as error:
+                self._close_source()
+                raise connection.explained(error, self._database) from error
+            if keep_seconds:
+                _drop_old(self._path, self._now() - keep_seconds)
+            assert self._chain is not None
+            return self._chain.base
+
+    def close(self) -> None:
+        with self._in_use:
+            self._close_source()
+            self._close_folder()
+
+    def _write(self) -> None:
+        if self._source is None:
+            self._source = open_read_only(self._database, self._driver)
+        version = self._source.execute("PRAGMA data_version").fetchone()
+        chain, moment = self._chain, self._now()
+        begins = chain is None or (
+            chain.number > 0 and not 0 <= moment - chain.base.time < GENERATION_SECONDS
+        )
+        if version == self._version and not begins:
+            return
+        with self._copied(self._source) as copy:
+            if chain is None or begins or not self._append(chain, copy, moment):
+                self._begin(copy, moment)
+        self._version = version
+
+    @contextmanager
+    def _copied(self, source: Connection) -> Iterator[IO[bytes]]:
+        """The database at one moment, in a file without a name."""
+        _check_room(self._data, self._database.stat().st_size + ROOM_BYTES)
+        descriptor, path = tempfile.mkstemp(prefix=f"{DATABASE_NAME}.copy-", dir=self._data)
+        with os.fdopen(descriptor, "rb") as copy:
+            try:
+                target = self._driver.connect(path)
+            finally:
+                os.unlink(path)
+            with closing(target):
+                target.execute("PRAGMA journal_mode = OFF").fetchall()
+                target.execute("PRAGMA synchronous = OFF").fetchall()
+                source.backup(target)
+            yield copy
+
+    def _open_folder(self) -> None:
+        """Make the folder if it is missing, and lock it."""
+        self._close_folder()
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(self._path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._close_folder()
+            raise StoreLocked(f"another process writes to the backup {self._path}") from None
+        named, identity = self._path / IDENTITY_NAME, history_identity(self._data)
+        if not named.exists():
+            with new_file(named) as file:
+                file.write(f"{identity}\n".encode())
+        if named.read_text(encoding="ascii").strip() != identity:
+            self._close_folder()
+            raise StoreError(f"the backup {self._path} is of another history")
+        for partial in self._path.glob(f"generation-*{PARTIAL}"):
+            shutil.rmtree(partial)
+
+    def _close_folder(self) -> None:
+        self._chain, lock, self._lock = None, self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _close_source(self) -> None:
+        source, self._source, self._version = self._source, None, None
+        if source is not None:
+            with suppress(self._driver.Error):
+                source.close()
+
+    def _begin(self, copy: IO[bytes], moment: float) -> None:
+        """Write a generation with its base."""
+        num_bytes = os.fstat(copy.fileno()).st_size
+        _check_room(self._path, num_bytes)
+        number = 1 + max((number for number, _ in _generations(self._path)), default=0)
+        path = self._path / f"generation-{number:06}"
+        partial = path.with_name(path.name + PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(mode=0o700)
+        try:
+            copy.seek(0)
+            with new_file(partial / BASE_NAME) as file:
+                shutil.copyfileobj(copy, file, BLOCK_BYTES)
+                file.seek(0)
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            copy.seek(0)
+            header = copy.read(HEADER_BYTES)
+            page_bytes = int.from_bytes(header[PAGE_BYTES_AT : PAGE_BYTES_AT + 2], "big")
+            schema = int.from_bytes(header[SCHEMA_AT : SCHEMA_AT + 4], "big")
+            identity, num_pages = history_identity(self._data), num_bytes // page_bytes
+            base = Base(identity, number, moment, page_bytes, num_pages, schema, sha256)
+            text = json.dumps(asdict(base), sort_keys=True)
+            with new_file(partial / DESCRIPTION_NAME) as file:
+                file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n".encode())
+            _write_newest(partial, 0)
+            partial.replace(path)
+            sync(self._path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._chain = _Chain(path, base, _digests(copy, page_bytes), sha256)
+
+    def _append(self, chain: _Chain, copy: IO[bytes], moment: float) -> bool:
+        """Write a segment if a page has changed; False if there is no room for the changes in one."""
+        page_bytes = chain.base.page_bytes
+        digests = _digests(copy, page_bytes)
+        changed = [
+            at // DIGEST_BYTES + 1
+            for at in range(0, len(digests), DIGEST_BYTES)
+            if digests[at : at + DIGEST_BYTES] != chain.digests[at : at + DIGEST_BYTES]
+        ]
+        if len(changed) * page_bytes > SEGMENT_BYTES_MAX:
+            return False
+        if not changed:
+            return True
+        number = chain.number + 1
+        head = {
+            "number": number,
+            "time": moment,
+            "page_bytes": page_bytes,
+            "num_pages": len(digests) // DIGEST_BYTES,
+            "num_changed": len(changed),
+            "previous": chain.previous,
+        }
+        packer = zlib.compressobj(COMPRESSION)
+        with new_file(chain.path / f"{number:08}.segment") as file:
+            file.write(FORMAT + json.dumps(head).encode() + b"\n")
+            file.write(packer.compress(pack_tokens(changed)))
+            for page in changed:
+                copy.seek((page - 1) * page_bytes)
+                file.write(packer.compress(copy.read(page_bytes)))
+            file.write(packer.flush())
+            file.seek(0)
+            sha256 = hashlib.file_digest(file, "sha256")
+            file.write(sha256.digest())
+        _write_newest(chain.path, number)
+        chain.digests, chain.previous, chain.number = digests, sha256.hexdigest(), number
+        return True
+
+
+def _digests(copy: IO[bytes], page_bytes: int) -> bytes:
+    """Of each page, one behind the other."""
+    copy.seek(0)
+    digests = bytearray()
+    while page := copy.read(page_bytes):
+        digests += hashlib.sha256(page).digest()
+    return bytes(digests)
+
+
+def _write_newest(folder: Path, number: int) -> None:
+    with new_file(folder / NEWEST_NAME) as file:
+        file.write(f"{number}\n".encode())
+
+
+def _drop_old(folder: Path, kept_since: float) -> None:
+    """Drop the generations that are not needed for any moment since then."""
+    generations, first = [path for _, path in _generations(folder)], 0
+    for index, path in enumerate(generations):
+        with suppress(StoreError):  # a damaged one goes with those before it
+            if read_base_description(path).time <= kept_since:
+                first = index
+    for path in generations[:first]:
+        partial = path.with_name(path.name + PARTIAL)
+        path.replace(partial)
+        shutil.rmtree(partial)
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    if shutil.disk_usage(folder).free < num_bytes:
+        raise StoreUnavailable(f"there is no room for {num_bytes >> 20} MiB in {folder}")
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """A failure of the folder, as a StoreUnavailable that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(f"the backup {path}: {error.strerror or error}") from error
+
+
+# -- reading --
+
+
+def points(folder: Path) -> list[Points]:
+    """What the descriptions say, the oldest generation first."""
+    return [_points(number, path) for number, path in _generations(folder)]
+
+
+def read_base_description(folder: Path) -> Base:
+    path = folder / DESCRIPTION_NAME
+    try:
+        text, digest, _ = _read(path).decode(errors="replace").split("\n")
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise ValueError
+        fields = json.loads(text)
+        if fields["format"] > BASE_FORMAT:
+            raise StoreTooNew(f"{path} has a format of a newer Pensieve, which can restore it")
+        return Base(**fields)
+    except (ValueError, TypeError, KeyError):
+        raise BackupDamaged(f"{path} fails its checksum") from None
+
+
+def check_database(path: Path, driver: Any = preferred_driver) -> list[str]:
+    """The problems of a database that nobody uses, at most 100 sentences."""
+    problems = verify.integrity_check(path, driver, immutable=True)
+    return problems or verify.verify(path, driver, None, "", immutable=True)
+
+
+def _generations(folder: Path) -> list[tuple[int, Path]]:
+    """The complete ones by number, the oldest first."""
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise StoreError(f"the backup {folder} cannot be read: {error.strerror}") from error
+    found = [(match, folder / name) for name in names if (match := GENERATION.fullmatch(name))]
+    return sorted((int(match[1]), path) for match, path in found)
+
+
+def _points(number: int, path: Path) -> Points:
+    times, num_bytes, damage = [], 0, ""
+    try:
+        base = read_base_description(path)
+        times, num_bytes = [base.time], base.num_bytes
+        for segment in _segment_paths(path):
+            times.append(_read_head(segment)["time"])
+            num_bytes += segment.stat().st_size
+    except (BackupDamaged, StoreTooNew) as error:
+        damage = str(error)
+    return Points(number, path, tuple(times), num_bytes, damage)
+
+
+def _segment_paths(path: Path) -> list[Path]:
+    """Up to the newest that was written; a missing one stands for itself, and cannot be read."""
+    numbers = [int(found.stem) for found in path.glob("*.segment") if found.stem.isdecimal()]
+    newest = path / NEWEST_NAME
+    try:
+        numbers.append(int(_read(newest)) if newest.exists() else 0)
+    except ValueError:
+        raise BackupDamaged(f"{newest} is not a number") from None
+    return [path / f"{number:08}.segment" for number in range(1, max(numbers) + 1)]
+
+
+def _read_head(segment: Path) -> dict[str, Any]:
+    """The description alone; the checksum is not looked at."""
+    try:
+        with segment.open("rb") as file:
+            if file.readline(len(FORMAT)) != FORMAT:
+                raise ValueError
+            head: dict[str, Any] = json.loads(file.readline(4096))
+            return head
+    except OSError as error:
+        raise BackupDamaged(f"{segment} cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise BackupDamaged(f"{segment} is not a whole segment") from None
+
+
+def _read_segment(path: Path, previous: str) -> tuple[dict[str, Any], dict[int, bytes], str]:
+    """Its description, its pages by number, and its SHA-256; all of it is checked."""
+    data = _read(path)
+    whole, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    found = hashlib.sha256(whole)
+    if found.digest() != digest:
+        raise BackupDamaged(f"{path} fails its checksum")
+    head = _read_head(path)
+    if head["previous"] != previous:
+        raise BackupDamaged(f"{path} does not follow what is before it")
+    content = zlib.decompress(whole.split(b"\n", 2)[2])
+    pages_at, page_bytes = 4 * head["num_changed"], head["page_bytes"]
+    starts = range(pages_at, len(content), page_bytes)
+    numbers = zip(unpack_tokens(content[:pages_at]), starts, strict=True)
+    return head, {page: content[at : at + page_bytes] for page, at in numbers}, found.hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BackupDamaged(f"{path} cannot be read: {error.strerror}") from error
+
+
+# -- restoring --
+
+
+class _Wanted(NamedTuple):
+    at: float | None
+    to_last_good: bool
+    driver: Any
+    report: Callable[[str], None]
+
+
+def restore(
+    folder: Path,
+    data: Path,
+    at: float | None = None,
+    *,
+    to_last_good: bool = False,
+    replace: bool = False,
+    driver: Any = preferred_driver,
+    report: Callable[[str], None] = lambda line: None,
+) -> Restored:
+    """Make the history of the latest moment, or of the latest one not after `at`, that of `data`.
+
+    A file on the way that is damaged or missing is an error that names it. With `to_last_good` the moment
+    before it is restored instead, if need be of an earlier generation. The data folder is locked meanwhile,
+    and has the old history or the new one as a whole. A backup of an older schema is restored as it is: the
+    next start brings it to the present one and checks it again.
+    """
+    generations = points(folder)
+    if not generations:
+        raise NotFound(f"{folder} has no backup")
+    target = DataFolder.open(data, "pensieve restore")
+    clean = not target.stopped_unclean
+    try:
+        if target.database_bytes and not replace:
+            raise StoreError(f"{data} has a history; --replace puts the restored one in its place")
+        partial = data / RESTORING_NAME
+        try:
+            base, restored = _make(generations, partial, _Wanted(at, to_last_good, driver, report))
+            _put_in_place(partial, target, driver)
+            set_history_identity(data, base.history)
+            target.mark_damaged(False)
+            clean = base.schema == len(STEPS)
+        finally:
+            with suppress(FileNotFoundError):
+                partial.unlink()
+    finally:
+        target.close(clean)
+    return restored
+
+
+def _make(generations: list[Points], partial: Path, wanted: _Wanted) -> tuple[Base, Restored]:
+    """The database at `partial`, of the latest moment that is wanted and good; and what it began with."""
+    damage = ""
+    for index, generation in reversed([*enumerate(generations)]):
+        if wanted.at is not None and _is_later(generation, wanted.at, generations[:index]):
+            continue
+        try:
+            base, segments = _files(generation, wanted.at)
+            wanted.report(f"restoring generation {base.generation}, {len(segments)} segments")
+            return base, _write(generation.path, base, segments, partial, wanted, damage)
+        except BackupDamaged as error:
+            damage = damage or str(error)
+            if not wanted.to_last_good:
+                raise BackupDamaged(f"{error}; --last-good restores what was before it") from error
+            wanted.report(str(error))
+    if damage:
+        raise BackupDamaged(f"{damage}; nothing before it is good")
+    raise NotFound("the backup has nothing as old as that; --list shows what it has")
+
+
+def _is_later(generation: Points, at: float, earlier: list[Points]) -> bool:
+    """Whether it is not needed: it begins later, or an earlier one goes on beyond this moment.
+
+    The second is asked only where nobody knows when it begins.
+    """
+    if generation.times:
+        return generation.times[0] > at
+    return any(each.times and each.times[-1] > at for each in earlier)
+
+
+def _files(generation: Points, at: float | None) -> tuple[Base, list[Path]]:
+    """The base and the segments up to `at`; times never fall within a chain, but for a clock set back."""
+    base = read_base_description(generation.path)
+    if base.schema > len(STEPS):
+        raise StoreTooNew(
+            f"{generation.path} has schema version {base.schema} and this Pensieve knows versions up to"
+            f" {len(STEPS)}; restore it with the newer Pensieve that wrote it"
+        )
+    segments = _segment_paths(generation.path)
+    for index, path in enumerate(segments if at is not None else ()):
+        with suppress(BackupDamaged):  # it is named when it is its turn
+            if _read_head(path)["time"] > at:
+                return base, segments[:index]
+    return base, segments
+
+
+def _write(
+    path: Path, base: Base, segments: list[Path], partial: Path, wanted: _Wanted, damage: str
+) -> Restored:
+    _copy_base(path / BASE_NAME, base, partial)
+    last, moment, previous = 0, base.time, base.sha256
+    with explained(partial), partial.open("r+b") as database:
+        try:
+            for segment_path in segments:
+                head, pages, previous = _read_segment(segment_path, previous)
+                for number, page in pages.items():
+                    database.seek((number - 1) * base.page_bytes)
+                    database.write(page)
+                database.truncate(head["num_pages"] * base.page_bytes)
+                last, moment = head["number"], head["time"]
+        except BackupDamaged as error:
+            if not wanted.to_last_good:
+                raise
+            wanted.report(str(error))
+            damage = damage or str(error)
+        database.flush()
+        os.fsync(database.fileno())
+    wanted.report("checking it")
+    problems = verify.integrity_check(partial, wanted.driver, immutable=True)
+    if not problems and base.schema == len(STEPS):  # only its version can check an older one
+        _count_anew(partial, wanted)
+        problems = verify.verify(partial, wanted.driver, None, "", immutable=True)
+    if problems:
+        raise BackupDamaged(
+            f"{path} holds, up to segment {last}, a history that is damaged itself: {problems[0]}"
+        )
+    with read_only(partial, wanted.driver, immutable=True) as conn:
+        (conversations,) = conn.execute("SELECT count(*) FROM conversations").fetchone()
+        (messages,) = conn.execute("SELECT count(*) FROM messages").fetchone()
+    return Restored(base.generation, last, moment, conversations, messages, damage)
+
+
+def _count_anew(partial: Path, wanted: _Wanted) -> None:
+    """How much a tenant has is derived from what is there: a wrong number is no reason to lose that."""
+    _remove_log(partial)  # of a restore that was killed here
+    with read_only(partial, wanted.driver, immutable=True) as conn:
+        right = miscounted(conn)
+    if not right:
+        return
+    wanted.report(f"the bytes of {len(right)} tenants were miscounted, and are counted anew")
+    with closing(wanted.driver.connect(str(partial))) as conn, conn:
+        conn.executemany(
+            "INSERT OR REPLACE INTO tenants (tenant, stored_bytes) VALUES (?, ?)", right.items()
+        )
+
+
+def _copy_base(source: Path, base: Base, partial: Path) -> None:
+    try:
+        with source.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise BackupDamaged(f"{source} cannot be read: {error.strerror}") from error
+    if found != base.sha256:
+        raise BackupDamaged(f"{source} fails its checksum")
+    with explained(partial):
+        partial.touch(mode=0o600)
+        shutil.copyfile(source, partial)
+
+
+def _put_in_place(partial: Path, target: DataFolder, driver: Any) -> None:
+    database = target.database_path
+    with explained(database):
+        remove_copies(database)
+        with suppress(driver.Error):  # of a damaged one, what can be had
+            _empty_log(database, driver)
+        _remove_log(database)  # of the old history: it must not meet the new one
+        partial.replace(database)
+        sync(database.parent)
+
+
+def _remove_log(database: Path) -> None:
+    for side in ("-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            database.with_name(database.name + side).unlink()
+
+
+def _empty_log(database: Path, driver: Any) -> None:
+    """So that the old history is whole without its log, should we be killed before it is replaced."""
+    with closing(driver.connect(str(database), isolation_level=None)) as conn:
+        conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

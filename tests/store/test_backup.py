@@ -1,0 +1,529 @@
+"""Backups of a history while it is written to: whole, of any moment, and safe against damage."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pensieve.errors import (
+    BackupDamaged,
+    NotFound,
+    StoreError,
+    StoreLocked,
+    StoreTooNew,
+    StoreUnavailable,
+)
+from pensieve.store import ConversationStore, backup
+from pensieve.store.backup import Backup, check_database, points, restore
+from pensieve.store.folder import history_identity
+from tests.store.faulty import history, world, writer_of
+from tests.store.talk import begin, create, reply, say, user
+
+pytestmark = pytest.mark.sqlite  # it is about copies of SQLite's file
+
+Open = Callable[..., ConversationStore]
+Write = Callable[[], float]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 10_000.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+class Backing(NamedTuple):
+    """A history, and the backup that another process could write of it as well."""
+
+    store: ConversationStore
+    backup: Backup
+    folder: Path
+    clock: Clock
+    driver: Any
+
+    def write(self, seconds: float = 60.0) -> float:
+        """The moment that was added, or the one before."""
+        self.clock.time += seconds
+        self.backup.write()
+        return points(self.folder)[-1].times[-1]
+
+    @contextmanager
+    def restored(self, at: float | None = None, **options: Any) -> Iterator[ConversationStore]:
+        """The history of a moment, opened as a daemon would."""
+        data = self.folder.with_name("restored")
+        shutil.rmtree(data, ignore_errors=True)
+        restore(self.folder, data, at, driver=self.driver, **options)
+        database = (data / "conversations.db").read_bytes()
+        assert len(database) == 4096 * int.from_bytes(database[28:32], "big")  # the page count
+        with ConversationStore.open(data, "test", driver=self.driver) as store:
+            assert not store.integrity_check_due
+            assert store.integrity_check() == store.verify() == []
+            yield store
+
+    def refused(self, **options: Any) -> None:
+        restore(self.folder, self.folder.with_name("refused"), driver=self.driver, **options)
+
+
+def backing_of(store: ConversationStore, folder: Path, driver: Any) -> Backing:
+    clock = Clock()
+    return Backing(store, Backup(folder, store.folder.path, clock, driver), folder, clock, driver)
+
+
+@pytest.fixture
+def backing(store: ConversationStore, driver: Any, tmp_path: Path) -> Iterator[Backing]:
+    backing = backing_of(store, tmp_path / "backup", driver)
+    with closing(backing.backup):
+        yield backing
+
+
+def talk(store: ConversationStore, choose: random.Random, number: int) -> None:
+    """Any change of the history."""
+    known = [c.conversation_id for c in store.list_conversations(1000).conversations]
+    roll = choose.random()
+    if roll < 0.15 or not known:
+        create(store, f"c{number}", user("head " * choose.randrange(1, 400), 1))
+    elif roll < 0.75:
+        text = "text " * choose.choice((1, 10, 1000, 5000))
+        say(store, choose.choice(known), f"r{number}", user(text, 7), reply(text[::-1], 8, 9))
+    elif roll < 0.85:
+        store.fork_conversation(name := choose.choice(known), 0, f"f{number}")
+        store.rewind_conversation(name, 0)
+    else:
+        store.delete_conversation(choose.choice(known))
+
+
+def test_every_moment_is_restored_as_it_was(open_store: Open, driver: Any, tmp_path: Path) -> None:
+    """Whatever happened between: deletions, checkpoints, a file that was compacted and shortened."""
+    store, choose = open_store(compact_bytes_min=2**14), random.Random(3)
+    world(store)
+    backing, moments = backing_of(store, tmp_path / "backup", driver), {}
+    for _ in range(40):
+        for _ in range(choose.choice((1, 5, 20))):
+            talk(store, choose, choose.randrange(10**9))
+            store.erasure.step()
+        moments[backing.write(2 * 3600.0)] = history(store)
+    assert [len(each.times) for each in points(backing.folder)] == [12, 12, 12, 4]
+    assert [moment for each in points(backing.folder) for moment in each.times] == [*moments]
+    for moment, expected in choose.sample([*moments.items()], 10):
+        with backing.restored(moment + 0.5) as found:
+            assert history(found) == expected
+    with backing.restored() as found:
+        assert history(found) == history(store)
+    with pytest.raises(NotFound, match="nothing as old as that"):
+        backing.refused(at=0.0)
+    backing.backup.close()
+
+
+def test_a_copy_is_whole_while_a_reader_keeps_the_log_long(backing: Backing, driver: Any) -> None:
+    create(backing.store, "tea")
+    with closing(
+        driver.connect(str(backing.store.folder.database_path), isolation_level=None)
+    ) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM turns").fetchall()
+        for number in range(5):
+            say(backing.store, "tea", f"r{number}", user("text", number), reply("hello", 2))
+            backing.write()
+    with backing.restored() as found:
+        assert history(found) == history(backing.store)
+
+
+def test_what_a_killed_daemon_left_in_the_log_is_copied(backing: Backing, tmp_path: Path) -> None:
+    world(backing.store)
+    killed = tmp_path / "killed"
+    shutil.copytree(backing.store.folder.path, killed)
+    (killed / "conversations.db-shm").unlink()
+    assert (killed / "conversations.db-wal").stat().st_size
+    with closing(Backup(backing.folder, killed, driver=backing.driver)) as copy:
+        copy.write()
+    with backing.restored() as found:
+        assert history(found) == history(backing.store)
+
+
+def test_nothing_is_copied_or_written_where_nothing_changed(
+    backing: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world(backing.store)
+    moment = backing.write()
+    backing.store.messages("tea")
+    monkeypatch.setattr(Backup, "_copied", None)
+    assert backing.write() == moment
+    assert backing.write(2 * backup.GENERATION_SECONDS) == moment
+
+
+def test_a_turn_that_was_running_is_interrupted_in_what_is_restored(backing: Backing) -> None:
+    create(backing.store, "tea")
+    say(backing.store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    begin(backing.store, "tea", "r2", "more", 3)
+    backing.write()
+    with backing.restored() as found:
+        assert [turn.request_id for turn in found.interrupted_at_open] == ["r2"]
+        assert list(found.log("tea")) == [1, 2]
+        say(found, "tea", "r2", user("more", 3), reply("yes", 4))
+        assert list(found.log("tea")) == [1, 2, 3, 4]
+
+
+def test_deleted_text_leaves_the_backup_a_day_after_what_is_kept(backing: Backing) -> None:
+    """Also if nothing else ever changes."""
+
+    def is_there() -> bool:
+        files = [file for file in backing.folder.rglob("*") if file.is_file()]
+        return any(b"a secret" in file.read_bytes() for file in files)
+
+    create(backing.store, "tea")
+    say(backing.store, "tea", "r1", user("a secret", 1), reply("hello", 2))
+    with_it = backing.write()
+    backing.store.delete_conversation("tea")
+    assert not backing.store.erasure.pending
+    assert not [
+        file
+        for file in backing.store.folder.path.iterdir()
+        if file.is_file() and b"a secret" in file.read_bytes()
+    ]
+    keep = 7 * 86_400.0
+    assert backing.write() > with_it
+    for _ in range(8):
+        assert is_there()
+        with backing.restored(with_it) as found:
+            found.get_conversation("tea")
+        backing.clock.time += 86_400.0
+        backing.backup.write(keep)
+    assert not is_there()
+    assert not backing.store.list_conversations(9).conversations
+    with backing.restored() as found:
+        assert history(found) == history(backing.store)
+
+
+def fails_with_no_space(*arguments: Any, **named: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("broken", ["os.fsync", "pensieve.store.backup._write_newest"])
+def test_what_could_not_be_written_is_written_later(
+    backing: Backing, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    create(backing.store, "tea")
+    moment = backing.write()
+    for number in range(2):
+        say(backing.store, "tea", f"r{number}", user("text", 1), reply("a", 2))
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, fails_with_no_space)
+            with pytest.raises(StoreUnavailable, match="backup: No space left on device"):
+                backing.write()
+    assert backing.write() > moment
+    assert [len(each.times) for each in points(backing.folder)] == [2]
+    with backing.restored() as found:
+        assert history(found) == history(backing.store)
+
+
+@pytest.mark.parametrize("place", ["data", "backup"])
+def test_without_room_for_a_copy_nothing_is_written(
+    backing: Backing, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    world(backing.store)
+    usage = shutil.disk_usage(backing.folder.parent)
+    full = {backing.folder.with_name(place): usage._replace(free=100)}
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: full.get(path, usage))
+        with pytest.raises(StoreUnavailable, match=f"there is no room for .* in .*{place}$"):
+            backing.write()
+    assert [path.name for path in backing.folder.glob("generation*")] == []
+    backing.write()
+
+
+def test_more_changes_than_a_segment_holds_begin_a_generation(
+    backing: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world(backing.store)
+    backing.write()
+    create(backing.store, "another")
+    monkeypatch.setattr(backup, "SEGMENT_BYTES_MAX", 4096)
+    backing.write()
+    assert [len(each.times) for each in points(backing.folder)] == [1, 1]
+    with backing.restored() as found:
+        assert history(found) == history(backing.store)
+
+
+def test_a_folder_that_was_cleared_gets_another_generation(backing: Backing) -> None:
+    world(backing.store)
+    backing.write()
+    shutil.rmtree(backing.folder)
+    backing.write()
+    with backing.restored() as found:
+        assert history(found) == history(backing.store)
+
+
+# -- damage --
+
+
+@pytest.fixture
+def written(backing: Backing) -> list[float]:
+    """Two generations, the second with three segments; a turn for each moment."""
+    create(backing.store, "tea")
+    times = [backing.write()]
+    for number in range(1, 6):
+        say(backing.store, "tea", f"r{number}", user("text", number), reply("hello", number))
+        times.append(backing.write(60.0 if number != 2 else 86_400.0))
+    assert [len(each.times) for each in points(backing.folder)] == [2, 4]
+    return times
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    match how:
+        case "a bit":
+            data[len(data) // 2] ^= 4
+        case "torn":
+            del data[len(data) // 2 :]
+        case "empty":
+            data.clear()
+    path.write_bytes(data)
+    if how == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["a bit", "torn", "empty", "missing"])
+@pytest.mark.parametrize(
+    ("name", "turns_before"),
+    [("00000003.segment", 4), ("00000002.segment", 3), ("base.db", 1), ("base.json", 1)],
+)
+def test_damage_is_named_and_restoring_stops_before_it_only_when_told(
+    written: list[float], backing: Backing, how: str, name: str, turns_before: int
+) -> None:
+    damage(backing.folder / "generation-000002" / name, how)
+    with pytest.raises(BackupDamaged, match=rf"generation-000002/{name} .* --last-good"):
+        backing.refused()
+    assert (backing.folder.with_name("refused") / "conversations.db").stat().st_size == 0
+    with backing.restored(to_last_good=True) as found:
+        assert len(found.messages("tea")) == 2 * turns_before
+    with backing.restored(written[0]) as found:
+        assert len(found.messages("tea")) == 0
+    if name == "00000002.segment":
+        with backing.restored(written[2]) as found:
+            assert len(found.messages("tea")) == 4
+
+
+def test_segments_of_another_chain_are_refused(written: list[float], backing: Backing) -> None:
+    chain = backing.folder / "generation-000002"
+    shutil.copyfile(chain / "00000002.segment", chain / "00000003.segment")
+    with pytest.raises(BackupDamaged, match=r"00000003.segment does not follow"):
+        backing.refused()
+
+
+def test_what_was_being_written_when_a_process_died_is_not_there(
+    written: list[float], backing: Backing
+) -> None:
+    (backing.folder / "generation-000002" / "00000004.segment.partial").write_bytes(b"half")
+    base = backing.folder / "generation-000003.partial" / "base.db"
+    base.parent.mkdir()
+    base.write_bytes(b"half")
+    with backing.restored() as found:
+        assert history(found) == history(backing.store)
+    backing.backup.close()
+    with closing(Backup(backing.folder, backing.store.folder.path)) as again:
+        again.write()
+    names = sorted(path.name for path in backing.folder.glob("generation-*"))
+    assert names == [f"generation-00000{number}" for number in (1, 2, 3)]
+
+
+def test_a_damaged_history_is_not_restored_as_if_it_were_sound(
+    written: list[float], backing: Backing
+) -> None:
+    with writer_of(backing.store).writing() as conn:
+        conn.execute("UPDATE bodies SET crc = crc + 1 WHERE body = (SELECT max(body) FROM bodies)")
+    backing.write()
+    with pytest.raises(BackupDamaged, match="a record fails its checksum"):
+        backing.refused()
+
+
+def test_a_wrong_number_of_bytes_is_no_reason_to_lose_a_history(
+    written: list[float], backing: Backing
+) -> None:
+    with writer_of(backing.store).writing() as conn:
+        conn.execute("UPDATE tenants SET stored_bytes = stored_bytes + 7")
+        conn.execute("INSERT INTO tenants VALUES ('nobody', 5)")
+    assert len(backing.store.verify()) == 2
+    backing.write()
+    said: list[str] = []
+    with backing.restored(report=said.append) as found:
+        assert found.messages("tea")
+    assert "the bytes of 2 tenants were miscounted, and are counted anew" in said
+
+
+# -- refusals --
+
+
+def test_a_folder_is_for_one_history_and_one_process(backing: Backing, tmp_path: Path) -> None:
+    world(backing.store)
+    backing.write()
+    data = backing.store.folder.path
+    with (
+        closing(Backup(backing.folder, data)) as second,
+        pytest.raises(StoreLocked, match="another process writes"),
+    ):
+        second.write()
+    backing.backup.close()
+    with ConversationStore.open(tmp_path / "other", "test"):
+        other = Backup(backing.folder, tmp_path / "other")
+        with closing(other), pytest.raises(StoreError, match="is of another history"):
+            other.write()
+    with closing(Backup(backing.folder, data)) as second:
+        second.write()
+    assert [len(each.times) for each in points(backing.folder)] == [1, 1]
+
+
+def test_only_their_owner_may_read_the_files(written: list[float], backing: Backing) -> None:
+    with backing.restored() as found:
+        assert found.folder.database_path.stat().st_mode & 0o777 == 0o600
+    modes = {path.name: path.stat().st_mode & 0o777 for path in backing.folder.rglob("*")}
+    assert {mode for name, mode in modes.items() if name.startswith("generation")} == {0o700}
+    assert {mode for name, mode in modes.items() if not name.startswith("generation")} == {0o600}
+    assert backing.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_history_is_replaced_only_when_told(backing: Backing, tmp_path: Path) -> None:
+    world(backing.store)
+    backing.write()
+    data = tmp_path / "other"
+    with ConversationStore.open(data, "test", driver=backing.driver) as other:
+        create(other, "mine")
+    with pytest.raises(StoreError, match="other has a history; --replace"):
+        restore(backing.folder, data, driver=backing.driver)
+    with ConversationStore.open(data, "test", driver=backing.driver) as other:
+        other.get_conversation("mine")
+        with pytest.raises(StoreLocked):
+            restore(backing.folder, data, driver=backing.driver, replace=True)
+    restore(backing.folder, data, driver=backing.driver, replace=True)
+    with ConversationStore.open(data, "test", driver=backing.driver) as other:
+        assert history(other) == history(backing.store)
+    assert history_identity(data) == history_identity(backing.store.folder.path)
+
+
+def test_a_backup_of_a_newer_schema_is_refused_and_the_error_says_who_reads_it(
+    backing: Backing,
+) -> None:
+    with writer_of(backing.store).writing() as conn:
+        conn.execute("PRAGMA user_version = 9")
+    backing.write()
+    with pytest.raises(StoreTooNew, match=r"schema version 9 .* the newer Pensieve that wrote it"):
+        backing.refused()
+
+
+def test_a_backup_of_an_older_schema_is_restored_and_brought_to_the_present_one(
+    backing: Backing,
+) -> None:
+    create(backing.store, "tea")
+    say(backing.store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    wanted = history(backing.store)
+    with writer_of(backing.store).writing() as conn:
+        for statement in (
+            "DROP INDEX turns_logprobs",
+            "ALTER TABLE turns DROP COLUMN logprobs",
+            "DROP TABLE responses",
+            "DROP TABLE chains",
+            "DELETE FROM _sqlite_migrations"
+            " WHERE name IN ('m004_logprobs', 'm006_chains', 'm007_responses')",
+            "PRAGMA user_version = 3",
+        ):
+            conn.execute(statement)
+    backing.write()
+    data = backing.folder.with_name("restored")
+    restore(backing.folder, data, driver=backing.driver)
+    with ConversationStore.open(data, "test", driver=backing.driver) as again:
+        assert again.integrity_check_due
+        assert again.integrity_check() == again.verify() == []
+        assert history(again) == wanted
+
+
+def test_a_restore_that_ends_right_before_it_puts_the_new_history_in_place_loses_nothing_of_the_old(
+    backing: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backing.write()
+    world(backing.store)
+    killed = backing.folder.with_name("killed")
+    shutil.copytree(backing.store.folder.path, killed)  # as a daemon leaves it that is killed
+    (killed / "lock").unlink()
+    assert (killed / "conversations.db-wal").stat().st_size
+
+    def end(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", end)
+        with pytest.raises(KeyboardInterrupt):
+            restore(backing.folder, killed, driver=backing.driver, replace=True)
+    with ConversationStore.open(killed, "test", driver=backing.driver) as again:
+        assert history(again) == history(backing.store)
+
+
+# -- a process that dies --
+
+TALKER = """
+import sys
+from pathlib import Path
+from pensieve.store import ConversationStore
+from tests.store.talk import create, reply, say, user
+
+with ConversationStore.open(Path(sys.argv[1]), "talker") as store:
+    name = sys.argv[2]
+    create(store, name)
+    for number in range(10**6):
+        say(store, name, f"{name}-{number}", user(f"word {number}", 1), reply("text " * 99, 2))
+        print(number, flush=True)
+"""
+WRITER = """
+import sys, time
+from pathlib import Path
+from pensieve.store import backup
+
+backup.GENERATION_SECONDS = 0.3
+writer = backup.Backup(Path(sys.argv[2]), Path(sys.argv[1]))
+while True:
+    print(writer.write(0.6).time, flush=True)
+"""
+
+
+def test_processes_that_are_killed_leave_a_backup_that_is_whole(tmp_path: Path) -> None:
+    """Nothing is missing that was acknowledged before the moment, and no file is half."""
+    data, folder, choose = tmp_path / "data", tmp_path / "backup", random.Random(1)
+    ConversationStore.open(data, "test").close()
+    root = Path(__file__).parents[2]
+    for turn in range(5):
+        programs = [(TALKER, str(data), name := f"talk-{turn}"), (WRITER, str(data), str(folder))]
+        talker, writer = (
+            subprocess.Popen(
+                [sys.executable, "-c", *each], cwd=root, stdout=subprocess.PIPE, text=True
+            )
+            for each in programs
+        )
+        assert talker.stdout is not None
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        said = [int(talker.stdout.readline()) for _ in range(choose.randrange(1, 200))][-1]
+        # A moment is the time before its copy is made: what was said before a later one is in it.
+        said_at = time.time()
+        moment = next(at for at in iter(lambda: points(folder)[-1].times[-1], 0.0) if at > said_at)
+        for process in (talker, writer):
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        restored = restore(folder, tmp_path / "restored", replace=True)
+        assert restored.time >= moment
+        with ConversationStore.open(tmp_path / "restored", "test") as store:
+            assert store.integrity_check() == store.verify() == []
+            texts = [each.content for each in store.messages(name) if each.role == "user"]
+            assert texts == [f"word {number}" for number in range(len(texts))]
+            assert len(texts) > said
+        assert check_database(points(folder)[-1].path / "base.db") == []
