@@ -102,7 +102,6 @@ class History:
     ) -> None:
         """`random_bits` draws the seeds and the request ids that clients leave to us."""
         self._store = store
-        self.finish_erasure = store.erasure.finish
         self._template, self._fingerprint = texts.template, texts.fingerprint
         self._context_max = context_max
         self.check_settings = partial(check_settings, self._template, context_max)
@@ -211,6 +210,10 @@ class History:
         """What is remembered of a conversation that was deleted, or that others have written to."""
         self._tokenized_again.discard((tenant, conversation_id))
         self._prefixes.forget(tenant, conversation_id)
+
+    def finish_erasure(self) -> None:
+        """Of what was deleted, from the files; ErasurePending if that is not possible yet."""
+        self._store.erasure.finish()
 
     def warm(
         self, conversation_id: str, number: int, *, tenant: str = ""
