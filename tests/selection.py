@@ -34,9 +34,9 @@ EXPENSIVE = (
     "tests/model/fuse/",  # every family, type and instruction set
     "tests/model/parallel/",  # ranks and stages
     "tests/launch/test_remote_rank.py",
-    "tests/service/test_exactness.py",  # long conversations of each family, policy and size of a chunk
-    "tests/service/test_stream_exactness.py",
-    "tests/service/test_prefix_exactness.py",
+    "tests/service/test_exactness.py::test_every_reply_is",  # of each family, policy and size of a chunk
+    "tests/service/test_exactness.py::test_every_reply_of",
+    "tests/service/test_exactness.py::test_every_reply_under",
     "tests/service/test_constraints.py",
     "tests/cluster/test_ray_nemesis.py",  # storms
     "tests/cluster/test_nemesis.py",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from pensieve.errors import OwnedElsewhere
 from pensieve.v1 import conversation_pb2 as pb
 from tests.cluster.checker import wrong_owners
 from tests.cluster.world import Kind, World
+from tests.loop_thread import LoopThread
 from tests.service.rig_daemon import wait_for
 
 LONG = 400  # tokens of a turn that lasts for some seconds
@@ -27,9 +27,8 @@ class Cluster:
     """A world whose loop runs in a thread."""
 
     def __init__(self, folder: Path) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._loop = LoopThread()
+        self.run, self.do = self._loop.run, self._loop.do
         self.world = World(folder, Kind(num_replicas=2, lease_seconds=3.0, echo_seconds=0.01))
         self.run(self.world.__aenter__())
         self.clients = [Client(each, retry=PATIENT) for each in self.world.addresses]
@@ -39,20 +38,7 @@ class Cluster:
             client.close()
         assert self.run(self.world.stop()) == [0, 0, 0]
         self.run(self.world.__aexit__())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
         self._loop.close()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(300)
-
-    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """In the loop."""
-
-        async def call() -> Any:
-            return function(*arguments)
-
-        return self.run(call())
 
     def events(self, kind: str, **wanted: Any) -> list[dict[str, Any]]:
         found = map(json.loads, self.world.event_log.read_text().splitlines())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from pensieve.store.remote.methods import METHODS
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
 from tests.cluster.links import Link
+from tests.loop_thread import LoopThread
 from tests.service.rig_daemon import wait_for
 
 
@@ -36,18 +36,17 @@ class ServiceRig:
         self._secret = secret
         self._lease_seconds = lease_seconds
         self._event_log = folder / "events.jsonl"
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._connections: list[Connection] = []
 
     def __enter__(self) -> ServiceRig:
-        self._thread.start()
+        self._loop = LoopThread()
+        self.run, self.do = self._loop.run, self._loop.do  # in the loop of the service
         self.run(self._start())
         return self
 
     async def _start(self) -> None:
         self._store = ConversationStore.open(self._folder / "data", "a test", keep_running=True)
-        self.threads = Threads(self._loop, 1)
+        self.threads = Threads(self._loop.loop, 1)
         self._events = EventLog(self._event_log)
         config = HistoryConfig(self._lease_seconds)
         self.service = HistoryService(self._store, self.threads, config, record=self._events)
@@ -74,8 +73,6 @@ class ServiceRig:
             connection.close()
         self.direct.close()
         self.run(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
         self._loop.close()
 
     async def _stop(self) -> None:
@@ -86,16 +83,6 @@ class ServiceRig:
         self.service.close()
         self._store.close()
         self._events.close()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """In the loop of the service."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
-
-    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        async def call() -> Any:
-            return function(*arguments)
-
-        return self.run(call())
 
     def stand_still(self, seconds: float) -> None:
         """The service does nothing for so long, as a process that is paused."""
