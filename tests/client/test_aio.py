@@ -44,21 +44,6 @@ async def abandoned(server: ScriptedServer) -> str:
     return await asyncio.to_thread(server.abandoned.get, timeout=SAFETY_SECONDS)
 
 
-def test_a_turn_over_connections_that_break(server: ScriptedServer) -> None:
-    async def script(client: AsyncClient) -> None:
-        server.mishaps.extend([Mishap(), Mishap(after=2), Mishap(after=1, refusal=None)])
-        turn = client.conversation("c").send("a b c")
-        assert [str(delta) async for delta in turn] == ["a ", "b ", "c "]
-        reply = await turn.reply()
-        assert (reply.text, reply.finish_reason, reply.revision) == ("a b c ", "stop", 1)
-        sent = server.requests("SendMessage")
-        assert len({request.request_id for request in sent}) == 1
-        assert len(sent) == 4
-        assert {metadata["authorization"] for _, _, metadata in server.calls} == {"Bearer t"}
-
-    assert run(server, script) == [1.0, 1.0, 2.0]
-
-
 def test_a_turn_that_was_lost_begins_again(server: ScriptedServer) -> None:
     async def script(client: AsyncClient) -> None:
         server.mishaps.append(Mishap(after=1, lost=True))
@@ -130,23 +115,6 @@ def test_errors_and_deadlines(server: ScriptedServer) -> None:
             assert running.value.turn_id == first.turn_id
         with pytest.raises(errors.InvalidArgument, match="surrogate"):
             other.send("\udc00")
-
-    run(server, script)
-
-
-def test_cancelling_a_turn(server: ScriptedServer) -> None:
-    async def script(client: AsyncClient) -> None:
-        server.mishaps.append(Mishap(after=2, stalls=True))
-        turn = client.conversation("c").send("a b c")
-        async for delta in turn:
-            if str(delta) == "b ":
-                assert await turn.cancel()
-        assert (await turn.reply()).finish_reason == "cancelled"
-        server.mishaps.append(Mishap(after=0, stalls=True))
-        early = client.conversation("c").send("d e")
-        assert await early.cancel()
-        assert (await early.reply()).finish_reason == "cancelled"
-        assert [request.turn_id for request in server.requests("CancelTurn")] == ["1", "2"]
 
     run(server, script)
 

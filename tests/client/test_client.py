@@ -79,15 +79,6 @@ def test_forks_rewinds_and_deletions(client: Client) -> None:
     assert branch.ask("three").revision == 2
 
 
-def test_the_same_request_id_says_nothing_twice(client: Client) -> None:
-    talk = client.conversation()
-    first = talk.ask("hello", request_id="once")
-    again = talk.ask("hello", request_id="once")
-    assert again.replayed
-    assert (again.text, again.token_ids, again.usage) == (first.text, first.token_ids, first.usage)
-    assert len(list(talk.messages())) == 2
-
-
 def test_errors_come_as_the_classes_they_left_as(client: Client) -> None:
     talk = client.conversation()
     with pytest.raises(errors.NotFound):
@@ -106,28 +97,6 @@ def test_errors_come_as_the_classes_they_left_as(client: Client) -> None:
     with pytest.raises(errors.ContextFull) as full:
         talk.ask("word " * 120_000)
     assert full.value.tokens > full.value.tokens_max
-
-
-def test_a_turn_is_cancelled_from_within_its_loop(tmp_path: Path) -> None:
-    with (
-        DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as rig,
-        Client(rig.server.address) as client,
-    ):
-        talk = client.conversation()
-        turn = talk.send("hello", max_tokens=5000, ignore_eos=True)
-        for number, _ in enumerate(turn):
-            if number == 5:
-                assert turn.cancel()
-        assert turn.reply.finish_reason == "cancelled"
-        assert 5 < len(turn.reply.token_ids) < 5000
-        assert [m.text for m in talk.messages()][1] == turn.reply.text
-        running = talk.send("again", max_tokens=5000, ignore_eos=True, keep_partial=False)
-        next(running)
-        with pytest.raises(errors.TurnRunning):
-            talk.ask("me too")
-        running.close()
-        assert not rig.num_live
-        assert len(list(talk.messages())) == 2
 
 
 def test_a_turn_survives_the_death_of_the_engine(tmp_path: Path) -> None:
