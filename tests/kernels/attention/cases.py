@@ -142,13 +142,13 @@ class Case:
         found = []
         queries = self.query.double().split(self.lengths)
         for (turn, start, length), query in zip(self.slices, queries, strict=True):
-            rows = self.read(turn, start + length).double()
-            keys, values = rows.repeat_interleave(self.heads // self.kv_heads, 2).unbind()
-            scores = torch.einsum("qhd,khd->hqk", query, keys) * self.scaling
+            keys, values = self.read(turn, start + length).double().unbind()
+            grouped = query.unflatten(1, (self.kv_heads, -1))
+            scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * self.scaling
             places = torch.arange(start + length)
             is_future = places > places[start:, None]
             weights = scores.masked_fill(is_future, -float("inf")).softmax(-1)
-            found.append(torch.einsum("hqk,khd->qhd", weights, values))
+            found.append(torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2))
         return torch.cat(found)
 
     def check(self) -> None:
