@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pensieve.service.grpc import forwarding
-from pensieve.service.grpc.server import Listening
-from tests.history.rig_service import ServiceRig, wait_for
+from tests.history.rig_service import ServiceRig, sharing, wait_for
 from tests.service.http.rig_http import MODEL, HttpRig
 from tests.service.rig_daemon import ECHO, DaemonRig
 
@@ -36,20 +34,8 @@ class Both:
 
 @pytest.fixture
 def both(tmp_path: Path) -> Iterator[Both]:
-    with ServiceRig(tmp_path) as service, ExitStack() as stack:
-        rigs = [
-            stack.enter_context(
-                DaemonRig(
-                    tmp_path / name,
-                    history=service.link.address,
-                    program=(*ECHO, "--seconds", "0.02"),
-                    listening=Listening(
-                        "127.0.0.1:0", tmp_path / name / "admin.sock", http="127.0.0.1:0"
-                    ),
-                )
-            )
-            for name in ("one", "two")
-        ]
+    shape: dict[str, Any] = {"program": (*ECHO, "--seconds", "0.02")}
+    with sharing(tmp_path, ("one", "two"), {"http": "127.0.0.1:0"}, **shape) as (service, rigs):
         yield Both(service, rigs)
 
 

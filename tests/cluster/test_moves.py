@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pensieve.client import Client
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc.replica import KvFetcher
-from pensieve.service.grpc.server import Listening
 from pensieve.service.hand_over import HandOver
-from tests.history.rig_service import ServiceRig
-from tests.newcomer import free_port
+from tests.history.rig_service import sharing
 from tests.scale import SCALE, SEED
 from tests.service.exactness import HttpGuest, assert_exact, play
+from tests.service.http.rig_http import HttpRig
 from tests.service.rig import Reference, write_model
 from tests.service.rig_daemon import DaemonRig
 from tests.text.families import QWEN_2_5
@@ -45,24 +44,11 @@ def test_every_reply_is_what_plain_transformers_says_wherever_it_is_given(
 ) -> None:
     folder = write_model(tmp_path / "model", QWEN_2_5, "llama-gqa")
     done: Counter[str] = Counter()
-    with ServiceRig(tmp_path) as service, ExitStack() as stack:
-        rigs, http = [], []
-        for name in ("a", "b", "c"):
-            http.append(f"127.0.0.1:{free_port()}")
-            data = tmp_path / name
-            listening = Listening(
-                "127.0.0.1:0", data / "admin.sock", hand_over=moves_kv, http=http[-1]
-            )
-            rig = DaemonRig(
-                data,
-                config=DaemonConfig(),
-                listening=listening,
-                program=ENGINE,
-                written=TINY,
-                model_folder=folder,
-                history=service.link.address,
-            )
-            rigs.append(stack.enter_context(rig))
+    shape: dict[str, Any] = {"program": ENGINE, "written": TINY, "model_folder": folder}
+    places = {"hand_over": moves_kv, "http": "127.0.0.1:0"}
+    config = DaemonConfig()
+    with sharing(tmp_path, "abc", places, config=config, **shape) as (service, rigs):
+        http = [HttpRig(rig).address for rig in rigs]
         pulls = [rig.call(hand_over(rig, True)) for rig in rigs] if moves_kv else []
         for life in range(SCALE):
             crowd = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,7 @@ from pensieve.history.connection import Connection, Replica
 from pensieve.history.guard import Guard
 from pensieve.history.service import HistoryConfig, HistoryService
 from pensieve.launch.history import OPTIONS, SERVICE, EventLog
-from pensieve.service.grpc.server import Health
+from pensieve.service.grpc.server import Health, Listening
 from pensieve.service.threads import Threads
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.remote.methods import METHODS
@@ -25,7 +25,7 @@ from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
 from tests.cluster.links import Link
 from tests.loop_thread import LoopThread
-from tests.service.rig_daemon import wait_for
+from tests.service.rig_daemon import DaemonRig, wait_for
 
 
 class ServiceRig:
@@ -111,6 +111,21 @@ class ServiceRig:
         return [each for each in map(json.loads, lines) if each["event"] == kind]
 
 
+@contextmanager
+def sharing(
+    folder: Path, names: Sequence[str], listening: Mapping[str, Any], **daemon: Any
+) -> Iterator[tuple[ServiceRig, list[DaemonRig]]]:
+    """A history service and daemons that share it; `listening` and `daemon` are fields of each."""
+    with ServiceRig(folder) as service, ExitStack() as stack:
+        rigs = []
+        for name in names:
+            data = folder / name
+            places = Listening("127.0.0.1:0", data / "admin.sock", **listening)
+            rig = DaemonRig(data, listening=places, history=service.link.address, **daemon)
+            rigs.append(stack.enter_context(rig))
+        yield service, rigs
+
+
 def call(connection: Connection, name: str, *given: Any, **named: Any) -> Any:
     return connection.call(METHODS[name], given, named).value
 
@@ -131,4 +146,4 @@ def in_thread(function: Callable[..., Any]) -> threading.Thread:
     return thread
 
 
-__all__ = ["ServiceRig", "call", "impatient", "in_thread", "wait_for"]
+__all__ = ["ServiceRig", "call", "impatient", "in_thread", "sharing", "wait_for"]

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,9 @@ from pensieve.client.fleet import HistoryReplicas
 from pensieve.errors import InvalidArgument, Unauthenticated, Unavailable
 from pensieve.history.guard import Guard
 from pensieve.service.grpc.auth import Token
-from pensieve.service.grpc.server import Listening
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
-from tests.history.rig_service import ServiceRig
+from tests.history.rig_service import ServiceRig, sharing
 from tests.newcomer import free_port
 from tests.service.rig_daemon import DaemonRig
 
@@ -43,13 +41,8 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     token = Token(hashlib.sha256(OPERATOR.encode()).digest(), admin=True)
-    with ServiceRig(folder) as history, ExitStack() as stack:
-        found = Cluster(history, {})
-        for name in ("a", "b"):
-            data = folder / name
-            listening = Listening("127.0.0.1:0", data / "admin.sock", tokens=(token,))
-            rig = DaemonRig(data, listening=listening, history=history.link.address)
-            found.rigs[name] = stack.enter_context(rig)
+    with sharing(folder, "ab", {"tokens": (token,)}) as (history, rigs):
+        found = Cluster(history, dict(zip("ab", rigs, strict=True)))
         request = pb.SendMessageRequest(
             conversation_id="tea",
             messages=[pb.NewMessage(content="hello")],
