@@ -18,6 +18,7 @@ from pensieve.config import (
     print_settings,
     removed,
     resolve,
+    settings_for,
 )
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ REMOVED_FLAG = "removed_"  # in front of its name, as another command may have o
 def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
     """A flag for each setting; what is not given stays None.
 
-    Where the engine's are among them, --help shows the common ones, and --help-all all.
+    Where all of the engine's are among them, --help shows the common ones, and --help-all all.
     """
-    is_long = any(ENGINE in setting.of and not setting.common for setting in table)
+    is_long = set(settings_for(ENGINE)) <= set(table)
     groups = {name: command.add_argument_group(name, GROUPS.get(name)) for name in _groups(table)}
     hidden: list[tuple[argparse.Action, str]] = []
     for setting in table:

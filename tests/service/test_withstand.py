@@ -287,7 +287,8 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         *("service/http/messages.py", "service/http/responses.py"),
         "service/http/routes.py",
         "history/service.py",  # when an event was recorded
-        *("store/conversation_store.py", "store/copying.py"),  # created, updated, finished
+        "store/backup.py",  # the moments of a backup
+        "store/conversation_store.py",  # created, updated, finished
         "store/remote/remote_store.py",
         "store/job_store.py",  # created, started, ended
     }
