@@ -179,6 +179,12 @@ class Settings:
         "auto|on|off",
         group="cache and scheduling",
     )
+    check_kv: bool | None = _setting(
+        switch,
+        "",
+        "compare what comes back from the host tier with its checksum, and compute again what has changed",
+        group="cache and scheduling",
+    )
     token_budget: int = _setting(
         whole(1, 1 << 20),
         "512",
@@ -662,7 +668,6 @@ def settings_named(*names: str) -> Table:
 REMOVED = {
     "backup_seconds": "a history that has changed is backed up every minute",
     "chain_keep": "a conversation is found by its history for 30 days after its last reply",
-    "check_kv": "KV of the host tier is checked on CPUs",
     "chunk_tokens": "a chunk has 32 tokens",
     "connections_max": "there may be 512 connections; limit those of each peer in a firewall or proxy",
     "cost": "run `pensieve profile`; what it keeps is used",

@@ -132,9 +132,7 @@ def build_executor(
     sampler = Sampler(shape.vocab_size, ranks.model.eos_token_ids | end_of_turn_ids)
     tiers = _allocate(settings, ranks, sampler, report)
     graphs = _graphs(settings, ranks, tiers.memory, report)
-    # A CPU sums pages about as fast as it copies them; a GPU copies much faster.
-    on_cpu = ranks.model.flat.module.device.type == "cpu"
-    checksums = PageChecksums(tiers.memory.host_arena) if on_cpu else None
+    checksums = PageChecksums(tiers.memory.host_arena) if settings.check_kv else None
     own = TorchExecutor(
         ranks.model, tiers.memory, sampler, tokenizer, graphs=graphs, checksums=checksums
     )

@@ -158,7 +158,7 @@ def _start_ranks(
         "kv_dtype": settings.kv_dtype,
         "context_max": settings.context_max,
         "num_threads": num_threads,
-        "check_kv": device.type == "cpu",
+        "check_kv": bool(settings.check_kv),
         "int8": settings.weights == "int8",
     }
     leader = Leader(

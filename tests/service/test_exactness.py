@@ -83,7 +83,7 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
     ("family", "kind", "depth", "settings"),
     [
         (QWEN_2_5, "llama-gqa", 1, {"staging_tokens": "640"}),
-        (LLAMA_3, "qwen3", 1, {"staging_tokens": "400", "policy": "lru"}),
+        (LLAMA_3, "qwen3", 1, {"staging_tokens": "400", "policy": "lru", "check_kv": "1"}),
         (
             QWEN_2_5,
             "llama-gqa",
@@ -101,7 +101,7 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
             LLAMA_3,
             "llama-gqa",
             1,
-            {"chunk_tokens": "32", "device_cache": "640t", "host_cache": "1600t"},
+            {"chunk_tokens": "32", "device_cache": "640t", "host_cache": "1600t", "check_kv": "1"},
         ),
     ],
 )

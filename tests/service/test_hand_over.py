@@ -31,7 +31,7 @@ from tests.service.proxy import Proxy
 from tests.service.rig_daemon import DaemonRig
 
 ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
-WRITTEN = {"device_cache": "4000t", "host_cache": "4000t", "threads": "1"}
+WRITTEN = {"device_cache": "4000t", "host_cache": "4000t", "threads": "1", "check_kv": "true"}
 GREEDY = pb.Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
 NAMES = [f"c{number}" for number in range(20)]
 SIZE = 32

@@ -54,7 +54,7 @@ class SameModel(Reference):
 def test_every_reply_is_that_of_an_engine_without_pressure(tmp_path: Path, policy: str) -> None:
     """To the last bit: a sampled token has the largest logit, not one near it."""
     shape = {"policy": policy, "chunk_tokens": "32", "kv_dtype": "int8"}
-    shape |= {"device_cache": "800t", "host_cache": "800t"}
+    shape |= {"device_cache": "800t", "host_cache": "800t", "check_kv": "true"}
     folder = write_model(tmp_path / "model", QWEN_2_5)
     total: Counter[str] = Counter()
     with started(folder, tmp_path / "data", **shape) as runtime:

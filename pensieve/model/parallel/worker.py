@@ -4,7 +4,7 @@
     main thread       one iteration after another: copies, then the forward over its part of the pages
     reporter thread   copies that have finished here → rank 0
 
-On a CPU it sums its own part of the host pages; where that has changed it fails, and all ranks
+With `--check-kv` it sums its own part of the host pages; where that has changed it fails, and all ranks
 start again, since rank 0 plans by its own part alone.
 
 It decides nothing and samples nothing; its part of the logits reaches rank 0 through the collectives, or, as

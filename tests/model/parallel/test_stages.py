@@ -205,7 +205,7 @@ def test_a_whole_engine_in_stages_is_exact(
     """Swapped, dropped, recomputed, suspended, forked, cut: every reply of a crowd is what plain
     transformers would have said, and as many iterations were in flight as there are stages."""
     folder = write_model(tmp_path / "model", QWEN_2_5, "deep")
-    settings = {"pipeline_stages": str(num_stages)}
+    settings = {"pipeline_stages": str(num_stages), "check_kv": "on"}
     settings["tensor_parallel"] = str(num_shards)
     with started(folder, tmp_path / "data", **settings) as runtime:
         executor = runtime.engine.executor
