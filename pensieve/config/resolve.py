@@ -31,9 +31,7 @@ class Resolved:
     table: Table
     settings: Settings
     sources: dict[str, str]  # by name: "flag", "PENSIEVE_…", the file, or "default"
-    written: dict[
-        str, str
-    ]  # the engine's, as they were written; without secrets and what is not given
+    written: dict[str, str]  # the engine's, as written; without secrets and what is not given
     texts: dict[str, str]  # of all, as they were written; "" where nothing was
 
 
