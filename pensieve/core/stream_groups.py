@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 from pensieve.core.cache_config import CacheConfig
@@ -37,6 +38,8 @@ MANY_GROUPS = (
     40  # finer groups gain nothing: what the ends of the lanes cost is one part in so many
 )
 SOME_GROUPS = 12
+FEW_ITEMS = 7  # 877 divisions at most, which take some 8 ms
+FEW_GROUPS = 4  # of which every order is tried
 LOOKED_AT = 16  # turns that are looked at for one with few enough pages, from the longest down
 PathOf = Callable[[Turn], list[Branch]]
 
@@ -302,13 +305,18 @@ def packed(
     From the second group on, load(g + 1) and attention(g) begin at the same moment, and the next two begin
     when both have ended.  So a group should copy for as long as the group in front of it attends.
 
-    Some divisions are tried, each in its best order (`_ordered`): groups that are filled so (`_Filling`), the
-    same with two in front that fill their arenas, each item by itself, and all items together.
+    Of few items, all divisions are tried, each in its best order (`_ordered`).  Of more: groups that are
+    filled so (`_Filling`), the same with two in front that fill their arenas, each item by itself, and all
+    items together.
     """
     if not items:
         return []
     assert 0 < pages_max >= max(item.pages for item in items)
     num, fewest = len(items), -(-sum(item.pages for item in items) // pages_max)
+    if num <= FEW_ITEMS:
+        all_divisions = _partitions(num, [item.pages for item in items], pages_max)
+        ordered = (_ordered(each, items, before_seconds, group_seconds) for each in all_divisions)
+        return min(ordered, key=lambda found: found[1])[0]
     copying = sum(item.copy_seconds for item in items)
     attention = sum(item.attention_seconds for item in items)
     most = MANY_GROUPS
@@ -326,6 +334,19 @@ def packed(
         divisions.append([list(range(num))])
     ordered = (_ordered(each, items, before_seconds, group_seconds) for each in divisions)
     return min(ordered, key=lambda found: found[1])[0]
+
+
+def _partitions(num: int, pages: Sequence[int], pages_max: int) -> Iterator[Groups]:
+    """Yield every division of the first `num` items into groups of at most `pages_max` pages."""
+    if num == 0:
+        yield []
+        return
+    item = num - 1
+    for groups in _partitions(item, pages, pages_max):
+        yield [*groups, [item]]
+        for at, group in enumerate(groups):
+            if sum([pages[i] for i in group]) + pages[item] <= pages_max:
+                yield [*groups[:at], [*group, item], *groups[at + 1 :]]
 
 
 class _Filling:
@@ -467,11 +488,18 @@ def _end(
 def _ordered(
     groups: Groups, items: Sequence[StreamItem], before: float, group_seconds: float
 ) -> tuple[Groups, float]:
-    """The groups in an order, and its makespan: the least if nothing is before the first attention."""
+    """Return the groups in an order, and its makespan.
+
+    It is the least for few groups, and if nothing is before the first attention.
+    """
     copies, attentions = _sums(groups, items, group_seconds)
     every = range(len(groups))
-    orders = [path_of(every, copies, attentions, before)]
-    if before > 0 and len(groups) > 1:
+    orders: list[Sequence[int]]
+    if len(groups) <= FEW_GROUPS:
+        orders = list(permutations(every))
+    else:
+        orders = [path_of(every, copies, attentions, before)]
+    if before > 0 and len(groups) > FEW_GROUPS:
         quickest = min(every, key=lambda i: max(before - copies[i], 0.0) + attentions[i])
         for first in dict.fromkeys((orders[0][0], quickest)):
             rest = [i for i in every if i != first]
