@@ -339,7 +339,7 @@ class Trial:
 
 
 class TestRun(NamedTuple):
-    failed: list[str]  # as `service/test_a.py::test_one`; a file that could not be imported
+    failed: list[str]  # as `conversations/test_a.py::test_one`; a file that could not be imported
     in_time: bool = True  # False: it was ended before the last test
 
 

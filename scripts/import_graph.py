@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAIN = "main"
 # `scripts/test --changed` runs so many test files, and after a change of the product these: whole daemons.
 NEAREST = 20
-SMOKE = ("tests/service/test_daemon.py", "tests/cli/test_chat.py")
+SMOKE = ("tests/conversations/test_daemon.py", "tests/cli/test_chat.py")
 PACKAGES = ("pensieve", "tests", "scripts")
 # A change of these affects every test.
 EVERYTHING = (

@@ -51,7 +51,7 @@ PRELOADED = (
     "pensieve.launch.daemon",
     "pensieve.launch.echo_engine",
     "pensieve.launch.executor",
-    "pensieve.service.http.listener",
+    "pensieve.api.http.listener",
     "transformers.models.llama.modeling_llama",
 )
 STARTING = (

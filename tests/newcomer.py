@@ -492,7 +492,7 @@ def serve(found: Walk) -> None:
 
 def guarded(found: Walk) -> None:
     """A daemon that wants TLS and tokens: who has both is served, others hear what is missing."""
-    certificates = found.repository / "tests" / "service" / "certs"
+    certificates = found.repository / "tests" / "guard" / "certs"
     for name, place in (
         ("server.pem", "chain.pem"),
         ("server.key", "key.pem"),

@@ -195,12 +195,14 @@ def nemesis(night: Night, log: Path, outcome: Outcome) -> None:
 
 PARTS: Mapping[str, Part] = {
     "faults": faults,
-    "bytes": scaled("service/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000),
+    "bytes": scaled(
+        "conversations/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000
+    ),
     "values": scaled(
-        "service/test_structured_fuzz.py", whole=1_000_000, unit="messages", per_scale=3_000
+        "conversations/test_structured_fuzz.py", whole=1_000_000, unit="messages", per_scale=3_000
     ),
     "crashes": scaled(
-        *("service/test_crashes.py", "store/test_crash.py", "store/test_power_loss.py"),
+        *("conversations/test_crashes.py", "store/test_crash.py", "store/test_power_loss.py"),
         whole=500,
         unit="kills",
         per_scale=16,
@@ -208,7 +210,7 @@ PARTS: Mapping[str, Part] = {
     "postgres": scaled("store/test_postgres_crash.py", whole=40, unit="kills", per_scale=3),
     "traffic": scaled(
         *("core/test_traffic.py", "core/test_small_worlds.py"),
-        *("sim/test_shifts.py", "service/test_chaos.py"),
+        *("sim/test_shifts.py", "conversations/test_chaos.py"),
         whole=20,
     ),
     "ctrl-c": scaled("cli/test_ctrl_c.py", whole=1000, unit="double presses", per_scale=10),
@@ -216,11 +218,11 @@ PARTS: Mapping[str, Part] = {
     "kernels": scaled("kernels", whole=1),
     "ranks": scaled("model/parallel", "launch/test_remote_rank.py", whole=1),
     "ray": scaled("cluster/test_ray_nemesis.py", whole=2),
-    "browser": scaled("service/http/test_page_browser.py", whole=1),
+    "browser": scaled("api/http/test_page_browser.py", whole=1),
     "thirds": scaled(*DIVIDED, whole=1),  # of which a day has one
     "nemesis": nemesis,
-    "options": scaled("service/test_option_pairs.py", whole=10),
-    "timing": scaled("service/test_timing_probe.py", whole=2),
+    "options": scaled("conversations/test_option_pairs.py", whole=10),
+    "timing": scaled("conversations/test_timing_probe.py", whole=2),
     "newcomer": newcomer,
     "clients": clients,
     "real-model": real_model,

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from pensieve.client import Client
 from pensieve.launch.model_folder import resolve_model
-from tests.service.rig import Reference
-from tests.service.rig_daemon import ServeProcess
+from tests.conversations.rig import Reference
+from tests.conversations.rig_daemon import ServeProcess
 
 PEOPLE = 8
 REPLY_TOKENS_MAX = 64

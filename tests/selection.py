@@ -34,28 +34,28 @@ EXPENSIVE = (
     "tests/model/fuse/",  # every family, type and instruction set
     "tests/model/parallel/",  # ranks and stages
     "tests/launch/test_remote_rank.py",
-    "tests/service/test_exactness.py::test_every_reply_is",  # of each family, policy and size of a chunk
-    "tests/service/test_exactness.py::test_every_reply_of",
-    "tests/service/test_exactness.py::test_every_reply_under",
-    "tests/service/test_constraints.py",
+    "tests/conversations/test_exactness.py::test_every_reply_is",  # of each family and policy
+    "tests/conversations/test_exactness.py::test_every_reply_of",
+    "tests/conversations/test_exactness.py::test_every_reply_under",
+    "tests/conversations/test_constraints.py",
     "tests/cluster/test_ray_nemesis.py",  # storms
     "tests/cluster/test_nemesis.py",
     "tests/cluster/test_moves.py",
-    "tests/service/test_chaos.py",  # clients that stall, abandon and flood
-    "tests/service/test_overload.py",
-    "tests/service/http/test_slow_clients.py",
-    "tests/service/test_hung_engine.py",  # they wait until the daemon gives up on an engine
-    "tests/service/test_suspects.py",
-    "tests/service/test_crashes.py",  # killed at random moments
-    "tests/service/test_peers.py",
-    "tests/service/test_backing_up.py",
+    "tests/conversations/test_chaos.py",  # clients that stall, abandon and flood
+    "tests/conversations/test_overload.py",
+    "tests/api/http/test_slow_clients.py",
+    "tests/conversations/test_hung_engine.py",  # they wait until the daemon gives up on an engine
+    "tests/conversations/test_suspects.py",
+    "tests/conversations/test_crashes.py",  # killed at random moments
+    "tests/api/grpc/test_peers.py",
+    "tests/conversations/test_backing_up.py",
     "tests/store/test_job_crash.py",
     "tests/store/test_postgres_crash.py",
     "tests/store/test_power_loss.py",
     "tests/cli/test_ctrl_c.py",
-    "tests/service/test_fuzz.py",  # thousands of broken messages
-    "tests/service/test_structured_fuzz.py",
-    "tests/service/openai/test_any_body.py",
+    "tests/api/grpc/test_fuzz.py",  # thousands of broken messages
+    "tests/api/grpc/test_structured_fuzz.py",
+    "tests/api/openai/test_any_body.py",
     "tests/text/test_tool_calls_hostile.py",  # time and memory of hostile replies
     "tests/sim/",  # crowds in the simulator
     "tests/cli/test_simulate.py",

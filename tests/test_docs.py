@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.cli.main import parser
-from tests.service.rig_daemon import DaemonRig
+from tests.conversations.rig_daemon import DaemonRig
 from tests.test_layering import ASSEMBLES
 from tests.test_layering import ROOMS as LAW
 
@@ -178,8 +178,8 @@ def test_the_protos_pass_the_linter() -> None:
 
 def test_no_method_of_a_service_is_left_to_its_generated_base() -> None:
     """The base answers UNIMPLEMENTED, which no caller should ever meet."""
-    from pensieve.service.grpc.admin import AdminService
-    from pensieve.service.grpc.conversation import ConversationService
+    from pensieve.api.grpc.admin import AdminService
+    from pensieve.api.grpc.conversation import ConversationService
     from pensieve.v1 import admin_pb2, conversation_pb2
 
     for file, ours in ((conversation_pb2, ConversationService), (admin_pb2, AdminService)):

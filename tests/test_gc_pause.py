@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from pensieve import gc_pause
+from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.iteration import SampledToken
 from pensieve.engine import engine as engine_module
-from pensieve.service.live_turn import LiveTurn
 from tests.engine.rig import Rig, submit
 
 

@@ -42,16 +42,20 @@ ROOMS = {
         "torch transformers tokenizers safetensors huggingface_hub",
         never="sqlite3",
     ),
-    "service": room(
-        "core engine store text config extras gc_pause v1", "grpc google", never="sqlite3"
+    "guard": room("core store v1", never="sqlite3"),
+    "conversations": room("core engine store text config extras gc_pause guard", never="sqlite3"),
+    "api": room(
+        "conversations guard core engine store text config extras v1",
+        "grpc google",
+        never="sqlite3",
     ),
-    "history": room("store service v1", "grpc google", never="sqlite3"),
+    "history": room("store conversations v1", "grpc google", never="sqlite3"),
     "client": room("v1", "grpc google"),
     "v1": room(packages="grpc google"),
     "builtin": room(),
     "launch": room(
-        "core engine text store kernels model service history client config gc_pause builtin sim gguf"
-        " extras v1",
+        "core engine text store kernels model conversations api guard history client config gc_pause builtin"
+        " sim gguf extras v1",
         "grpc torch huggingface_hub",
         never="sqlite3",
     ),
@@ -61,8 +65,8 @@ ROOMS = {
         never="sqlite3",
     ),
     "bench": room(
-        "core engine text store kernels model service history client config gc_pause builtin sim launch"
-        " v1 extras",
+        "core engine text store kernels model conversations api guard history client config gc_pause builtin"
+        " sim launch v1 extras",
         "torch transformers tokenizers safetensors grpc matplotlib rich",
         never="sqlite3",
     ),
@@ -356,7 +360,7 @@ def test_the_core_draws_no_random_numbers_and_reads_no_clock() -> None:
         ("core", "pensieve.errors", None),
         ("engine", "torch", "engine may not import torch"),
         ("store", "pensieve.engine", "store may not import pensieve.engine"),
-        ("service", "pensieve.model.loader", "service may not import pensieve.model"),
+        ("api", "pensieve.model.loader", "api may not import pensieve.model"),
         ("kernels", "pensieve.core.prefix_tree", "kernels may not import pensieve.core"),
         ("text", "tokenizers", None),
         ("text", "transformers", "text may not import transformers"),

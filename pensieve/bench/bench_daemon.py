@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pensieve.api.grpc.admin_socket import socket_address, socket_path
 from pensieve.errors import Unavailable
-from pensieve.service.admin_socket import socket_address, socket_path
 
 START_SECONDS = 300.0
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def daemon_of(data: Path) -> str | None:
     """The socket of the `pensieve serve` that has the data folder now, if there is one."""
-    from pensieve.service.admin_socket import is_listened_to, socket_address, socket_path
+    from pensieve.api.grpc.admin_socket import is_listened_to, socket_address, socket_path
     from pensieve.store.folder import holder_of
 
     holder = holder_of(data)
@@ -51,7 +51,7 @@ def daemon_of(data: Path) -> str | None:
 
 def address_of(resolved: Resolved) -> tuple[str, Tls]:
     """Of the daemon that runs already, and its TLS; ConfigError if none has the data folder."""
-    from pensieve.service.admin_socket import is_listened_to, socket_address, socket_path
+    from pensieve.api.grpc.admin_socket import is_listened_to, socket_address, socket_path
 
     address, data = resolved.settings.daemon, resolved.settings.data
     if address is None:

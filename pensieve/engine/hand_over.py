@@ -15,9 +15,9 @@ another conversation holds, too, only from the host, since what runs may still f
 **Why nothing wrong is adopted.**  Each chunk travels with its CRC, and is compared before the core sees the
 message (`verified`): one that differs counts as missing.  Each part carries a digest of the very tokens
 whose KV it ends with, and the service compares it with its own log before it passes the part on
-(service/hand_over.py).  An import is open from `OpenImport` on, which is sent before the service reads that
-log, and every message that could change the conversation or use it closes it.  A part for one that is not
-open, or whose chunks were evicted meanwhile, is not adopted.
+(conversations/hand_over.py).  An import is open from `OpenImport` on, which is sent before the service reads
+that log, and every message that could change the conversation or use it closes it.  A part for one that is
+not open, or whose chunks were evicted meanwhile, is not adopted.
 
 `verified` is the only work that grows with the bytes and needs no state: the thread that reads the pipe does
 it.  Its result is a field of the message, so a journal has it and a replay adopts the same chunks.

@@ -28,10 +28,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pensieve.conversations.threads import Threads, aside
 from pensieve.errors import AlreadyExists, InvalidArgument, PensieveError, StoreError, Unavailable
 from pensieve.history.connection import PROTOCOL_VERSION
 from pensieve.history.presence import Presence, Present
-from pensieve.service.threads import Threads, aside
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.history_reader import HistoryReader
 from pensieve.store.owners import NOBODY, Session

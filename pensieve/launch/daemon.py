@@ -20,7 +20,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pensieve.api.grpc import auth
+from pensieve.api.grpc.admin_socket import socket_path
+from pensieve.api.grpc.server import Listening, Server, check_exposure
+from pensieve.api.grpc.server_info import in_words, server_info
+from pensieve.api.http.listener import serve_http
+from pensieve.api.jobs.batch_jobs import BatchJobs
+from pensieve.api.jobs.worker import JobsConfig
 from pensieve.config import Resolved, Settings, shown_store
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.daemon_config import (
+    CHAIN_KEEP_SECONDS,
+    DAY_SECONDS,
+    REQUEST_KEEP_SECONDS,
+    SCRUB_SECONDS,
+    BackupConfig,
+    DaemonConfig,
+)
+from pensieve.conversations.engine_client import EngineProgram
+from pensieve.conversations.history import Texts
 from pensieve.errors import (
     ConfigError,
     InvalidArgument,
@@ -40,24 +58,6 @@ from pensieve.launch.shared_history import (
     sharing_of,
 )
 from pensieve.launch.traces import Traces, open_traces
-from pensieve.service.admin_socket import socket_path
-from pensieve.service.daemon import Daemon
-from pensieve.service.daemon_config import (
-    CHAIN_KEEP_SECONDS,
-    DAY_SECONDS,
-    REQUEST_KEEP_SECONDS,
-    SCRUB_SECONDS,
-    BackupConfig,
-    DaemonConfig,
-)
-from pensieve.service.engine_client import EngineProgram
-from pensieve.service.grpc import auth
-from pensieve.service.grpc.server import Listening, Server, check_exposure
-from pensieve.service.grpc.server_info import in_words, server_info
-from pensieve.service.history import Texts
-from pensieve.service.http.listener import serve_http
-from pensieve.service.jobs.batch_jobs import BatchJobs
-from pensieve.service.jobs.worker import JobsConfig
 from pensieve.store.job_store import JobStore
 from pensieve.text import style_named
 

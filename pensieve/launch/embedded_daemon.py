@@ -20,14 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from pensieve.api.grpc.admin_socket import socket_address, socket_path
+from pensieve.api.grpc.server import Listening, Server
 from pensieve.config import Resolved
+from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.errors import ConfigError
 from pensieve.launch import programs
 from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
 from pensieve.launch.model_folder import Report
-from pensieve.service.admin_socket import socket_address, socket_path
-from pensieve.service.daemon_config import DaemonConfig
-from pensieve.service.grpc.server import Listening, Server
 
 WAKE_SECONDS = 0.2
 CLOSE_SECONDS = 30.0  # for the thread to end; one that hangs ends with the process

@@ -3,8 +3,8 @@
     GET /metrics    of all replicas, each sample with the label `replica`, and pensieve_replica_up
     GET /health     200 while some replica answered the latest scrape (or there was none yet)
 
-It is the listener that a daemon has (service/metrics/listener.py), whose answer is asked of the replicas at
-each scrape.  Nothing is kept between scrapes, so what is served is never older than the scrape.  The listener
+It is the listener that a daemon has (api/metrics/listener.py), whose answer is asked of the replicas at each
+scrape.  Nothing is kept between scrapes, so what is served is never older than the scrape.  The listener
 gives an answer five seconds, so each replica has SCRAPE_SECONDS at most.
 """
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from pensieve.api.grpc.server import is_loopback
+from pensieve.api.metrics.listener import Answers, MetricsListener
 from pensieve.client.fleet import Fleet
 from pensieve.client.fleet.exposition import merged
 from pensieve.errors import ConfigError, InvalidArgument
-from pensieve.service.grpc.server import is_loopback
-from pensieve.service.metrics.listener import Answers, MetricsListener
 
 SCRAPE_SECONDS = 3.5
 

@@ -23,22 +23,22 @@ from typing import Any
 
 import grpc
 
+from pensieve.api.grpc.server import Health, is_loopback
 from pensieve.config import Resolved, read_secret
-from pensieve.errors import AddressInUse, ConfigError
-from pensieve.history.connection import MESSAGE_BYTES_MAX
-from pensieve.history.guard import Guard
-from pensieve.history.service import HistoryConfig, HistoryService
-from pensieve.service.backing_up import BackingUp
-from pensieve.service.daemon_config import (
+from pensieve.conversations.backing_up import BackingUp
+from pensieve.conversations.daemon_config import (
     CHAIN_KEEP_SECONDS,
     DAY_SECONDS,
     REQUEST_KEEP_SECONDS,
     SCRUB_SECONDS,
     BackupConfig,
 )
-from pensieve.service.grpc.server import Health, is_loopback
-from pensieve.service.housekeeping import Damage, Erasing, Scrubbing, start_forgetting
-from pensieve.service.threads import Threads
+from pensieve.conversations.housekeeping import Damage, Erasing, Scrubbing, start_forgetting
+from pensieve.conversations.threads import Threads
+from pensieve.errors import AddressInUse, ConfigError
+from pensieve.history.connection import MESSAGE_BYTES_MAX
+from pensieve.history.guard import Guard
+from pensieve.history.service import HistoryConfig, HistoryService
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.v1 import history_pb2_grpc
 

@@ -2,9 +2,9 @@
 
 Keys and values are what these weights, in this precision, computed; and their bytes mean something only in
 the same format and chunks of the same size.  So an engine names all of that, and KV of one whose identity
-differs in anything is refused (service/hand_over.py).  The weights are known by a digest of the configuration
-and, of each file, of its header and SAMPLES pieces spread over each tensor: two trainings differ
-almost everywhere, and reading a model once more would double its start.
+differs in anything is refused (conversations/hand_over.py).  The weights are known by a digest of the
+configuration and, of each file, of its header and SAMPLES pieces spread over each tensor: two trainings
+differ almost everywhere, and reading a model once more would double its start.
 
 An engine of several ranks has a part of each page in each of its processes, and hands nothing over.
 """

@@ -16,9 +16,9 @@ import os
 from importlib.metadata import entry_points
 from typing import Any
 
+from pensieve.conversations.turn_spans import TurnSpan
 from pensieve.errors import ConfigError
 from pensieve.extras import need
-from pensieve.service.turn_spans import TurnSpan
 
 log = logging.getLogger("pensieve")
 PURPOSE = "--traces"

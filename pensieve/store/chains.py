@@ -1,8 +1,8 @@
 """Find the stored conversation that matches a client's history.
 
-A client without a conversation's id sends the full history each time.  service/binding/chain.py makes digests
-of it that compare equal where the histories do.  With each reply the store keeps the digest of the history
-up to that reply, a *state*:
+A client without a conversation's id sends the full history each time.  conversations/binding/chain.py makes
+digests of it that compare equal where the histories do.  With each reply the store keeps the digest of the
+history up to that reply, a *state*:
 
     chains     key        a digest of tenant and state
                message    the reply that ends this history

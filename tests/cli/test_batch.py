@@ -18,16 +18,16 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.api.grpc.server import Server
 from pensieve.cli.batch import CLEAR, Progress, line_of, summary_of
 from pensieve.cli.main import main
 from pensieve.client import Client, Job
 from pensieve.launch import daemon as launch_daemon
 from pensieve.launch import programs
-from pensieve.service.grpc.server import Server
 from pensieve.store.job_records import JobKey, JobState
 from tests.cli.terminal import Terminal, text_of
-from tests.service.rig_daemon import DaemonRig, wait_for
-from tests.service.scripted_jobs import ScriptedJobs
+from tests.conversations.rig_daemon import DaemonRig, wait_for
+from tests.conversations.scripted_jobs import ScriptedJobs
 
 LINES = [json.dumps({"custom_id": f"r{n}", "q": "w" * n}) for n in range(1, 8)]
 FILE = "\n".join([*LINES[:3], "broken", "", *LINES[3:]]) + "\n"

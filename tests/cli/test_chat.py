@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from pensieve.cli.main import main
 from pensieve.client import Client
 from pensieve.store import ConversationStore
-from tests.service.rig import write_model
-from tests.service.rig_daemon import ServeProcess
+from tests.conversations.rig import write_model
+from tests.conversations.rig_daemon import ServeProcess
 from tests.text.families import QWEN_2_5
 
 ROOT = Path(__file__).parent.parent.parent

@@ -13,7 +13,7 @@ import pytest
 from pensieve.cli.chat_sampling import FOR_A_TALK, ChatSampling
 from pensieve.config import ENGINE, TALK, resolve, settings_for
 from pensieve.store import ConversationStore
-from tests.service.rig import write_model
+from tests.conversations.rig import write_model
 from tests.text.families import QWEN_2_5
 
 

@@ -12,7 +12,7 @@ import pytest
 from pensieve.cli.line_editor import HISTORY_ENTRIES_MAX, _read_history
 from pensieve.store import ConversationStore
 from tests.cli.terminal import CTRL_C, PROMPT, Terminal, text_of
-from tests.service.rig_daemon import ServeProcess
+from tests.conversations.rig_daemon import ServeProcess
 
 PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"  # as a terminal marks it
 ALT_ENTER, UP = "\x1b\r", "\x1b[A"

@@ -9,7 +9,7 @@ from typing import Any
 
 from pensieve.cli.conversation_lines import given_of, line_of
 from pensieve.client import Client, Conversation, ConversationState, Message
-from tests.service.http.test_agents import CALL, TOOL, scripted
+from tests.api.http.test_agents import CALL, TOOL, scripted
 from tests.text.families import QWEN_3
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"

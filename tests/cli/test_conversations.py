@@ -13,7 +13,7 @@ from pensieve.cli.main import main
 from pensieve.client import Client, Conversation, Message
 from pensieve.errors import NotFound
 from tests.cli.terminal import Terminal
-from tests.service.rig_daemon import ServeProcess
+from tests.conversations.rig_daemon import ServeProcess
 
 CALL = {
     "id": "call1",

@@ -19,8 +19,8 @@ from pensieve.cli.ctrl_c import WAKE_SECONDS, CtrlC, _wake
 from pensieve.cli.markdown import without_control
 from pensieve.store import ConversationStore
 from tests.cli.terminal import CTRL_C, ENTERED, PROMPT, Terminal, text_of
+from tests.conversations.rig_daemon import ServeProcess
 from tests.scale import SCALE, SEED
-from tests.service.rig_daemon import ServeProcess
 
 DOUBLE_PRESSES = 10
 GAP_SECONDS_MAX = 0.3

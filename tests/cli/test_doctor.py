@@ -16,8 +16,8 @@ from pensieve.cli.main import main
 from pensieve.client import Client
 from pensieve.kernels.cpu_library import compiled_library
 from tests.cli.test_errors import pensieve
+from tests.conversations.rig_daemon import ServeProcess
 from tests.models import SERVED, save_tiny
-from tests.service.rig_daemon import ServeProcess
 
 COMPILED = r"layers in C\+\+ \((amx|avx\w+|plain)\)"
 KV = r"KV in b?float\d\d, [\d,]+ bytes a token"

@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.cli.main import main
 
-CERTS = Path(__file__).parent.parent / "service" / "certs"
+CERTS = Path(__file__).parent.parent / "guard" / "certs"
 
 
 def pensieve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -89,7 +89,7 @@ def test_a_table_is_not_cut_where_lines_are_short(
 
 @pytest.mark.executed
 def test_grpc_writes_no_line_of_its_own_before_ours(tmp_path: Path) -> None:
-    from tests.service.rig_daemon import ServeProcess
+    from tests.conversations.rig_daemon import ServeProcess
 
     process = ServeProcess(tmp_path / "data")
     port = process.start().rsplit(":", 1)[1]

@@ -15,9 +15,9 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.client import Client
 from tests.client.test_loading import loading
-from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess
+from tests.conversations.rig_daemon import ECHO, DaemonRig, ServeProcess
 
-CERTS = Path(__file__).parent.parent / "service" / "certs"
+CERTS = Path(__file__).parent.parent / "guard" / "certs"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from pensieve.cli.admin_stats import stats_table
 from pensieve.cli.main import main
 from pensieve.client import Client
 from pensieve.v1 import admin_pb2 as pb
-from tests.service.rig_daemon import ServeProcess
+from tests.conversations.rig_daemon import ServeProcess
 
 
 def run(*arguments: str) -> int:

@@ -13,7 +13,7 @@ from pensieve.bench.profile_points import Point
 from pensieve.cli.main import main
 from pensieve.client import Client
 from pensieve.sim import cost_file
-from tests.service.rig_daemon import ServeProcess
+from tests.conversations.rig_daemon import ServeProcess
 
 SMALL = ["--threads", "1", "--device-cache", "4096t", "--host-cache", "1024t", "--turns-max", "8"]
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from pensieve.api.grpc import auth
+from pensieve.api.grpc.admin_socket import socket_path
 from pensieve.cli.main import main
 from pensieve.client import Client, Conversation, Retry
 from pensieve.errors import ConfigError, NotFound, PermissionDenied, QueueFull, Unauthenticated
 from pensieve.launch import systemd
-from pensieve.service.admin_socket import socket_path
-from pensieve.service.grpc import auth
-from tests.service.rig_daemon import ServeProcess, wait_for
+from tests.conversations.rig_daemon import ServeProcess, wait_for
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -395,7 +395,7 @@ def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_tls_and_client_certificates(tmp_path: Path) -> None:
     """The certificates beside this test are for localhost, and good for nothing else."""
-    certs = ROOT / "tests" / "service" / "certs"
+    certs = ROOT / "tests" / "guard" / "certs"
     server = ("--tls-cert", str(certs / "server.pem"), "--tls-key", str(certs / "server.key"))
     process = ServeProcess(tmp_path / "data", *server)
     port = process.start().rsplit(":", 1)[1]

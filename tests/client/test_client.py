@@ -14,7 +14,7 @@ import pytest
 from pensieve import errors
 from pensieve.client import AsyncClient, Client, Delta, Restarted, Retry
 from pensieve.client.admin import Admin
-from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess
+from tests.conversations.rig_daemon import ECHO, DaemonRig, ServeProcess
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from pensieve.client import Client
-from pensieve.service.daemon_config import DaemonConfig
-from tests.service.rig_daemon import ECHO, DaemonRig
+from pensieve.conversations.daemon_config import DaemonConfig
+from tests.conversations.rig_daemon import ECHO, DaemonRig
 
 NUM_PIECES = 4
 READ = f"""

@@ -15,11 +15,11 @@ import pytest
 
 from pensieve import errors
 from pensieve.client import Client
-from tests.service.rig_daemon import ServeProcess
+from tests.conversations.rig_daemon import ServeProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
-CERTS = ROOT / "tests" / "service" / "certs"
+CERTS = ROOT / "tests" / "guard" / "certs"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 # Like the one of the built-in model, which knows no tools.
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}

@@ -30,9 +30,9 @@ from pensieve.client import (
     Restarted,
     Turn,
 )
-from pensieve.service.daemon_config import DaemonConfig
-from tests.service.proxy import Proxy
-from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
+from pensieve.conversations.daemon_config import DaemonConfig
+from tests.conversations.proxy import Proxy
+from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
 
 Piece = Delta | Restarted
 Leave = Callable[[Conversation], list[Piece]]  # returns the pieces that it was given

@@ -15,7 +15,7 @@ import pytest
 from pensieve import errors
 from pensieve.client import AsyncClient, Client, Restarted, Retry
 from tests.client.scripted import AWAY, Mishap, Refusal, ScriptedServer
-from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
 
 LOADING = Refusal("UNAVAILABLE", "LOADING", retry_seconds=1.0)
 MANY = 30  # pauses: many more than there are retries

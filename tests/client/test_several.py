@@ -16,11 +16,11 @@ import grpc
 import pytest
 
 from pensieve import errors
+from pensieve.api.grpc.translate import status
 from pensieve.client import AsyncClient, Client, Restarted, Retry
 from pensieve.client.addresses import ranked
 from pensieve.client.admin import Admin
 from pensieve.client.grpc_errors import error_of
-from pensieve.service.grpc.translate import status
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 from tests.client.scripted import AWAY, Mishap, Refusal

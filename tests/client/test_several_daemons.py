@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.api.grpc.server import Listening
 from pensieve.client import Client, Restarted
 from pensieve.client.addresses import ranked
-from pensieve.service.grpc.server import Listening
 from tests.client.several_rig import QUICK, WithTasks, WithThreads
-from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
 
 IDS = [f"talk-{number}" for number in range(40)]
 

@@ -22,7 +22,7 @@ from pensieve.client import (
 )
 from pensieve.client.admin import Admin
 from pensieve.errors import InvalidArgument
-from tests.service.rig_daemon import DaemonRig
+from tests.conversations.rig_daemon import DaemonRig
 
 SECRET = "a-token-that-nobody-may-read"
 

@@ -21,10 +21,10 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from pensieve import errors
 from pensieve.client import AsyncClient, Client, Delta, Reply, Restarted, Retry
-from pensieve.service.daemon_config import DaemonConfig
+from pensieve.conversations.daemon_config import DaemonConfig
+from tests.conversations.proxy import Proxy
+from tests.conversations.rig_daemon import ECHO, DaemonRig
 from tests.scale import SCALE, SEED
-from tests.service.proxy import Proxy
-from tests.service.rig_daemon import ECHO, DaemonRig
 
 PATIENT = Retry(retries=100, first_seconds=0.001, most_seconds=0.05)
 NAMES = ("a", "b")

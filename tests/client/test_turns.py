@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from pensieve import errors
+from pensieve.api.grpc import translate
 from pensieve.client import Delta, Restarted, Retry
 from pensieve.client.grpc_errors import error_of
 from pensieve.client.requests import sampling_of, send_request
 from pensieve.client.turn_progress import TurnProgress
-from pensieve.service.grpc import translate
 from pensieve.v1 import conversation_pb2 as pb
 
 
@@ -197,7 +197,7 @@ def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(message: objec
 
 
 def test_importing_the_sdk_loads_neither_torch_nor_the_server() -> None:
-    heavy = "{'torch', 'transformers', 'numpy', 'sqlite3', 'tokenizers', 'pensieve.service'}"
+    heavy = "{'torch', 'transformers', 'numpy', 'sqlite3', 'tokenizers', 'pensieve.conversations'}"
     program = f"import sys, pensieve.client; print(sorted({heavy} & set(sys.modules)))"
     printed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -4,8 +4,8 @@
     scripts/try_clients openai-2 litellm    # some
     scripts/try_clients --newest            # the newest that there are
 
-The model plays a script (tests/service/scripted_engine.py), since a client that calls tools needs one that
-does; daemon, store, scheduler and cache are real.  Environments are made in .clients, once.
+The model plays a script (tests/conversations/scripted_engine.py), since a client that calls tools needs one
+that does; daemon, store, scheduler and cache are real.  Environments are made in .clients, once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.conversations.rig import write_model
+from tests.conversations.rig_daemon import wait_for
+from tests.conversations.scripted_engine import write_script
 from tests.newcomer import free_port
-from tests.service.rig import write_model
-from tests.service.rig_daemon import wait_for
-from tests.service.scripted_engine import write_script
 from tests.text.families import QWEN_3
 
 ROOT = Path(__file__).resolve().parents[2]

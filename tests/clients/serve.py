@@ -9,5 +9,5 @@ from pensieve.launch import programs
 
 if __name__ == "__main__":
     script, *flags = sys.argv[1:]
-    programs.ENGINE = (sys.executable, "-m", "tests.service.scripted_engine", script)
+    programs.ENGINE = (sys.executable, "-m", "tests.conversations.scripted_engine", script)
     sys.exit(main(["serve", *flags]))

@@ -12,7 +12,7 @@ import pytest
 
 from pensieve.cluster.child_process import ChildProcess
 from pensieve.errors import Unavailable
-from tests.service.rig_daemon import wait_for
+from tests.conversations.rig_daemon import wait_for
 
 LINE = "ready grpc://127.0.0.1:7, http://127.0.0.1:8"
 READY = f"import sys, time; print({LINE!r}, file=sys.stderr, flush=True); "

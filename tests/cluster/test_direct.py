@@ -19,7 +19,7 @@ from pensieve.cluster.grpc_methods import TIMEOUT, methods
 from pensieve.cluster.replica import Replica, add_methods
 from pensieve.cluster.settings import ClusterSettings
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.rig_daemon import ECHO, DaemonRig
+from tests.conversations.rig_daemon import ECHO, DaemonRig
 
 
 class ReplicaWithMethods(Replica):

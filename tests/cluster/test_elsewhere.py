@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.service.grpc import forwarding
+from pensieve.api.grpc import forwarding
+from tests.api.http.rig_http import MODEL, HttpRig
+from tests.conversations.rig_daemon import ECHO, DaemonRig
 from tests.history.rig_service import ServiceRig, sharing, wait_for
-from tests.service.http.rig_http import MODEL, HttpRig
-from tests.service.rig_daemon import ECHO, DaemonRig
 
 ONE, TWO = 0, 1
 

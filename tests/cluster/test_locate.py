@@ -18,7 +18,7 @@ from pensieve.errors import Unavailable
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
 
-CERTS = Path(__file__).parent.parent / "service" / "certs"  # good for localhost
+CERTS = Path(__file__).parent.parent / "guard" / "certs"  # good for localhost
 SECRET = "0123456789abcdef"
 
 

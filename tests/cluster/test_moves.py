@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
+from pensieve.api.grpc.replica import KvFetcher
 from pensieve.client import Client
-from pensieve.service.daemon_config import DaemonConfig
-from pensieve.service.grpc.replica import KvFetcher
-from pensieve.service.hand_over import HandOver
+from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.conversations.hand_over import HandOver
+from tests.api.http.rig_http import HttpRig
+from tests.conversations.exactness import HttpGuest, assert_exact, play
+from tests.conversations.rig import Reference, write_model
+from tests.conversations.rig_daemon import DaemonRig
 from tests.history.rig_service import sharing
 from tests.scale import SCALE, SEED
-from tests.service.exactness import HttpGuest, assert_exact, play
-from tests.service.http.rig_http import HttpRig
-from tests.service.rig import Reference, write_model
-from tests.service.rig_daemon import DaemonRig
 from tests.text.families import QWEN_2_5
 
 ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")

@@ -30,8 +30,8 @@ from pensieve.store import ConversationStore
 from pensieve.store.records import TurnState
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from tests.conversations.rig_daemon import details, wait_for
 from tests.newcomer import free_port
-from tests.service.rig_daemon import details, wait_for
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),

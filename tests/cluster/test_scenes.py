@@ -16,8 +16,8 @@ from pensieve.errors import OwnedElsewhere
 from pensieve.v1 import conversation_pb2 as pb
 from tests.cluster.checker import wrong_owners
 from tests.cluster.world import Kind, World
+from tests.conversations.rig_daemon import wait_for
 from tests.loop_thread import LoopThread
-from tests.service.rig_daemon import wait_for
 
 LONG = 400  # tokens of a turn that lasts for some seconds
 PATIENT = Retry(retries=1000, first_seconds=0.05, most_seconds=0.5)

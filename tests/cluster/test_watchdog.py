@@ -17,7 +17,7 @@ from pensieve.cluster.locate import channel_to, trusting
 from pensieve.cluster.settings import history_command, settings_of
 from pensieve.cluster.watchdog import CHECKS_MAX, Watchdog
 
-CERTS = Path(__file__).parent.parent / "service" / "certs"
+CERTS = Path(__file__).parent.parent / "guard" / "certs"
 TLS = {"tls_cert": str(CERTS / "server.pem"), "tls_key": str(CERTS / "server.key")}
 
 

@@ -257,7 +257,7 @@ NOT_RUN = {
             "pensieve copy --back --data /var/lib/back --store postgresql://pensieve@db.example/pensieve",
         ),
         "needs servers of PostgreSQL; tests/store/test_postgres_crash.py, tests/store/test_copying.py and"
-        " tests/service/test_postgres.py start their own",
+        " tests/conversations/test_postgres.py start their own",
     ),
     **dict.fromkeys(
         (

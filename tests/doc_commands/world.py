@@ -23,12 +23,12 @@ from pathlib import Path
 from pensieve.builtin import MODEL_PATH
 from pensieve.client import Client
 from tests import fork_server
+from tests.conversations.rig_daemon import wait_for
 from tests.doc_commands.collect import REDIRECTIONS, ROOT
 from tests.doc_commands.plain import plain_environment
 from tests.newcomer import free_port
-from tests.service.rig_daemon import wait_for
 
-CERTS = ROOT / "tests" / "service" / "certs"
+CERTS = ROOT / "tests" / "guard" / "certs"
 READY = "ready (?:grpc|historys?)://"
 SECONDS = 120.0
 NIGHTLY_SECONDS = 3600.0

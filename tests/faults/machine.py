@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pensieve.conversations.engine_client import EngineClient, EngineProgram, Ready
 from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
@@ -37,13 +38,12 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.ports import Ports
 from pensieve.errors import DeviceError, QueueFull
-from pensieve.service.engine_client import EngineClient, EngineProgram, Ready
 from pensieve.sim.clock import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, ends_turn
 from tests.faults.texts import word
 
 if TYPE_CHECKING:
-    from pensieve.service.daemon import Daemon
+    from pensieve.conversations.daemon import Daemon
 
 COST = CostProfile.analytic(
     num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4

@@ -14,6 +14,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from pensieve.conversations.cancelling import Cancel
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.draft import Ask
+from pensieve.conversations.heads import ConversationSettings
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.readers import CUT
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.messages import EvictConversation
@@ -28,12 +34,6 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
-from pensieve.service.cancelling import Cancel
-from pensieve.service.daemon import Daemon
-from pensieve.service.draft import Ask
-from pensieve.service.heads import ConversationSettings
-from pensieve.service.live_turn import LiveTurn
-from pensieve.service.readers import CUT
 from pensieve.store import conversation_rows, message_rows
 from pensieve.text import Message
 from tests.fakes import ends_turn, extend_prefix, next_token

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from pensieve import gc_pause
-from pensieve.service.daemon import Daemon
+from pensieve.conversations.daemon import Daemon
 from pensieve.store.connection import preferred_driver
 from pensieve.store.conversation_store import ConversationStore
+from tests.conversations.owner_threads import OwnerThreads
 from tests.faults.machine import Link, Machine
 from tests.faults.threads import Threads
-from tests.service.owner_threads import OwnerThreads
 from tests.store.faulty import writer_of
 
 

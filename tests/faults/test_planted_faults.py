@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from pensieve.conversations import prefixes
+from pensieve.conversations.conversations import Conversations
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.heartbeat import Heartbeat
+from pensieve.conversations.turns import Turns
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import TurnState
 from pensieve.engine import pipe as channel
-from pensieve.service import prefixes
-from pensieve.service.conversations import Conversations
-from pensieve.service.daemon import Daemon
-from pensieve.service.heartbeat import Heartbeat
-from pensieve.service.turns import Turns
 from pensieve.store import conversation_store, message_rows, turn_rows
 from tests.faults.disk import shelf
 from tests.faults.world import run

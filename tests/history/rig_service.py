@@ -13,19 +13,19 @@ from typing import Any
 
 import grpc
 
+from pensieve.api.grpc.server import Health, Listening
+from pensieve.conversations.threads import Threads
 from pensieve.history.connection import Connection, Replica
 from pensieve.history.guard import Guard
 from pensieve.history.service import HistoryConfig, HistoryService
 from pensieve.launch.history import OPTIONS, SERVICE, EventLog
-from pensieve.service.grpc.server import Health, Listening
-from pensieve.service.threads import Threads
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.remote.methods import METHODS
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
 from tests.cluster.links import Link
+from tests.conversations.rig_daemon import DaemonRig, wait_for
 from tests.loop_thread import LoopThread
-from tests.service.rig_daemon import DaemonRig, wait_for
 
 
 class ServiceRig:

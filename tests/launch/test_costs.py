@@ -16,7 +16,7 @@ from pensieve.launch.costs import Costs, costs_of
 from pensieve.model.loader import LoadedModel, load
 from pensieve.sim import cost_file
 from pensieve.sim.cost import CostModel
-from tests.service.rig import write_model
+from tests.conversations.rig import write_model
 from tests.text.families import QWEN_2_5
 
 CHUNKS = CostProfile.measured_at({32: 0.001, 64: 0.002, 128: 0.004}, 0.01, 0.003)

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.core.policies.return_policy import ReturnPolicy
 from pensieve.errors import ConfigError
-from tests.service.rig import started, write_model
+from tests.conversations.rig import started, write_model
 from tests.text.families import QWEN_2_5
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pensieve.client.fleet import FixedReplicas, Fleet, Replica
+from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.launch.fleet_metrics import FleetMetrics
-from pensieve.service.daemon_config import DaemonConfig
+from tests.conversations.rig_daemon import DaemonRig
 from tests.newcomer import free_port
-from tests.service.rig_daemon import DaemonRig
 
 
 async def get(address: str, path: str) -> tuple[int, str]:

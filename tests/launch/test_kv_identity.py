@@ -11,8 +11,8 @@ import torch
 
 from pensieve.launch.kv_identity import PAGE_BYTES_MAX, kv_identity, weights_digest
 from pensieve.model.shape import ModelShape
+from tests.conversations.rig import write_model
 from tests.launch.settings import settings_of
-from tests.service.rig import write_model
 from tests.text.families import QWEN_2_5
 
 SHAPE = ModelShape(2, 4, 2, 16, 512, 256, torch.float32, 1000, 4000)

@@ -15,7 +15,7 @@ import pytest
 
 from pensieve.client import Client
 from pensieve.launch import log_lines
-from tests.service.rig_daemon import wait_for
+from tests.conversations.rig_daemon import wait_for
 
 PIPE_BYTES = 4096
 

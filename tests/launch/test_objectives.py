@@ -27,8 +27,8 @@ from pensieve.launch.objectives import (
     smallest_tbt,
 )
 from pensieve.sim.clock import VirtualClock
-from tests.service.rig import ask, started, write_model
-from tests.service.rig_daemon import ServeProcess
+from tests.conversations.rig import ask, started, write_model
+from tests.conversations.rig_daemon import ServeProcess
 from tests.text.families import QWEN_2_5
 
 COST = IterationCost(0.001, 0.002, 1e-6, 1e-5, 0.0001)

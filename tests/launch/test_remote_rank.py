@@ -18,9 +18,9 @@ import pytest
 
 from pensieve.client import Client, Retry
 from tests import fork_server
+from tests.conversations.rig import Reference, write_model
+from tests.conversations.rig_daemon import ServeProcess, wait_for
 from tests.newcomer import free_port
-from tests.service.rig import Reference, write_model
-from tests.service.rig_daemon import ServeProcess, wait_for
 from tests.text.families import QWEN_2_5
 
 REPOSITORY = Path(__file__).parents[2]

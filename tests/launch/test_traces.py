@@ -21,13 +21,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from pensieve.client import Client
+from pensieve.conversations import turn_spans
+from pensieve.conversations.turn_spans import TurnSpan
 from pensieve.errors import ConfigError
 from pensieve.launch import traces
 from pensieve.launch.traces import Traces
-from pensieve.service import turn_spans
-from pensieve.service.turn_spans import TurnSpan
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, ServeProcess, wait_for
 
 SECRET = "xylophone"
 SAMPLING = pb.Sampling(temperature=0.75, top_p=0.5, top_k=7, max_tokens=5, ignore_eos=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.rig_daemon import DaemonRig
+from tests.conversations.rig_daemon import DaemonRig
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = """

@@ -23,7 +23,7 @@ from pensieve.sim.cost import CostModel
 from pensieve.sim.executor import ModelledExecutor
 from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import HABITS, drawn
-from tests.service.rig import Crowd, started, write_model
+from tests.conversations.rig import Crowd, started, write_model
 from tests.sim.recorded import A100, journal_of, simulated
 from tests.text.families import QWEN_2_5
 

@@ -12,7 +12,7 @@ import pytest
 from pensieve.text import ChatTemplate, PartMarker, ReplyPieces, style_named
 from pensieve.text.grammars import GrammarError, Grammars, Matcher
 from pensieve.text.tool_calls.styles import CallForm
-from tests.service.schemas import a_whole_schema, is_valid
+from tests.conversations.schemas import a_whole_schema, is_valid
 from tests.text.families import LLAMA_3, MISTRAL, QWEN_3, template_of
 from tests.text.world import template_with
 

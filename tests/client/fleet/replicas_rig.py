@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from pensieve.client.fleet import FixedReplicas, Fleet, Replica
-from pensieve.service.daemon_config import DaemonConfig
+from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.v1 import conversation_pb2 as pb
+from tests.conversations.rig_daemon import DaemonRig
 from tests.newcomer import free_port
-from tests.service.rig_daemon import DaemonRig
 
 T = TypeVar("T")
 HISTORY = "history://10.0.0.9:7000"

@@ -12,16 +12,16 @@ from typing import Any
 import grpc
 import pytest
 
+from pensieve.api.grpc.auth import Token
 from pensieve.cli.main import main
 from pensieve.client.fleet import HistoryReplicas
 from pensieve.errors import InvalidArgument, Unauthenticated, Unavailable
 from pensieve.history.guard import Guard
-from pensieve.service.grpc.auth import Token
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
+from tests.conversations.rig_daemon import DaemonRig
 from tests.history.rig_service import ServiceRig, sharing
 from tests.newcomer import free_port
-from tests.service.rig_daemon import DaemonRig
 
 OPERATOR = "operators-token"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)

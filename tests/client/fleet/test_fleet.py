@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pensieve.client.fleet import Answer, FixedReplicas, Fleet, Replica, exposition, fleet
 from pensieve.client.fleet.holdings import KnownBy, Owner, held_of, holds_kv, owner_of
 from pensieve.client.fleet.totals import tenants_of, total_of
+from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
-from pensieve.service.daemon_config import DaemonConfig
 from pensieve.v1 import admin_pb2 as pb
 from tests.client.fleet.replicas_rig import (
     HANG_SECONDS,
@@ -26,7 +26,7 @@ from tests.client.fleet.replicas_rig import (
     replicas_in,
     with_fleet,
 )
-from tests.service.rig_daemon import DaemonRig
+from tests.conversations.rig_daemon import DaemonRig
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,9 @@ from pensieve.model.parallel.executor import ParallelExecutor
 from pensieve.model.parallel.leader import Leader, Tally
 from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe, packed
 from pensieve.model.parallel.worker import WorkerExecutor
+from tests.conversations.rig import Crowd, Reference, figures, query, started, write_model
 from tests.model.streamed_world import StreamedWorld, Streaming
 from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
-from tests.service.rig import Crowd, Reference, figures, query, started, write_model
 from tests.text.families import QWEN_2_5
 
 FolderOf = Callable[[str], Path]

@@ -29,11 +29,11 @@ from pensieve.model.parallel.rank_messages import packed
 from pensieve.model.parallel.rank_store import RankStore
 from pensieve.model.parallel.ranks import Rank
 from pensieve.model.parallel.stages import StageModel
+from tests.conversations.in_process import Runtime
+from tests.conversations.rig import Crowd, Reference, ask, figures, query, started, write_model
 from tests.model.parallel.test_parallel import sent
 from tests.model.world import CHUNK_TOKENS, GAP_MAX
 from tests.models import DEEP, save_tiny
-from tests.service.in_process import Runtime
-from tests.service.rig import Crowd, Reference, ask, figures, query, started, write_model
 from tests.text.families import QWEN_2_5
 
 FolderOf = Callable[[str], Path]

@@ -1,0 +1,376 @@
+"""A request body of Anthropic's API, as the values that a body of OpenAI's becomes.
+
+A parameter is honoured, or it changes nothing about the answer (`metadata`, `cache_control`, `service_tier`),
+or it is refused with its name.  What is not said has the model's defaults, not Anthropic's.  Two parameters
+go as far as a model's template does:
+
+    thinking               its switch, where it has one; `budget_tokens` is no limit of its own
+    output_config.effort   the template's `reasoning_effort`; `high` is the API's default, and always passes
+
+Neighbouring messages of one role are read as one, and become
+
+    system       a system message
+    user         a tool's message for each `tool_result`, then a user's message with the text
+    assistant    one message: thinking, text and calls
+
+Their blocks of text are lines, but those of the assistant are joined as they are: an answer cuts one text
+into blocks where a call or thinking was between.  A `tool_result` answers a `tool_use` of the assistant just
+before; one with `is_error` says so in its text.  `redacted_thinking` was another model's and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pensieve.api.openai.fields import (
+    MESSAGES_VALUES_MAX,
+    VALUES_MAX,
+    Fields,
+    Refusal,
+    check_json,
+    quoted,
+)
+from pensieve.api.openai.formats import FormatFields, ToolRules, required, take_output_format
+from pensieve.api.openai.request import Request, RequestKind, Served, take_model
+from pensieve.core.sampling import STOP_STRINGS_MAX, Sampling
+from pensieve.text.message import Message, ToolCall, plain_text
+
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+UNSUPPORTED_THREAD = "thread_unsupported_request"
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
+
+
+def parse(body: Any, served: Served) -> Request:
+    """Of a message.  Raises InvalidArgument with the name of the parameter, whatever the body is."""
+    fields = _checked(body)
+    values, form = _prompt(fields, served)
+    values |= _sampling(fields, served)
+    stream = fields.flag("stream")
+    fields.text("service_tier")
+    if (metadata := fields.fields("metadata")) is not None:
+        metadata.text("user_id")
+        metadata.end()
+    fields.end()
+    params = {**PARAMS, **form.params}
+    return Request(
+        RequestKind.CHAT, stream=stream, params=params, constraint=form.constraint, **values
+    )
+
+
+def parse_count(body: Any, served: Served) -> Request:
+    """Of a count of a prompt's tokens: what it says beside the prompt is nothing."""
+    fields = _checked(body)
+    values, _ = _prompt(fields, served)
+    fields.end()
+    return Request(RequestKind.CHAT, sampling=served.defaults, params=PARAMS, **values)
+
+
+def _checked(body: Any) -> Fields:
+    fields = Fields(body)
+    for name, value in body.items():
+        plain_text(name, "body")
+        values_max = MESSAGES_VALUES_MAX if name == "messages" else VALUES_MAX
+        check_json(value, fields.where(name), values_max)
+    return fields
+
+
+def _prompt(fields: Fields, served: Served) -> tuple[dict[str, Any], FormatFields]:
+    """And what the reply has to be, which is said beside the effort."""
+    fields.object("cache_control")
+    fields.only("speed", "standard")
+    fields.only("mcp_servers", [])
+    _thread(fields)
+    effort, form = _output(fields, served.template_options)
+    model, messages, rules = (
+        take_model(fields, served.models),
+        take_messages(fields),
+        _tools(fields),
+    )
+    values = {
+        "model": model,
+        "messages": messages,
+        "tools": rules.tools,
+        "template_options": {
+            **_thinking(fields, served.template_options),
+            **effort,
+        },
+    }
+    return values, rules.held(form, served.call_style)
+
+
+def _thinking(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
+    given = fields.fields("thinking")
+    if given is None:
+        return {}
+    kind = given.needed_text("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        problem = f"{quoted(kind)} is not one of enabled, disabled, adaptive"
+        raise Refusal(given.where("type"), problem)
+    if kind != "disabled":
+        given.only("display", "summarized", problem="thinking is always part of the answer")
+    budget = given.integer("budget_tokens") if kind == "enabled" else None
+    if budget is not None and budget < 1:
+        raise Refusal(given.where("budget_tokens"), "must be at least 1")
+    given.end()
+    switch = next((each for each in SWITCHES if known is None or each in known), None)
+    return {} if switch is None else {switch: kind != "disabled"}
+
+
+def _output(fields: Fields, known: Collection[str] | None) -> tuple[dict[str, Any], FormatFields]:
+    given = fields.fields("output_config")
+    if given is None:
+        return {}, FormatFields()
+    form = take_output_format(given)
+    effort, where = given.text("effort"), given.where("effort")
+    given.end()
+    return _effort(effort, where, known), form
+
+
+def _effort(effort: str | None, where: str, known: Collection[str] | None) -> dict[str, Any]:
+    if effort is not None and effort not in EFFORTS:
+        raise Refusal(where, f"{quoted(effort)} is not one of {', '.join(EFFORTS)}")
+    if effort is None or known is None or "reasoning_effort" in known:
+        return {} if effort is None else {"reasoning_effort": effort}
+    if effort != "high":
+        raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
+    return {}
+
+
+def _thread(fields: Fields) -> None:
+    """A conversation that the server keeps; by this code clients see that they have to send all of it."""
+    if fields.take("thread") not in (None, False):
+        problem = "is not supported: send the whole history, which is found here"
+        raise Refusal(fields.where("thread"), problem, UNSUPPORTED_THREAD)
+
+
+# -- sampling --
+
+
+def _sampling(fields: Fields, served: Served) -> dict[str, Any]:
+    values: dict[str, Any] = {name: fields.number(name) for name in ("temperature", "top_p")}
+    values |= {name: fields.integer(name) for name in ("top_k", "max_tokens")}
+    if values["max_tokens"] is None:
+        raise Refusal("max_tokens", "is required", "missing_required_parameter")
+    values["stop"] = _stop(fields)
+    given = {name: value for name, value in values.items() if value is not None}
+    sampling: Sampling = replace(
+        served.defaults, **{"ignore_eos": False, "logprobs": None, "min_tokens": 0, **given}
+    )
+    if problem := sampling.problem(served.vocab_size):
+        raise Refusal(PARAMS.get(problem[0], problem[0]), problem[1])
+    return {"sampling": sampling, "given": frozenset(given)}
+
+
+def _stop(fields: Fields) -> tuple[str, ...] | None:
+    given, where = fields.items("stop_sequences"), fields.where("stop_sequences")
+    if given is None:
+        return None
+    if not all(isinstance(each, str) for each in given):
+        raise Refusal(where, "must be a list of strings", "invalid_type")
+    if len(given) > STOP_STRINGS_MAX:
+        raise Refusal(where, f"at most {STOP_STRINGS_MAX} strings")
+    return tuple(given)
+
+
+# -- tools --
+
+
+def _tools(fields: Fields) -> ToolRules:
+    """In the shape of a chat completion's, which is what templates know."""
+    given, where = fields.items("tools") or (), fields.where("tools")
+    strict: dict[int, str] = {}
+    tools = tuple(_tool(Fields(each, f"{where}[{n}]"), n, strict) for n, each in enumerate(given))
+    rules = ToolRules(tools, strict)
+    choice, where = fields.fields("tool_choice"), fields.where("tool_choice")
+    if choice is None:
+        return rules
+    kind = choice.needed_text("type")
+    if kind not in ("auto", "none", "any", "tool"):
+        problem = f"{quoted(kind)} is not one of auto, any, tool, none"
+        raise Refusal(choice.where("type"), problem)
+    if choice.flag("disable_parallel_tool_use") and tools:
+        rules = replace(rules, single=choice.where("disable_parallel_tool_use"))
+    names = [choice.needed_text("name")] if kind == "tool" else None
+    choice.end()
+    if kind == "none":
+        return ToolRules()
+    return rules if kind == "auto" else required(rules, where, names)
+
+
+def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, Any]:
+    """Its place goes into `strict` if it is."""
+    kind = fields.text("type") or "custom"
+    if kind != "custom":
+        problem = (
+            f"{quoted(kind)} is not supported: the client runs the tools, and says what they take"
+        )
+        raise Refusal(fields.where("type"), problem, "unsupported_parameter")
+    described: dict[str, Any] = {"name": fields.needed_text("name")}
+    if (description := fields.text("description")) is not None:
+        described["description"] = description
+    schema = fields.object("input_schema")
+    if schema is None:
+        raise Refusal(fields.where("input_schema"), "is required", "missing_required_parameter")
+    described["parameters"] = schema
+    if fields.flag("strict"):
+        strict[number] = fields.where("strict")
+    fields.only("defer_loading", False)
+    fields.only("allowed_callers", ["direct"])
+    fields.only("input_examples", [])
+    fields.flag("eager_input_streaming")  # arguments always come as they are written
+    fields.object("cache_control")
+    fields.end()
+    return {"type": "function", "function": described}
+
+
+ROLES = ("user", "assistant", "system")
+ERROR = "Error: "  # before the text of a tool's answer that is one
+
+
+@dataclass(slots=True)
+class RoleRun:
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thinking: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    results: list[Message] = field(default_factory=list)
+
+    def messages(self, where: str) -> list[Message]:
+        if self.role == "assistant":
+            thinking = "\n\n".join(filter(None, self.thinking)) or None
+            text = "".join(self.texts)
+            return [Message("assistant", text, thinking, tuple(self.calls))]
+        if not (self.texts or self.results):
+            raise Refusal(f"{where}.content", "must not be empty")
+        own = [Message(self.role, "\n".join(self.texts))] if self.texts else []
+        return [*self.results, *own]
+
+
+def take_messages(fields: Fields) -> tuple[Message, ...]:
+    """With the system prompt in front."""
+    system = _system(fields)
+    given, where = fields.items("messages"), fields.where("messages")
+    if given is None:
+        raise Refusal(where, "is required", "missing_required_parameter")
+    found: list[Message] = [] if system is None else [system]
+    run: RoleRun | None = None
+    calls: Mapping[str, str] = {}  # the tools that the assistant called last, by the calls' ids
+    place = where
+    for number, each in enumerate(given):
+        place = f"{where}[{number}]"
+        one = Fields(each, place)
+        role = one.needed_text("role")
+        if role not in ROLES:
+            raise Refusal(one.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
+        if run is None and role == "assistant":
+            raise Refusal(one.where("role"), "the first message is the user's")
+        if run is not None and role != run.role:
+            found += run.messages(f"{where}[{number - 1}]")
+            if run.role == "assistant":
+                calls = {call.id: call.name for call in run.calls if call.id is not None}
+        if run is None or role != run.role:
+            run = RoleRun(role)
+        _take_content(one, run, calls)
+        one.end()
+    if run is None:
+        raise Refusal(where, "at least one message is required")
+    if run.role == "assistant":
+        problem = "the last message is the user's: a reply cannot be begun for the model"
+        raise Refusal(place, problem, "unsupported_parameter")
+    return (*found, *run.messages(place))
+
+
+def _system(fields: Fields) -> Message | None:
+    """None where it is empty: templates have a system prompt of their own, or none."""
+    run = RoleRun("system")
+    if "system" in fields:
+        _take_content(fields, run, {}, "system")
+    text = "\n".join(run.texts)
+    return Message("system", text) if text else None
+
+
+def _take_content(
+    fields: Fields, run: RoleRun, calls: Mapping[str, str], name: str = "content"
+) -> None:
+    given, where = fields.take(name), fields.where(name)
+    if given is None:
+        raise Refusal(where, "is required", "missing_required_parameter")
+    if isinstance(given, str):
+        run.texts.append(given)
+        return
+    if not isinstance(given, list | tuple):
+        raise Refusal(where, "must be a string or a list of blocks", "invalid_type")
+    for number, each in enumerate(given):
+        block = Fields(each, f"{where}[{number}]")
+        kind = block.needed_text("type")
+        if kind == "text":
+            run.texts.append(_text(block))
+        elif run.role == "user" and kind == "tool_result":
+            run.results.append(_result(block, calls))
+        elif run.role == "assistant" and kind == "thinking":
+            run.thinking.append(block.needed_text("thinking"))
+            block.text("signature")
+        elif run.role == "assistant" and kind == "redacted_thinking":
+            block.text("data")
+        elif run.role == "assistant" and kind == "tool_use":
+            run.calls.append(_call(block))
+        else:
+            raise _not_text(block, kind)
+        _end(block)
+
+
+def _text(block: Fields) -> str:
+    block.items("citations")  # of documents, which an answer of ours never had
+    return block.needed_text("text")
+
+
+def _call(block: Fields) -> ToolCall:
+    call_id, name = block.needed_text("id"), block.needed_text("name")
+    arguments = block.object("input")
+    if arguments is None:
+        raise Refusal(block.where("input"), "is required", "missing_required_parameter")
+    block.object("caller")
+    return ToolCall(name, arguments, call_id)
+
+
+def _result(block: Fields, calls: Mapping[str, str]) -> Message:
+    call_id = block.needed_text("tool_use_id")
+    if call_id not in calls:
+        problem = f"there is no tool_use {quoted(call_id)} in the assistant's message before"
+        raise Refusal(block.where("tool_use_id"), problem)
+    is_error = block.flag("is_error")
+    given, where = block.take("content"), block.where("content")
+    if given is None or isinstance(given, str):
+        text = given or ""
+    elif isinstance(given, list | tuple):
+        text = "\n".join(
+            _result_text(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given)
+        )
+    else:
+        raise Refusal(where, "must be a string or a list of blocks", "invalid_type")
+    return Message(
+        "tool", ERROR + text if is_error else text, tool_call_id=call_id, name=calls[call_id]
+    )
+
+
+def _result_text(block: Fields) -> str:
+    kind = block.needed_text("type")
+    if kind != "text":
+        raise _not_text(block, kind)
+    text = _text(block)
+    _end(block)
+    return text
+
+
+def _not_text(block: Fields, kind: str) -> Refusal:
+    problem = f"{quoted(kind)} is not supported here: content is text, and calls of tools"
+    return Refusal(block.where("type"), problem, "unsupported_parameter")
+
+
+def _end(block: Fields) -> None:
+    block.object("cache_control")
+    block.text("toolset_name")
+    block.end()

@@ -1,0 +1,257 @@
+"""Replies as messages of Anthropic's API, as a whole or as events; and errors.
+
+    Thinking, Thinking          {"type": "thinking", "thinking": …, "signature": SIGNATURE}
+    Text                        {"type": "text", "text": …}
+    CallBegan, CallArguments    {"type": "tool_use", "id": "toolu_…", "name": …, "input": {…}}
+
+Neighbours of one kind are one block, and each call is one.  A signature signs nothing, but it is not empty,
+since clients send thinking without one back as text.  Of a call that broke off at the limit of the reply's
+length, `input` has what is whole of its arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pensieve.api.openai.answer import Heading, PromptTokens, Reply
+from pensieve.core.turn import FinishReason
+from pensieve.text.detokenizer import Detokenizer
+from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Thinking
+from pensieve.text.tokenizer import Tokenizer
+
+SIGNATURE = "unsigned"
+CLOSING = {"{": "}", "[": "]"}
+
+
+class Ending(NamedTuple):
+    reason: str
+    stop_sequence: str | None = None
+
+
+def message(
+    heading: Heading, pieces: Iterable[Piece], reply: Reply, prompt: PromptTokens, ending: Ending
+) -> dict[str, Any]:
+    """The body; `pieces` are those of the whole reply."""
+    return {
+        "id": message_id(heading),
+        "type": "message",
+        "role": "assistant",
+        "model": heading.model,
+        "content": blocks_of(pieces, heading.answer_id),
+        "stop_reason": ending.reason,
+        "stop_sequence": ending.stop_sequence,
+        "usage": usage_of(prompt, reply),
+    }
+
+
+def message_id(heading: Heading) -> str:
+    return f"msg_{heading.answer_id}"
+
+
+def call_id(answer_id: str, index: int) -> str:
+    """The same whenever the answer is written."""
+    return f"toolu_{answer_id}{index:02d}"
+
+
+def ending_of(finish: FinishReason, ends_with_call: bool, stop_sequence: str | None) -> Ending:
+    if finish is FinishReason.LENGTH:
+        return Ending("max_tokens")
+    if stop_sequence is not None:
+        return Ending("stop_sequence", stop_sequence)
+    return Ending("tool_use" if ends_with_call else "end_turn")
+
+
+def stopped_by(reply: Reply, tokenizer: Tokenizer, stops: Sequence[str]) -> str | None:
+    """The stop string that ended the reply, if one did.
+
+    It is in the tokens and not in the text, where its beginning is what follows.
+    """
+    if not stops or reply.finish is not FinishReason.STOP:
+        return None
+    detokenizer = Detokenizer(tokenizer)
+    sampled = "".join(map(detokenizer.push, reply.token_ids)) + detokenizer.flush()
+    rest = sampled[sum(map(len, reply.texts)) :]
+    return min(filter(rest.startswith, stops), key=len, default=None)
+
+
+def usage_of(prompt: PromptTokens, reply: Reply | None = None) -> dict[str, Any]:
+    """What was cached is counted apart; nothing is written to the cache for a client: all is, for all."""
+    usage: dict[str, Any] = {
+        "input_tokens": prompt.num_tokens - prompt.num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": prompt.num_cached,
+        "output_tokens": len(reply.token_ids) if reply is not None else 0,
+    }
+    if reply is not None and reply.num_thinking:
+        usage["output_tokens_details"] = {"thinking_tokens": reply.num_thinking}
+    return usage
+
+
+def blocks_of(pieces: Iterable[Piece], answer_id: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []  # of each call, as it was written
+    for piece in pieces:
+        if isinstance(piece, CallArguments):
+            arguments[-1].append(piece.text)
+            continue
+        block = opened(piece, answer_id)
+        if isinstance(piece, CallBegan):
+            arguments.append([])
+            found.append(block)
+            continue
+        if not found or found[-1]["type"] != block["type"]:
+            found.append(block)
+        name = block["type"]
+        found[-1][name] += piece.text
+    written = map("".join, arguments)
+    for block in found:
+        if block["type"] == "tool_use":
+            block["input"] = whole_part(next(written))
+    return found
+
+
+def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
+    """The block that a piece begins, without anything in it."""
+    assert not isinstance(piece, CallArguments), "a call begins with its name"
+    if isinstance(piece, CallBegan):
+        found = {"type": "tool_use", "id": call_id(answer_id, piece.index), "name": piece.name}
+        return {**found, "input": {}}
+    if isinstance(piece, Thinking):
+        return {"type": "thinking", "thinking": "", "signature": SIGNATURE}
+    return {"type": "text", "text": ""}
+
+
+def whole_part(text: str) -> dict[str, Any]:
+    """Of an object's JSON that may break off anywhere: the members and values that are whole."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = _closed(text)
+    return found if isinstance(found, dict) else {}
+
+
+def _closed(text: str) -> Any:
+    """Up to the last comma or bracket outside of strings, with all brackets closed."""
+    open_brackets: list[str] = []
+    end = 0  # where that is: no bracket follows it
+    in_string = is_escaped = False
+    for number, character in enumerate(text):
+        if in_string:
+            in_string = is_escaped or character != '"'
+            is_escaped = character == "\\" and not is_escaped
+        elif character == '"':
+            in_string = True
+        elif character == ",":
+            end = number
+        elif character in CLOSING:
+            open_brackets.append(CLOSING[character])
+            end = number + 1
+        elif open_brackets and character == open_brackets[-1]:
+            open_brackets.pop()
+            end = number + 1
+    try:
+        return json.loads(text[:end] + "".join(reversed(open_brackets)))
+    except (ValueError, RecursionError):
+        return {}
+
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(
+    status: int, message: str, details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What is in no line of the table is an error of ours."""
+    error = {"type": TYPES.get(status, "api_error"), "message": message}
+    return {"type": "error", "error": error | ({"details": details} if details else {})}
+
+
+DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
+
+
+class MessageStream:
+    """A message as events, which a client puts together to the same blocks.
+
+    message_start, ping                       with the length of the prompt content_block_start, deltas,
+    content_block_stop     once for each block, one after the other message_delta
+    why it ended, and what it took, in place of the first numbers message_stop
+    """
+
+    def __init__(self, heading: Heading, prompt: PromptTokens) -> None:
+        """`prompt`: as it is known before anything is computed."""
+        self._heading, self._prompt = heading, prompt
+        self._begun = False
+        self._block = ""  # the type of the one that is open
+        self._index = -1  # of the block that began last
+
+    def events(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+        """For pieces of the reply; the first call also begins the message."""
+        found = self._begin()
+        for piece in pieces:
+            if isinstance(piece, CallArguments):
+                delta = {"type": "input_json_delta", "partial_json": piece.text}
+                found.append(self._delta(delta))
+                continue
+            block = opened(piece, self._heading.answer_id)
+            kind = block["type"]
+            if kind != self._block or isinstance(piece, CallBegan):
+                found += self._stop()
+                self._index += 1
+                self._block = kind
+                block |= {"signature": ""} if kind == "thinking" else {}  # it comes at the end
+                found.append(self._of_block("content_block_start", content_block=block))
+            if not isinstance(piece, CallBegan):
+                found.append(self._delta({"type": DELTAS[kind], kind: piece.text}))
+        return found
+
+    def end(self, reply: Reply, prompt: PromptTokens, ending: Ending) -> list[dict[str, Any]]:
+        """Once all pieces are there; `prompt` with what was cached of it."""
+        delta = {"stop_reason": ending.reason, "stop_sequence": ending.stop_sequence}
+        return [
+            *self._begin(),
+            *self._stop(),
+            {"type": "message_delta", "delta": delta, "usage": usage_of(prompt, reply)},
+            {"type": "message_stop"},
+        ]
+
+    def _begin(self) -> list[dict[str, Any]]:
+        if self._begun:
+            return []
+        self._begun = True
+        start: dict[str, Any] = {
+            "id": message_id(self._heading),
+            "type": "message",
+            "role": "assistant",
+            "model": self._heading.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_of(self._prompt),
+        }
+        return [{"type": "message_start", "message": start}, {"type": "ping"}]
+
+    def _stop(self) -> list[dict[str, Any]]:
+        kind, self._block = self._block, ""
+        if not kind:
+            return []
+        signature = {"type": "signature_delta", "signature": SIGNATURE}
+        signed = [self._delta(signature)] if kind == "thinking" else []
+        return [*signed, self._of_block("content_block_stop")]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._of_block("content_block_delta", delta=delta)
+
+    def _of_block(self, name: str, **values: Any) -> dict[str, Any]:
+        return {"type": name, "index": self._index, **values}

@@ -1,0 +1,286 @@
+"""The methods of gRPC's ConversationService: each translates, calls the daemon, and translates."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pensieve.api.grpc import json_values, translate
+from pensieve.api.grpc.auth import caller
+from pensieve.api.grpc.server_info import server_info
+from pensieve.api.openai.conversation_items import in_parts
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.heads import ConversationSettings, GivenHistory, PrefixSettings
+from pensieve.errors import InvalidArgument, NotFound
+from pensieve.store import records
+from pensieve.text.reply_pieces import ReplyPieces
+from pensieve.text.tool_calls import style_of
+from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import conversation_pb2_grpc
+
+T = TypeVar("T")
+
+
+class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+
+    # -- conversations --
+
+    async def CreateConversation(
+        self, request: pb.CreateConversationRequest, context: Any
+    ) -> pb.CreateConversationResponse:
+        settings = _settings(request)
+        created = await self.daemon.writable_by(settings.tenant).create(settings)
+        return pb.CreateConversationResponse(conversation=self._conversation(created))
+
+    async def ImportConversation(
+        self, requests: AsyncIterator[pb.ImportConversationRequest], context: Any
+    ) -> pb.ImportConversationResponse:
+        conversations = self.daemon.writable_by(caller().tenant)
+        first = await anext(requests, None)
+        if first is None or not first.HasField("conversation"):
+            raise InvalidArgument("conversation", "is missing: the first piece has it")
+        settings = _settings(first.conversation)
+        history = GivenHistory(self.daemon.context_max)
+        history.extend(settings.messages)
+        piece: pb.ImportConversationRequest | None = first
+        while piece is not None:
+            if piece.messages:
+                history.extend(translate.messages_of(piece.messages, len(history.messages)))
+            if piece.complete:
+                break
+            piece = await anext(requests, None)
+        else:
+            raise InvalidArgument("complete", "is missing: the last piece has it")
+        created = await conversations.create(replace(settings, messages=history.messages))
+        return pb.ImportConversationResponse(conversation=self._conversation(created))
+
+    async def GetConversation(
+        self, request: pb.GetConversationRequest, context: Any
+    ) -> pb.GetConversationResponse:
+        found = await self._read(self.daemon.reader.get_conversation, _id(request.conversation_id))
+        return pb.GetConversationResponse(conversation=self._conversation(found))
+
+    async def ListConversations(
+        self, request: pb.ListConversationsRequest, context: Any
+    ) -> pb.ListConversationsResponse:
+        size, token = request.page_size or translate.PAGE_SIZE, request.page_token
+        found = await self._read(self.daemon.reader.list_conversations, size, token)
+        page = pb.ListConversationsResponse(next_page_token=found.next_page_token)
+        count = await _fill(page.conversations, map(self._conversation, found.conversations))
+        if count < len(found.conversations):
+            page.next_page_token = found.tokens[count - 1]
+        return page
+
+    async def DeleteConversation(
+        self, request: pb.DeleteConversationRequest, context: Any
+    ) -> pb.DeleteConversationResponse:
+        await self.daemon.writable.delete(_id(request.conversation_id), caller().tenant)
+        return pb.DeleteConversationResponse()
+
+    async def ForkConversation(
+        self, request: pb.ForkConversationRequest, context: Any
+    ) -> pb.ForkConversationResponse:
+        tenant = caller().tenant
+        fork = await self.daemon.writable_by(tenant).fork(
+            _id(request.conversation_id),
+            request.new_conversation_id or _drawn(),
+            request.at_revision if request.HasField("at_revision") else None,
+            metadata=json_values.one_object("metadata", request.metadata),
+            tenant=tenant,
+        )
+        return pb.ForkConversationResponse(conversation=self._conversation(fork))
+
+    async def RewindConversation(
+        self, request: pb.RewindConversationRequest, context: Any
+    ) -> pb.RewindConversationResponse:
+        tenant = caller().tenant
+        rewound = await self.daemon.writable_by(tenant).rewind(
+            _id(request.conversation_id),
+            request.to_revision,
+            request.expected_revision if request.HasField("expected_revision") else None,
+            tenant=tenant,
+        )
+        return pb.RewindConversationResponse(conversation=self._conversation(rewound))
+
+    async def WarmConversation(
+        self, request: pb.WarmConversationRequest, context: Any
+    ) -> pb.WarmConversationResponse:
+        await self.daemon.warm(_id(request.conversation_id), caller().tenant)
+        return pb.WarmConversationResponse()
+
+    async def ListMessages(
+        self, request: pb.ListMessagesRequest, context: Any
+    ) -> pb.ListMessagesResponse:
+        size, start = translate.page_of(request)
+        found = await self._read(
+            self.daemon.reader.message_page,
+            *(_id(request.conversation_id), start, size),
+            include_token_ids=request.include_token_ids,
+        )
+        messages: Sequence[records.Message] = found.messages
+        if request.cut_replies:
+            messages = await self._in_parts(request.conversation_id, messages)
+        page = pb.ListMessagesResponse()
+        count = await _fill(page.messages, map(translate.message, messages))
+        if found.has_more or count < len(found.messages):
+            page.next_page_token = str(start + count)
+        return page
+
+    async def _in_parts(
+        self, conversation_id: str, messages: Sequence[records.Message]
+    ) -> Sequence[records.Message]:
+        tenant, template = caller().tenant, self.daemon.texts.template
+        tools = (await self._read(self.daemon.reader.get_conversation, conversation_id)).tools
+
+        def cut() -> list[records.Message]:
+            style = style_of(template)
+            return [in_parts(each, ReplyPieces(style, tools)) for each in messages]
+
+        return await self.daemon.threads.in_text_pool(tenant, cut)
+
+    # -- declared prefixes --
+
+    async def CreatePrefix(
+        self, request: pb.CreatePrefixRequest, context: Any
+    ) -> pb.CreatePrefixResponse:
+        settings = PrefixSettings(
+            _prefix_id(request.prefix_id),
+            system_prompt=request.system_prompt,
+            tools=json_values.objects("tools", request.tools),
+            template_options=json_values.one_object("template_options", request.template_options),
+            messages=translate.messages_of(request.messages) if request.messages else (),
+            keep_warm=request.keep_warm,
+            tenant=caller().tenant,
+        )
+        declared = await self.daemon.writable_by(settings.tenant).prefixes.create(settings)
+        return pb.CreatePrefixResponse(prefix=translate.prefix(declared))
+
+    async def GetPrefix(self, request: pb.GetPrefixRequest, context: Any) -> pb.GetPrefixResponse:
+        prefix_id = _prefix_id(request.prefix_id)
+        found, messages = await self._read(self.daemon.reader.prefix, prefix_id)
+        return translate.whole_prefix(found, messages)
+
+    async def ListPrefixes(
+        self, request: pb.ListPrefixesRequest, context: Any
+    ) -> pb.ListPrefixesResponse:
+        size, token = request.page_size or translate.PAGE_SIZE, request.page_token
+        found = await self._read(self.daemon.reader.prefixes, size, token)
+        prefixes = [translate.prefix(each) for each in found.prefixes]
+        return pb.ListPrefixesResponse(prefixes=prefixes, next_page_token=found.next_page_token)
+
+    async def DeletePrefix(
+        self, request: pb.DeletePrefixRequest, context: Any
+    ) -> pb.DeletePrefixResponse:
+        prefix_id = _prefix_id(request.prefix_id)
+        await self.daemon.writable.prefixes.delete(prefix_id, caller().tenant)
+        return pb.DeletePrefixResponse()
+
+    # -- turns --
+
+    async def SendMessage(  # type: ignore[override]  # it writes to the context instead of yielding
+        self, request: pb.SendMessageRequest, context: Any
+    ) -> None:
+        daemon = self.daemon
+        _id(request.conversation_id)
+        by = caller()
+        ask = translate.ask(request, by.tenant, daemon.defaults, by.priority_max)
+        ask = replace(ask, traceparent=_traceparent(context))
+        live = await daemon.begin(ask, context.time_remaining())
+        sequence = 1
+        await context.write(
+            pb.SendMessageResponse(sequence=sequence, started=translate.started(live))
+        )
+
+        async def write(start: int, stop: int) -> None:
+            nonlocal sequence
+            for delta in translate.deltas(live, start, stop):
+                sequence += 1
+                await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
+
+        await daemon.conversations.follow(live, write)
+        if live.tail:
+            sequence += 1
+            kind = translate.PART_NUMBERS[live.parts[live.num_tokens - 1]]
+            rest = pb.TurnDelta(text=live.tail, kind=kind)
+            await context.write(pb.SendMessageResponse(sequence=sequence, delta=rest))
+        await context.write(
+            pb.SendMessageResponse(sequence=sequence + 1, completed=translate.completed(live))
+        )
+
+    async def CancelTurn(
+        self, request: pb.CancelTurnRequest, context: Any
+    ) -> pb.CancelTurnResponse:
+        _id(request.conversation_id)
+        cancelled = await self.daemon.cancel_turn(translate.cancel(request, caller().tenant))
+        return translate.cancelled(cancelled)
+
+    # -- the daemon --
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Any
+    ) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(server=server_info(self.daemon))
+
+    # -- inside --
+
+    async def _read(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        tenant = caller().tenant
+        return await self.daemon.threads.in_reader(
+            tenant, function, *arguments, **named, tenant=tenant
+        )
+
+    def _conversation(self, found: records.Conversation) -> pb.Conversation:
+        return translate.conversation(found, self.daemon.context_max)
+
+
+async def _fill(page: Any, messages: Iterable[Any]) -> int:
+    """Add as many messages as a page may have on the wire, where they are longer than in the store."""
+    num_bytes = 0
+    for each in messages:
+        num_bytes += each.ByteSize()
+        if page and num_bytes > records.PAGE_BYTES_MAX:
+            break
+        page.append(each)
+        await asyncio.sleep(0)  # the streams of others go on
+    return len(page)
+
+
+def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:
+    return ConversationSettings(
+        request.conversation_id or _drawn(),
+        system_prompt=request.system_prompt,
+        tools=json_values.objects("tools", request.tools),
+        template_options=json_values.one_object("template_options", request.template_options),
+        metadata=json_values.one_object("metadata", request.metadata),
+        prefix_id=request.prefix_id,
+        tenant=caller().tenant,
+        messages=translate.messages_of(request.messages) if request.messages else (),
+    )
+
+
+def _id(conversation_id: str) -> str:
+    """An id that could exist; one that could not does not."""
+    if not conversation_id:
+        raise InvalidArgument("conversation_id", "is missing")
+    if not records.ID_PATTERN.fullmatch(conversation_id):
+        raise NotFound("there is no such conversation")
+    return conversation_id
+
+
+def _prefix_id(prefix_id: str) -> str:
+    records.check_id("prefix_id", prefix_id)
+    return prefix_id
+
+
+def _traceparent(context: Any) -> str:
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == "traceparent"), "")
+
+
+def _drawn() -> str:
+    return secrets.token_urlsafe(12).replace("-", "~")

@@ -1,0 +1,128 @@
+"""Tokens and certificates that are replaced while the daemon runs.
+
+Nothing needs to be told of it: the token file is looked at every second, the files of TLS at every handshake.
+What has changed and cannot be used (half written, the key of another certificate, writable for others) is
+reported in the log, and what was read before stays in force.  Tokens are tried again every second, whatever
+went wrong, since it may have been the machine: a token that was taken out must not stay known for want of a
+file descriptor.  Should the watching itself end, so does the daemon (server.py).
+
+A tenant's limits change with the tokens: what it has saved or owes stays, and what runs goes on (limits.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import grpc
+
+from pensieve.api.grpc import auth
+from pensieve.errors import ConfigError, whole_line
+
+log = logging.getLogger("pensieve")
+LOOK_SECONDS = 1.0
+T = TypeVar("T")
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Watched:
+    """Files, and whether they have changed since somebody asked; at first, they have."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._stamp: Stamp | None = ()
+
+    def has_changed(self) -> bool:
+        before, self._stamp = self._stamp, self._present()
+        return self._stamp != before
+
+    def _present(self) -> Stamp | None:
+        try:
+            found = [path.stat() for path in self._paths]
+        except OSError:
+            return None
+        return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
+
+
+async def watch_tokens(
+    path: Path,
+    before: Sequence[auth.Token],
+    use: Callable[[Sequence[auth.Token]], None],
+    on_reload: Callable[[int, str], None] = lambda num_tokens, problem: None,
+) -> None:
+    """Hand over the tokens whenever the file has changed; without end.
+
+    `on_reload` is told how many are in force then, and what was wrong with the file.
+    """
+    file = Watched(path)
+    problem = ""
+    while True:
+        has_changed = file.has_changed()
+        if has_changed or problem:
+            try:
+                tokens = auth.read_tokens(path)
+                use(tokens)
+            except Exception as error:
+                reported, problem = problem, whole_line(error)
+                if has_changed or problem != reported:
+                    log.error("the tokens stay as they were: %s", problem)
+                    on_reload(len(before), problem)
+            else:
+                if tokens != before or problem:
+                    log.info("%d tokens are in force from now on", len(tokens))
+                    on_reload(len(tokens), "")
+                before, problem = tokens, ""
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+class Reloaded(Generic[T]):
+    """What was read from files, and is read again when they have changed."""
+
+    def __init__(
+        self,
+        what: str,
+        files: Sequence[Path | None],
+        read: Callable[[], T],
+        on_reload: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        """`read` raises ConfigError; `on_reload` is told what was wrong with files that have changed."""
+        self._what, self._read, self._on_reload = what, read, on_reload
+        self._files = Watched(*(path for path in files if path is not None))
+        self._files.has_changed()
+        self.value = read()
+
+    def if_changed(self) -> T | None:
+        """None as long as nothing new is in force."""
+        if not self._files.has_changed():
+            return None
+        try:
+            self.value = self._read()
+        except ConfigError as error:
+            log.error("%s stays as it was: %s", self._what, error)
+            self._on_reload(whole_line(error))
+            return None
+        log.info("%s was read again", self._what)
+        self._on_reload("")
+        return self.value
+
+
+def certificates(
+    cert: Path,
+    key: Path,
+    client_ca: Path | None,
+    on_reload: Callable[[str], None] = lambda problem: None,
+) -> Reloaded[grpc.ServerCertificateConfiguration]:
+    """Those of gRPC, which asks for new ones in threads of its own."""
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        try:
+            pair = (key.read_bytes(), cert.read_bytes())
+            ca = client_ca.read_bytes() if client_ca else None
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        return grpc.ssl_server_certificate_configuration([pair], ca)
+
+    return Reloaded("the certificate", (cert, key, client_ca), read, on_reload)

@@ -1,0 +1,138 @@
+"""ReplicaService, by which daemons of one cluster fetch KV of each other, and the call of it.
+
+A part may be longer than a message of gRPC should be, so its bytes come in pieces behind it.  A source whose
+receiver takes nothing for as long as a stream may stall ends the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.hand_over import KvHeader, KvPart, KvSource, Parts
+from pensieve.errors import InvalidArgument, Unavailable
+from pensieve.guard.limits import delivered
+from pensieve.store.records import ID_PATTERN
+from pensieve.v1 import replica_pb2 as pb
+from pensieve.v1 import replica_pb2_grpc
+
+NAME = "pensieve.v1.ReplicaService"
+PIECE_BYTES = 512 << 10
+PART_BYTES_MAX = 64 << 20
+CHANNEL_OPTIONS = (
+    ("grpc.enable_retries", 0),
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class ReplicaService(replica_pb2_grpc.ReplicaServiceServicer):
+    def __init__(self, daemon: Daemon) -> None:
+        self.source = KvSource(daemon)
+        self._stall_seconds = daemon.config.stall_seconds
+
+    async def FetchKv(  # type: ignore[override]  # of grpc's synchronous base
+        self, request: pb.FetchKvRequest, context: Any
+    ) -> None:
+        for name, value in (
+            ("conversation_id", request.conversation_id),
+            ("tenant", request.tenant),
+        ):
+            if not ID_PATTERN.fullmatch(value) and (value or name != "tenant"):
+                raise InvalidArgument(name, "is no id")
+        if request.num_tokens < 1:
+            raise InvalidArgument("num_tokens", "is at least 1")
+        parts = self.source.parts(request.tenant, request.conversation_id, request.num_tokens)
+        async with aclosing(parts):
+            async for each in parts:
+                for message in _messages(each):
+                    await delivered(self._stall_seconds, context.write(message))
+
+
+def _messages(each: KvHeader | KvPart) -> Iterator[pb.FetchKvResponse]:
+    if isinstance(each, KvHeader):
+        yield pb.FetchKvResponse(header=pb.KvHeader(identity=each.identity))
+        return
+    part = pb.KvPart(
+        first_chunk=each.first_chunk,
+        slots=each.slots,
+        crcs=each.crcs,
+        num_tokens=each.num_tokens,
+        digest=each.digest,
+        num_bytes=len(each.body),
+    )
+    yield pb.FetchKvResponse(part=part)
+    for start in range(0, len(each.body), PIECE_BYTES):
+        yield pb.FetchKvResponse(data=each.body[start : start + PIECE_BYTES])
+
+
+class KvFetcher:
+    """The receiver's side: fetches from a daemon's address."""
+
+    def __init__(self, token: str = "", credentials: grpc.ChannelCredentials | None = None) -> None:
+        """`token` is an operator's, where the daemons need one; without `credentials` there is no TLS."""
+        self._metadata: Sequence[tuple[str, str]] = ()
+        if token:
+            self._metadata = (("authorization", f"Bearer {token}"),)
+        self._credentials = credentials
+
+    async def fetch(
+        self, address: str, tenant: str, conversation_id: str, num_tokens: int
+    ) -> Parts:
+        """Unavailable, whatever went wrong."""
+        request = pb.FetchKvRequest(
+            tenant=tenant, conversation_id=conversation_id, num_tokens=num_tokens
+        )
+        async with self._channel(address) as channel:
+            stub = replica_pb2_grpc.ReplicaServiceStub(channel)
+            call: Any = stub.FetchKv(request, metadata=self._metadata)
+            try:
+                async for each in _assembled(call):
+                    yield each
+            except grpc.aio.AioRpcError as error:
+                code = error.code().name
+                raise Unavailable(
+                    f"{address} hands nothing over: {code} {error.details()}"
+                ) from error
+            finally:
+                call.cancel()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
+
+
+async def _assembled(responses: Any) -> Parts:
+    """Parts with all of their bytes; one that breaks off is none."""
+    part: pb.KvPart | None = None
+    pieces: list[bytes] = []
+    missing = 0
+    async for response in responses:
+        kind = response.WhichOneof("kind")
+        if kind == "header":
+            yield KvHeader(dict(response.header.identity))
+        elif kind == "part" and not missing:
+            part, pieces, missing = response.part, [], response.part.num_bytes
+            if not 0 < missing <= PART_BYTES_MAX:
+                raise Unavailable(f"a part of {missing:,} bytes")
+        elif kind == "data" and part is not None and len(response.data) <= missing:
+            pieces.append(response.data)
+            missing -= len(response.data)
+            if not missing:
+                yield KvPart(
+                    part.first_chunk,
+                    tuple(part.slots),
+                    tuple(part.crcs),
+                    part.num_tokens,
+                    part.digest,
+                    b"".join(pieces),
+                )
+        else:
+            raise Unavailable("what comes is no KV")
+    if missing:
+        raise Unavailable("a part breaks off")

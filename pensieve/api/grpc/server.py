@@ -1,0 +1,431 @@
+"""The listening sockets: options, health, and the order in which things open and close.
+
+Some defaults of gRPC are wrong for us: two servers may share a port (so_reuseport), a client that was stopped
+is never noticed unless `ping_timeout_ms` is set, a request may unpack to a thousand times its size, windows
+widen to megabytes, and connections have no limit.  The options below are the answers; calls.py is the one to
+bodies of calls that may not be made.
+
+Closing: NOT_SERVING first, so that balancers look elsewhere; then no new turns; then the running ones
+end or are interrupted; then connections, engine and store, in this order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from pensieve.api.grpc import auth, sizes
+from pensieve.api.grpc.admin import AdminService, ServerFacts
+from pensieve.api.grpc.admin_socket import socket_address
+from pensieve.api.grpc.conversation import ConversationService
+from pensieve.api.grpc.forwarding import Forwarder, ForwardingService
+from pensieve.api.grpc.jobs import JobService
+from pensieve.api.grpc.reflection import HEALTH, Reflection
+from pensieve.api.grpc.reload import Reloaded, certificates, watch_tokens
+from pensieve.api.grpc.replica import NAME as REPLICA
+from pensieve.api.grpc.replica import ReplicaService
+from pensieve.api.jobs.values import Jobs
+from pensieve.api.metrics.listener import Answers, MetricsListener
+from pensieve.api.metrics.scrape import Scrape
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.figures import LoopLag
+from pensieve.errors import AddressInUse, ConfigError, DeadlineExceeded, NotFound
+from pensieve.guard.audit import Audit, AuditLog
+from pensieve.store.remote.remote_store import RemoteStore
+from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, jobs_pb2_grpc, replica_pb2_grpc
+from pensieve.v1 import status_pb2 as pb
+
+WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
+HEADER_BYTES_MAX = 4 << 10
+PENDING_MAX = 1000  # calls that nobody has looked at yet
+IDENTITY = 1  # the bit of "no compression"
+SERVICES = (
+    "",
+    "pensieve.v1.ConversationService",
+    "pensieve.v1.JobService",
+    "pensieve.v1.AdminService",
+)
+STRANGERS_WATCH_SECONDS = 300.0
+STOP_SECONDS = 0.5  # for streams that watch
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", sizes.REQUEST_BYTES_MAX),
+    ("grpc.max_send_message_length", sizes.RESPONSE_BYTES_MAX),
+    ("grpc.max_metadata_size", HEADER_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", HEADER_BYTES_MAX),
+    ("grpc.server.max_pending_requests", PENDING_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
+    ("grpc.max_concurrent_streams", 4096),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.bdp_probe", 0),  # which would widen every window to megabytes
+    ("grpc.compression_enabled_algorithms_bitset", IDENTITY),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+NO_HOSTS = ("unix", "unix-abstract", "vsock")  # with a colon, kinds of addresses of gRPC's own
+HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+
+
+@dataclass(frozen=True)
+class Listening:
+    address: str = "127.0.0.1:50051"  # "" for none: only the socket
+    socket: Path | None = None  # for the operator on this machine
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tokens: Sequence[auth.Token] = ()
+    token_file: Path | None = None  # that they were read from, to be read again when it changes
+    audit_log: Path | None = None
+    insecure: bool = False
+    hand_over: bool = False  # offer KV to other daemons of a cluster
+    keepalive_seconds: float = 30.0  # between pings of a silent connection
+    ping_timeout_seconds: float = 10.0  # one that does not answer is closed
+    connections_max: int = 512  # to the address; the socket has as many of its own
+    http: str = ""  # HOST:PORT of the APIs over HTTP; "" for none
+    http_hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
+    http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
+    metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
+    peer_tokens: Sequence[auth.Token] = ()  # of other daemons, where clients need tokens
+    peers: grpc.ChannelCredentials | None = None  # for calls to other daemons; None: without TLS
+
+    def options(self) -> tuple[tuple[str, int], ...]:
+        timeout = int(self.ping_timeout_seconds * 1000)
+        return (
+            *OPTIONS,
+            ("grpc.max_allowed_incoming_connections", self.connections_max),
+            ("grpc.keepalive_time_ms", int(self.keepalive_seconds * 1000)),
+            ("grpc.keepalive_timeout_ms", timeout),
+            ("grpc.http2.ping_timeout_ms", timeout),
+        )
+
+
+class Health:
+    """grpc.health.v1, whose messages status.proto repeats."""
+
+    def __init__(self, services: Sequence[str] = SERVICES) -> None:
+        self._services = services
+        self._serving = False
+        self._changed = asyncio.Event()
+
+    def set(self, serving: bool) -> None:
+        self._serving = serving
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _status(self, service: str) -> Any:
+        if service not in self._services:
+            return pb.HealthCheckResponse.SERVING_STATUS_SERVICE_UNKNOWN
+        if self._serving:
+            return pb.HealthCheckResponse.SERVING_STATUS_SERVING
+        return pb.HealthCheckResponse.SERVING_STATUS_NOT_SERVING
+
+    async def check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
+        if request.service not in self._services:
+            raise NotFound("there is no such service")
+        return pb.HealthCheckResponse(status=self._status(request.service))
+
+    async def watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
+        seconds = None if auth.caller().known else STRANGERS_WATCH_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                await self._watch(request, context)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"a watch without a token ends after {seconds:g} s; watch again"
+            ) from None
+
+    async def _watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
+        sent = None
+        while True:
+            changed, status = self._changed, self._status(request.service)
+            if status != sent:
+                await context.write(pb.HealthCheckResponse(status=status))
+                sent = status
+            await changed.wait()
+
+    def handlers(self) -> Any:
+        def method(make: Any, act: Any) -> Any:
+            return make(
+                act,
+                request_deserializer=pb.HealthCheckRequest.FromString,
+                response_serializer=pb.HealthCheckResponse.SerializeToString,
+            )
+
+        return grpc.method_handlers_generic_handler(
+            HEALTH,
+            {
+                "Check": method(grpc.unary_unary_rpc_method_handler, self.check),
+                "Watch": method(grpc.unary_stream_rpc_method_handler, self.watch),
+            },
+        )
+
+
+class Listener(Protocol):
+    @property
+    def url(self) -> str: ...
+    async def listen(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class _OneQueue:
+    """Adds services to a server without naming their methods.
+
+    gRPC has PENDING_MAX calls wait for each method that it knows by name, and for all others together.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        """They are in the generic handlers, too."""
+
+
+class Server:
+    """A daemon behind its sockets; without `jobs` it takes none.
+
+    `beside` are listeners of other protocols, which open after gRPC's and close before the daemon does.
+    """
+
+    def __init__(self, daemon: Daemon, listening: Listening, jobs: Jobs | None = None) -> None:
+        check_exposure(listening)
+        self.daemon = daemon
+        more = (REPLICA,) if listening.hand_over else ()
+        self.health = Health((*SERVICES, *more))
+        self.stopping = asyncio.Event()  # set where the end is wanted
+        self.failure: BaseException | None = None  # why it must be, where nobody wanted it
+        self.address = ""
+        self.beside: list[Listener] = []
+        self.listening = listening
+        path = listening.audit_log
+        self._audit_log = AuditLog(path) if path is not None else None
+        self.audit = Audit(self._audit_log, asyncio.get_running_loop().time)
+        self.guard = auth.AuthInterceptor(
+            (*listening.tokens, *listening.peer_tokens),
+            daemon.admission.allowances,
+            audit=self.audit,
+            refusals=daemon.refusals,
+        )
+        self._loop_lag = LoopLag()
+        self._background: list[asyncio.Task[None]] = []
+        self._certificates: Reloaded[grpc.ServerCertificateConfiguration] | None = None
+        self._server = grpc.aio.server(interceptors=[self.guard], options=listening.options())
+        services: Any = _OneQueue(self._server)
+        self.forwarder: Forwarder | None = None
+        conversations = ConversationService(daemon)
+        if isinstance(daemon.store, RemoteStore):
+            self.forwarder = Forwarder(daemon, daemon.store.replica, listening.peers)
+            conversations = ForwardingService(self.forwarder)
+        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(conversations, services)
+        self.batch_jobs = jobs
+        self.jobs = JobService(jobs, daemon.config.stall_seconds)
+        jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, services)
+        self._scrape = Scrape(
+            daemon,
+            jobs,
+            self._loop_lag.quantiles,
+            lambda: self._facts().audit_lines_lost,
+        )
+        self._metrics = MetricsListener(
+            Answers(self._scrape.text, lambda: daemon.serving, self._may_scrape)
+        )
+        self.admin = AdminService(daemon, self.stopping.set, self._facts, self._scrape.text)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, services)
+        if listening.hand_over:
+            replica_pb2_grpc.add_ReplicaServiceServicer_to_server(ReplicaService(daemon), services)
+        self._server.add_generic_rpc_handlers((self.health.handlers(),))
+        daemon.on_serving = self.health.set
+        daemon.on_failure = self._fail
+        self._server.add_generic_rpc_handlers(Reflection(more).handlers())
+
+    async def listen(self) -> str:
+        """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""
+        listening = self.listening
+        if listening.address:
+            self._listen_on_port()
+        if listening.socket is not None:
+            self._listen_locally(listening.socket)
+        if listening.metrics:
+            await self._metrics.listen(listening.metrics)
+        loop = asyncio.get_running_loop()
+        self._background.append(loop.create_task(self._loop_lag.measure()))
+        if listening.token_file is not None:
+            watching = loop.create_task(
+                watch_tokens(
+                    listening.token_file,
+                    listening.tokens,
+                    self._use_tokens,
+                    self.audit.tokens_reloaded,
+                )
+            )
+            watching.add_done_callback(self._watching_ended)
+            self._background.append(watching)
+        await self._server.start()
+        for listener in self.beside:
+            await listener.listen()
+        self.audit.started(self.address)
+        return self.address
+
+    def _use_tokens(self, tokens: Sequence[auth.Token]) -> None:
+        limits = auth.limits_of(tokens)
+        self.guard.use((*tokens, *self.listening.peer_tokens))
+        self.daemon.use_limits(limits)
+
+    def _watching_ended(self, watching: asyncio.Task[None]) -> None:
+        """A daemon that does not hear of tokens that are taken out must not go on."""
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            self._fail(error)
+
+    @property
+    def metrics_address(self) -> str:
+        """With its port; "" where metrics are not listened for."""
+        return self._metrics.address
+
+    def _may_scrape(self, authorization: str, peer: str) -> bool:
+        """On this machine everybody; elsewhere, where there are tokens, who has an operator's."""
+        listening = self.listening
+        if not listening.tokens or is_loopback(listening.metrics.rpartition(":")[0]):
+            return True
+        if self.guard.is_operator(authorization):
+            return True
+        self.audit.refused("metrics", peer, "UNAUTHENTICATED", "")
+        return False
+
+    def _listen_on_port(self) -> None:
+        listening = self.listening
+        host = listening.address.rpartition(":")[0]
+        try:
+            if listening.tls_cert is not None and listening.tls_key is not None:
+                client_ca = listening.tls_client_ca
+                files = certificates(
+                    *(listening.tls_cert, listening.tls_key, client_ca),
+                    self.audit.certificate_reloaded,
+                )
+                self._certificates = files  # gRPC asks it as long as it listens
+                credentials = grpc.dynamic_ssl_server_credentials(
+                    files.value,
+                    files.if_changed,  # type: ignore[arg-type]  # None: as before
+                    require_client_authentication=client_ca is not None,
+                )
+                bound = self._server.add_secure_port(listening.address, credentials)
+            else:
+                bound = self._server.add_insecure_port(listening.address)
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise AddressInUse(f"cannot listen on {listening.address}; is another daemon there?")
+        self.address = f"{host}:{bound}"
+
+    def _listen_locally(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # the data folder is locked, so no other daemon listens there
+        before = os.umask(0o177)
+        try:
+            self._server.add_insecure_port(socket_address(path))
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {path}") from error
+        finally:
+            os.umask(before)
+
+    def _facts(self) -> ServerFacts:
+        port = int(self.address.rpartition(":")[2] or 0)
+        lost = self._audit_log.num_lost if self._audit_log is not None else 0
+        return ServerFacts(self._loop_lag.quantiles(), port, self.listening.connections_max, lost)
+
+    async def answers(self) -> None:
+        """Until the store thread has; but it is not asked when it may be gone in a moment."""
+        if not self.stopping.is_set():
+            await self.daemon.threads.in_store("", lambda: None)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self.stopping.set()
+
+    async def close(self, drain_seconds: float) -> None:
+        await self.daemon.drain(drain_seconds)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*(each.close() for each in self.beside), self._metrics.close())
+        await self._server.stop(STOP_SECONDS)
+        if self.forwarder is not None:
+            await self.forwarder.close()
+        await self.daemon.close()
+        self.audit.stopped()
+        if self._audit_log is not None:
+            await asyncio.to_thread(self._audit_log.close)
+        if self.listening.socket is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self.listening.socket.unlink()
+
+
+def check_exposure(listening: Listening) -> None:
+    """Refuse what is no address, what TLS lacks, and to serve strangers by accident."""
+    given = {"--tls-key": listening.tls_key, "--tls-client-ca": listening.tls_client_ca}
+    for flag, path in given.items():
+        if path is not None and listening.tls_cert is None:
+            raise ConfigError(
+                f"{flag} needs --tls-cert; without it, connections have no TLS at all"
+            )
+    if listening.tls_cert is not None and listening.tls_key is None:
+        raise ConfigError("--tls-cert needs --tls-key")
+    if listening.metrics:
+        host = _host_of("--metrics", listening.metrics)
+        if not is_loopback(host) and not listening.insecure:
+            raise ConfigError(
+                f"--metrics {listening.metrics} can be reached by others, and has no TLS: listen on "
+                "127.0.0.1, or say --insecure"
+            )
+    for flag, address in (("--address", listening.address), ("--http", listening.http)):
+        if address:
+            _check_address(flag, address, listening)
+
+
+def _check_address(flag: str, address: str, listening: Listening) -> None:
+    host = _host_of(flag, address)
+    if is_loopback(host) or listening.insecure:
+        return
+    if listening.tls_cert is None or not (listening.tokens or listening.tls_client_ca):
+        raise ConfigError(
+            f"{flag} {address} can be reached by others: give --tls-cert, --tls-key and "
+            "--token-file (or --tls-client-ca), or say --insecure"
+        )
+
+
+def _host_of(flag: str, address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not _is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
+        raise ConfigError(f"{flag} {address!r} is not HOST:PORT")
+    return host
+
+
+def _is_host(host: str) -> bool:
+    """An IP address, in brackets if it has colons, or a name; nothing else that gRPC might understand.
+
+    A peer on a UNIX socket is taken for the operator, so the only such socket is the one in the data folder.
+    """
+    if host.startswith("["):
+        return host.endswith("]") and _ip_address(host) is not None
+    return HOST_PATTERN.fullmatch(host) is not None and host.lower() not in NO_HOSTS
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody on another machine can reach it; a name may stand for any address, but for one."""
+    found = _ip_address(host)
+    return found.is_loopback if found is not None else host.lower() == "localhost"
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None

@@ -1,0 +1,72 @@
+"""Which model a daemon serves, and how, for whoever may call it.
+
+Name and fingerprint are known from the start, the rest once a model was loaded.  Of a model in a folder it
+tells the folder's name, and not where it lies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from importlib import metadata
+
+from pensieve import __version__
+from pensieve.conversations.daemon import Daemon
+from pensieve.v1 import conversation_pb2 as pb
+
+
+def server_info(daemon: Daemon) -> pb.ServerInfo:
+    given = pb.ServerInfo(
+        model=daemon.engine.model_name,
+        fingerprint=daemon.texts.fingerprint,
+        state=_state(daemon),
+        version=__version__,
+        torch_version=version_of("torch"),
+        transformers_version=version_of("transformers"),
+        uptime_seconds=asyncio.get_running_loop().time() - daemon.started_at,
+    )
+    given.recommended_sampling.SetInParent()
+    for name, value in daemon.texts.recommended.items():
+        setattr(given.recommended_sampling, name, value)
+    if (ready := daemon.engine.ready) is not None:
+        given.dtype, given.weights, given.device = ready.dtype, ready.weights, ready.device
+        given.kv_dtype = ready.kv_dtype
+        given.context_max_tokens, given.layers = ready.context_max, ready.layers
+    return given
+
+
+def in_words(given: pb.ServerInfo) -> str:
+    """For a line of the log, once a model was loaded."""
+    how = ", ".join(
+        part
+        for part in (
+            given.dtype,
+            "int8 weights" if given.weights == "int8" else "",
+            f"{given.kv_dtype} KV" if given.kv_dtype not in ("", given.dtype) else "",
+            given.device,
+            f"context of {given.context_max_tokens:,} tokens",
+            f"fingerprint {given.fingerprint}",
+        )
+        if part
+    )
+    by = f"pensieve {given.version}, torch {given.torch_version}"
+    return f"serving {given.model} ({how}) with {by}, transformers {given.transformers_version}"
+
+
+def _state(daemon: Daemon) -> pb.ServerState.ValueType:
+    if daemon.draining:
+        return pb.SERVER_STATE_DRAINING
+    if daemon.loading:
+        return pb.SERVER_STATE_LOADING
+    if daemon.store_refusal is not None:
+        return pb.SERVER_STATE_READ_ONLY
+    return pb.SERVER_STATE_SERVING if daemon.serving else pb.SERVER_STATE_RESTARTING
+
+
+@cache
+def version_of(package: str) -> str:
+    """As it is installed; it is not imported for that."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

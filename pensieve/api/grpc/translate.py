@@ -1,0 +1,501 @@
+"""Messages of the wire to values of ours and back.  No decisions are made here.
+
+What a client may get wrong is refused with the name of the field; what the store or the engine refuse
+is an error of our tree, and becomes a canonical code with google.rpc details.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from google.protobuf import timestamp_pb2
+
+from pensieve.api.grpc import sizes
+from pensieve.api.grpc.json_values import TooManyValues, one_object, one_struct, structs
+from pensieve.api.openai.fields import check_json, read_json
+from pensieve.conversations.cancelling import Cancel, Cancelled
+from pensieve.conversations.constraints import FIELD
+from pensieve.conversations.draft import Ask
+from pensieve.conversations.live_turn import LiveTurn, RecomputeReason
+from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
+from pensieve.errors import (
+    AddressInUse,
+    ConfigError,
+    ContextFull,
+    DeviceError,
+    DiskFull,
+    InvalidArgument,
+    Loading,
+    ModelError,
+    OwnedElsewhere,
+    PensieveError,
+    QueueFull,
+    StaleRevision,
+    StoreError,
+    StoreUnavailable,
+    TurnRunning,
+    Unavailable,
+    shortened,
+)
+from pensieve.store import records
+from pensieve.text import Message, Part, ToolCall
+from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import status_pb2
+
+DOMAIN = "pensieve"
+PAGE_SIZE = 100
+# Seconds, of the first class that fits; clients add their own growing pauses.
+COME_BACK = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
+TYPE_PREFIX = "type.googleapis.com/google.rpc."
+LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
+AWAY_SECONDS_MAX = 1e9
+DETAILS_KEY = "grpc-status-details-bin"
+DELTA_BYTES_MAX = 1 << 20  # about; the next token may exceed it
+BYTES_PER_CHARACTER_MAX = 4
+BYTES_PER_LOGPROB_MAX = 20  # also what a token id takes
+OF_THE_MACHINE = {
+    StoreUnavailable: "the history cannot be read or written at present",
+    StoreError: "the history cannot be used as it is",
+    ModelError: "the model cannot do this",
+    DeviceError: "the device failed",
+    ConfigError: "the daemon is not set up for this",
+    AddressInUse: "the daemon is not set up for this",
+}
+DISK_FULL = (
+    "the disk of the history is full; conversations can be read and deleted, but not changed"
+)
+
+SCALARS = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "max_tokens", "min_tokens", "logprobs"),
+)
+ROLES = {
+    pb.ROLE_UNSPECIFIED: "user",
+    pb.ROLE_SYSTEM: "system",
+    pb.ROLE_USER: "user",
+    pb.ROLE_ASSISTANT: "assistant",
+    pb.ROLE_TOOL: "tool",
+}
+ROLE_NUMBERS = {name: number for number, name in ROLES.items() if number}
+FINISH_NUMBERS = {
+    FinishReason.STOP.value: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH.value: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED.value: pb.FINISH_REASON_CANCELLED,
+}
+PART_NUMBERS = {
+    Part.TEXT: pb.PART_KIND_TEXT,
+    Part.THINKING: pb.PART_KIND_THINKING,
+    Part.TOOL_CALL: pb.PART_KIND_TOOL_CALL,
+}
+REASON_NUMBERS = {
+    RecomputeReason.DROPPED.value: pb.RECOMPUTE_REASON_DROPPED,
+    RecomputeReason.ENGINE_RESTARTED.value: pb.RECOMPUTE_REASON_ENGINE_RESTARTED,
+    RecomputeReason.FINGERPRINT_CHANGED.value: pb.RECOMPUTE_REASON_FINGERPRINT_CHANGED,
+}
+
+
+# -- in --
+
+
+def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]:
+    """Errors call the first of them `messages[first]`."""
+    check_arguments(given)
+    messages = []
+    for index, each in enumerate(given, first):
+        where, role = f"messages[{index}]", ROLES.get(each.role)
+        if role is None:
+            raise InvalidArgument(f"{where}.role", "is no role this server knows")
+        if role != "assistant" and (each.tool_calls or each.thinking):
+            raise InvalidArgument(where, "only the assistant thinks, or calls tools")
+        calls, thinking = calls_of(each, where), each.thinking or None
+        messages.append(
+            Message(
+                role, each.content, thinking, calls, each.tool_call_id or None, each.name or None
+            )
+        )
+    if not messages:
+        raise InvalidArgument("messages", "at least one is needed")
+    return messages
+
+
+def ask(
+    request: pb.SendMessageRequest,
+    tenant: str,
+    defaults: Sampling,
+    priority_max: int = PRIORITY_MAX,
+) -> Ask:
+    """`priority_max`: a higher one is lowered to it."""
+    if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
+        raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
+    messages, given = tuple(messages_of(request.messages)), given_sampling(request.sampling)
+    options = TurnOptions(
+        sampling_of(given, defaults),
+        min(request.priority, priority_max),
+        away_seconds(request.hints),
+        constraint=constraint_of(request),
+    )
+    return Ask(
+        request.conversation_id,
+        messages,
+        options,
+        tenant,
+        request.request_id,
+        request.expected_revision if request.HasField("expected_revision") else None,
+        request.create_if_missing,
+        one_object("metadata", request.metadata),
+        given,
+    )
+
+
+def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
+    """The model's defaults with whatever the client gave in their place."""
+    values = {"ignore_eos": False, **given}
+    if "min_tokens" in given and "max_tokens" not in given:
+        values["max_tokens"] = max(defaults.max_tokens, given["min_tokens"])
+    return replace(defaults, **values)
+
+
+def given_sampling(given: pb.Sampling) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        field.name: value for field, value in given.ListFields() if field.name in SCALARS
+    }
+    if given.stop:
+        values["stop"] = tuple(given.stop)
+    if given.stop_token_ids:
+        values["stop_token_ids"] = tuple(given.stop_token_ids)
+    if given.logit_bias:
+        values["logit_bias"] = tuple(sorted(given.logit_bias.items()))
+    if given.ignore_eos:
+        values["ignore_eos"] = True
+    return values
+
+
+def away_seconds(hints: pb.Hints) -> float:
+    """How long the client expects to be away after the turn."""
+    seconds = hints.expected_return_seconds
+    if not 0.0 <= seconds <= AWAY_SECONDS_MAX:  # not a number is neither
+        raise InvalidArgument(
+            "hints.expected_return_seconds", f"must lie in 0..{AWAY_SECONDS_MAX:g}"
+        )
+    return LAST_TURN_SECONDS if hints.last_turn else seconds
+
+
+def cancel(request: pb.CancelTurnRequest, tenant: str) -> Cancel:
+    if request.turn_id and request.request_id:
+        raise InvalidArgument("request_id", "is given instead of the turn_id, not beside it")
+    keep_tokens = request.keep_tokens if request.HasField("keep_tokens") else None
+    if keep_tokens is not None and keep_tokens < 0:
+        raise InvalidArgument("keep_tokens", "must not be negative")
+    if request.attempt < 0:
+        raise InvalidArgument("attempt", "must not be negative")
+    return Cancel(
+        request.conversation_id,
+        request.turn_id,
+        request.request_id,
+        keep_tokens,
+        request.attempt,
+        tenant,
+    )
+
+
+def constraint_of(request: pb.SendMessageRequest) -> Constraint | None:
+    if not request.HasField("constraint"):
+        return None
+    name = request.constraint.WhichOneof("kind")
+    if name is None:
+        raise InvalidArgument(FIELD, "names no kind")
+    given = request.constraint
+    if name == "choice":
+        return choice_of(tuple(given.choice.choices))
+    if name == "json_object":
+        return Constraint(ConstraintKind.JSON_OBJECT) if given.json_object else None  # not wanted
+    return Constraint(ConstraintKind(name), getattr(given, name))
+
+
+def check_arguments(messages: Iterable[pb.NewMessage]) -> None:
+    """Refuse more of them than one request may have, before any is read."""
+    if (
+        sum(len(c.arguments) for each in messages for c in each.tool_calls)
+        > sizes.TOOL_CALLS_BYTES_MAX
+    ):
+        raise InvalidArgument(
+            "messages",
+            f"arguments of tool calls have {sizes.TOOL_CALLS_BYTES_MAX:,} bytes together",
+        )
+
+
+def calls_of(message: pb.NewMessage, where: str) -> tuple[ToolCall, ...]:
+    """The calls of one message; `where` is its name in errors."""
+    calls = []
+    for number, each in enumerate(message.tool_calls):
+        path = f"{where}.tool_calls[{number}]"
+        if not each.name:
+            raise InvalidArgument(f"{path}.name", "is missing")
+        arguments: Any = {}
+        if each.arguments.strip():
+            arguments = read_json(each.arguments, f"{path}.arguments")
+            check_json(arguments, f"{path}.arguments")
+        if not isinstance(arguments, dict):
+            raise InvalidArgument(f"{path}.arguments", "must be the JSON of an object")
+        calls.append(ToolCall(each.name, arguments, each.id or None))
+    return tuple(calls)
+
+
+def page_of(request: Any) -> tuple[int, int]:
+    """How many are wanted, and the number that the page token names; 0: none."""
+    size, token = request.page_size or PAGE_SIZE, request.page_token
+    if not 1 <= size <= records.PAGE_SIZE_MAX:
+        raise InvalidArgument("page_size", f"must lie in 1..{records.PAGE_SIZE_MAX}")
+    if token and not (token.isascii() and token.isdigit()):
+        raise InvalidArgument("page_token", "is not one that was given out")
+    return size, int(token[:18] or 0)
+
+
+# -- out --
+
+
+def conversation(found: records.Conversation, context_max: int) -> pb.Conversation:
+    """Without what an earlier version took that is larger than this one takes."""
+    given = pb.Conversation(
+        conversation_id=found.conversation_id,
+        revision=found.revision,
+        num_messages=found.num_messages,
+        num_tokens=found.num_tokens,
+        context_max_tokens=context_max,
+        prefix_id=found.prefix_id,
+        create_time=timestamp(found.created_at),
+        update_time=timestamp(found.updated_at),
+    )
+    _fill(given, "metadata", [found.metadata], sizes.METADATA_BYTES_MAX)
+    _fill(given, "tools", found.tools, sizes.TOOLS_BYTES_MAX)
+    options = [found.template_options]
+    _fill(given, "template_options", options, sizes.TEMPLATE_OPTIONS_BYTES_MAX)
+    if found.running_turn_id is not None:
+        given.running_turn_id = str(found.running_turn_id)
+    return given
+
+
+def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: int) -> None:
+    """Set a field of JSON objects, or name it as left out."""
+    try:
+        made = structs(values)
+    except TooManyValues:
+        made = []
+    if len(made) != len(values) or sum(each.ByteSize() for each in made) > bytes_max:
+        given.fields_left_out.append(name)
+    elif name == "tools":
+        given.tools.extend(made)
+    else:
+        getattr(given, name).CopyFrom(made[0])
+
+
+def prefix(found: records.Prefix) -> pb.Prefix:
+    stored = found.conversation
+    return pb.Prefix(
+        prefix_id=found.prefix_id,
+        num_messages=stored.num_messages,
+        num_tokens=stored.num_tokens,
+        num_conversations=found.num_conversations,
+        keep_warm=found.keep_warm,
+        create_time=timestamp(stored.created_at),
+    )
+
+
+def whole_prefix(
+    found: records.Prefix, messages: Iterable[records.Message]
+) -> pb.GetPrefixResponse:
+    stored = found.conversation
+    return pb.GetPrefixResponse(
+        prefix=prefix(found),
+        messages=[message(each) for each in messages],
+        tools=structs(stored.tools),
+        template_options=one_struct(stored.template_options),
+    )
+
+
+def timestamp(seconds: float) -> timestamp_pb2.Timestamp:
+    return timestamp_pb2.Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+
+
+def message(found: records.Message) -> pb.Message:
+    return pb.Message(
+        index=found.index,
+        role=ROLE_NUMBERS.get(found.role, pb.ROLE_UNSPECIFIED),
+        content=found.content,
+        tool_call_id=found.tool_call_id,
+        revision=found.revision,
+        first_token=found.first_token,
+        num_tokens=found.num_tokens,
+        token_ids=found.token_ids or (),
+        finish_reason=FINISH_NUMBERS.get(found.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
+        metadata=one_struct(found.extra.get("metadata", {})),
+        tool_calls=stored_calls(found.extra),
+        thinking=found.extra.get("thinking") or "",
+        name=found.extra.get("name") or "",
+    )
+
+
+def stored_calls(extra: Mapping[str, Any]) -> list[pb.ToolCall]:
+    """Of a message of the history, from what the store keeps beside its text."""
+    return [
+        pb.ToolCall(
+            id=each["id"] or "",
+            name=each["name"],
+            arguments=json.dumps(each["arguments"], ensure_ascii=False),
+        )
+        for each in extra.get("tool_calls", ())
+    ]
+
+
+def started(live: LiveTurn) -> pb.TurnStarted:
+    return pb.TurnStarted(
+        turn_id=str(live.turn_id),
+        revision=live.first_revision,
+        request_id=live.request_id,
+        replayed=live.replayed,
+        attempt=live.attempt,
+    )
+
+
+def deltas(live: LiveTurn, start: int, stop: int) -> Iterator[pb.TurnDelta]:
+    """Tokens [start, stop) in few messages: one for each run of the same kind that is not too large."""
+    parts, num_bytes = live.parts, 0
+    for end in range(start + 1, stop + 1):
+        num_bytes += _bytes_max(live, end - 1)
+        if end == stop or parts[end] is not parts[start] or num_bytes > DELTA_BYTES_MAX:
+            yield from _run(live, start, end)
+            start, num_bytes = end, 0
+
+
+def _bytes_max(live: LiveTurn, number: int) -> int:
+    """What a token takes in a message, at most."""
+    text = live.texts[number] if number < len(live.texts) else ""
+    alternatives = len(live.logprobs[number][1]) if live.logprobs else 0
+    return BYTES_PER_CHARACTER_MAX * len(text) + BYTES_PER_LOGPROB_MAX * (1 + alternatives)
+
+
+def _run(live: LiveTurn, start: int, stop: int) -> Iterator[pb.TurnDelta]:
+    """One message, as a rule; text that is too long for it goes ahead in messages of its own."""
+    text, most = "".join(live.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
+    while len(text) > most:
+        yield pb.TurnDelta(text=text[:most], kind=PART_NUMBERS[live.parts[start]])
+        text = text[most:]
+    yield _delta(live, start, stop, text)
+
+
+def _delta(live: LiveTurn, start: int, stop: int, text: str) -> pb.TurnDelta:
+    given = pb.TurnDelta(
+        text=text,
+        token_ids=live.token_ids[start:stop],
+        kind=PART_NUMBERS[live.parts[start]],
+    )
+    if live.logprobs:
+        for logprob, top in (live.logprobs[each] for each in range(start, stop)):
+            given.logprobs.add(
+                logprob=logprob,
+                alternatives=[
+                    pb.Alternative(token_id=each.token_id, logprob=each.logprob) for each in top
+                ],
+            )
+    return given
+
+
+def completed(live: LiveTurn) -> pb.TurnCompleted:
+    assert live.finish is not None
+    assert live.revision is not None
+    figures = dict(live.figures)
+    reason = str(figures.pop("recompute_reason", ""))
+    known = {field.name for field in pb.Usage.DESCRIPTOR.fields}
+    return pb.TurnCompleted(
+        finish_reason=FINISH_NUMBERS[live.finish.value],
+        usage=pb.Usage(
+            recompute_reason=REASON_NUMBERS.get(reason, pb.RECOMPUTE_REASON_UNSPECIFIED),
+            **{name: value for name, value in figures.items() if name in known},
+        ),
+        revision=live.revision,
+    )
+
+
+def cancelled(found: Cancelled) -> pb.CancelTurnResponse:
+    return pb.CancelTurnResponse(
+        was_running=found.was_running,
+        finish_reason=FINISH_NUMBERS.get(found.finish_reason, pb.FINISH_REASON_UNSPECIFIED),
+    )
+
+
+# -- errors --
+
+
+def status_code(error: PensieveError) -> grpc.StatusCode:
+    code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_status)
+    return code
+
+
+def status(error: PensieveError) -> status_pb2.Status:
+    """google.rpc.Status with ErrorInfo, and what helps beside it."""
+    given = status_pb2.Status(code=status_code(error).value[0], message=text_of(error))
+    _detail(
+        given,
+        "ErrorInfo",
+        status_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_causes(error)),
+    )
+    if isinstance(error, InvalidArgument):
+        violation = status_pb2.BadRequest.FieldViolation(
+            field=shortened(error.field), description=shortened(error.problem)
+        )
+        _detail(given, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
+    if (seconds := retry_seconds(error)) is not None:
+        retry = status_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(int(seconds * 1000))
+        _detail(given, "RetryInfo", retry)
+    return given
+
+
+def retry_seconds(error: PensieveError) -> float | None:
+    """When to try again; None: nobody knows."""
+    if error.retry_after_seconds is not None:
+        return error.retry_after_seconds
+    return next((time for kind, time in COME_BACK.items() if isinstance(error, kind)), None)
+
+
+def _detail(given: status_pb2.Status, name: str, detail: Any) -> None:
+    given.details.add(type_url=TYPE_PREFIX + name, value=detail.SerializeToString())
+
+
+def _causes(error: PensieveError) -> dict[str, str]:
+    if isinstance(error, TurnRunning):
+        return {"conversation_id": error.conversation_id, "turn_id": error.turn_id}
+    if isinstance(error, OwnedElsewhere):
+        return {
+            "conversation_id": error.conversation_id,
+            "replica": error.replica,
+            "address": error.address,
+        }
+    if isinstance(error, StaleRevision):
+        return {"expected": str(error.expected), "actual": str(error.actual)}
+    if isinstance(error, ContextFull):
+        return {"tokens": str(error.tokens), "tokens_max": str(error.tokens_max)}
+    if isinstance(error, QueueFull) and error.limit:
+        return {"limit": error.limit}
+    return {}
+
+
+def text_of(error: PensieveError) -> str:
+    """One line, whatever the error quotes; nothing of what only the operator may know."""
+    if is_of_the_machine(error):
+        if isinstance(error, DiskFull):
+            return DISK_FULL
+        words = next(words for kind, words in OF_THE_MACHINE.items() if isinstance(error, kind))
+        return f"{words}; the daemon's log says more"
+    return shortened(str(error))
+
+
+def is_of_the_machine(error: PensieveError) -> bool:
+    """Whether it names files of this machine, so that its text is for the log alone."""
+    return isinstance(error, tuple(OF_THE_MACHINE))

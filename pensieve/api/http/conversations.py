@@ -1,0 +1,302 @@
+"""`/v1/conversations`: conversations as they are everywhere, with their messages as items.
+
+POST                    one without messages; items that it begins with are pending
+GET, POST …/{id}        what it is; its metadata is replaced
+DELETE                  nothing of it stays
+
+items: GET, GET one     messages, a reply in its parts (openai/conversation_items), then what is pending
+items: POST             pending, until the next turn brings them (store/conversation_changes)
+items: DELETE           only of the last one: a pending item is erased; a reply is taken back by a rewind,
+                        and the messages that it answers are pending again
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pensieve.api.grpc.auth import Caller
+from pensieve.api.http.bodies import Bodies
+from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
+from pensieve.api.http.response_places import drawn_id
+from pensieve.api.http.stored import Stored, appended, as_stored
+from pensieve.api.openai.conversation_items import Place, items_of, place_of, tag_of
+from pensieve.api.openai.fields import Fields, Refusal, check_json
+from pensieve.api.openai.messages import add_items
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.heads import ConversationSettings, check_length
+from pensieve.errors import NotFound, StaleRevision
+from pensieve.store import records
+from pensieve.store.conversation_changes import Pending
+from pensieve.store.conversation_rows import refuse_running
+from pensieve.text import Message
+
+ITEMS_MAX = 20  # of a request
+ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100  # where a client does not say how many
+ATTEMPTS_MAX = 3  # to delete an item of a conversation that others change, too
+PENDING_MAX = 100  # of a conversation: a turn has few messages
+WINDOW = 16  # messages that are read at once, from the end on
+ONLY_LAST = "only the last item of a conversation can be deleted, where it is a whole message"
+
+
+class Seen(NamedTuple):
+    conversation: records.Conversation
+    pending: tuple[records.NewMessage, ...]
+    first_number: int  # of its messages, as items
+
+    @property
+    def waiting(self) -> list[records.Message]:
+        """The pending messages, as if they were the next of the conversation."""
+        return as_stored(self.pending, self.conversation)
+
+    @property
+    def tag(self) -> str:
+        return tag_of(self.conversation.tenant, self.conversation.conversation_id)
+
+
+class Conversations:
+    def __init__(self, daemon: Daemon, bodies: Bodies, stored: Stored) -> None:
+        self._daemon, self._bodies = daemon, bodies
+        self._stored = stored
+
+    async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        given = await self._bodies.json(exchange, by)
+        fields = Fields({} if given is None else given)
+        metadata, messages = _metadata(fields) or {}, _items(fields)
+        fields.end()
+        pending = self._appended(messages)(Pending()).messages
+        settings = ConversationSettings(
+            drawn_id(), metadata=metadata, tenant=by.tenant, pending=pending
+        )
+        return _described(await self._daemon.writable_by(by.tenant).create(settings))
+
+    async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        return _described(await self._conversation(exchange, by))
+
+    async def update(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        conversation = await self._conversation(exchange, by)
+        fields = Fields(await self._bodies.json(exchange, by))
+        metadata = _metadata(fields)
+        fields.end()
+        if metadata is None:
+            raise Refusal("metadata", "is required", "missing_required_parameter")
+        changed = await self._stored.set_metadata(conversation.conversation_id, metadata, by.tenant)
+        return _described(changed)
+
+    async def delete(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        conversation_id = exchange.values["conversation_id"]
+        if not records.ID_PATTERN.fullmatch(conversation_id):
+            raise NotFound("there is no such conversation")
+        await self._daemon.writable.delete(conversation_id, by.tenant)
+        return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+    # -- items --
+
+    async def list_items(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        seen = await self._seen(exchange, by)
+        query = query_of(exchange)
+        limit = limit_of(query.get("limit"), ITEMS_LISTED, ITEMS_LISTED_MAX)
+        descending = is_descending(query.get("order"))
+        after = _parsed(query["after"], seen) if query.get("after") else None
+        found: list[Mapping[str, Any]] = []
+        async for item in self._items(seen, after, descending):
+            found.append(item)
+            if len(found) > limit:
+                break
+        return _listed(found[:limit], has_more=len(found) > limit)
+
+    async def add_items(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        seen = await self._seen(exchange, by)
+        fields = Fields(await self._bodies.json(exchange, by))
+        if "items" not in fields:
+            raise Refusal("items", "is required", "missing_required_parameter")
+        messages = _items(fields)
+        fields.end()
+        after = await self._stored.change_pending(
+            seen.conversation.conversation_id, self._appended(messages), by.tenant
+        )
+        waiting = as_stored(after.messages, seen.conversation)
+        added = waiting[len(waiting) - len(messages) :]
+        return _listed([item for each in added for item in self._of(each, seen)])
+
+    async def get_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        seen = await self._seen(exchange, by)
+        return (await self._item(exchange.values["item_id"], seen))[1]
+
+    async def delete_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        """Delete the item that the id names when the request comes, if it is the last one.
+
+        Should the conversation change before the item is deleted, the request looks again.  An item that got
+        the same id meanwhile is another one and stays.
+        """
+        conversations = self._daemon.writable
+        named: records.Message | None = None
+        for attempt in range(ATTEMPTS_MAX):
+            seen = await self._seen(exchange, by)
+            refuse_running(seen.conversation)
+            message, item = await self._item(exchange.values["item_id"], seen)
+            if named is not None and not _is_same(message, named):
+                raise no_item()
+            named = message
+            is_last = message.index == seen.conversation.num_messages + len(seen.pending) - 1
+            is_beginning = not (seen.pending or message.finish_reason)
+            if not is_last or is_beginning or self._of(message, seen) != [item]:
+                raise Refusal("item_id", ONLY_LAST)
+            try:
+                return _described(await conversations.delete_last(seen.conversation, seen.pending))
+            except StaleRevision:
+                if attempt + 1 == ATTEMPTS_MAX:
+                    raise
+        raise AssertionError("unreachable")
+
+    # -- inside --
+
+    def _appended(self, messages: Sequence[Message]) -> Callable[[Pending], Pending]:
+        """More of what is pending; all of it has to fit a turn, or no turn could bring it."""
+        add, context_max = appended(messages), self._daemon.context_max
+
+        def change(found: Pending) -> Pending:
+            after = add(found)
+            if len(after.messages) > PENDING_MAX:
+                problem = f"a conversation has at most {PENDING_MAX} that no turn has seen"
+                raise Refusal("items", problem)
+            check_length("items", sum(map(_length, after.messages)), context_max)
+            return after
+
+        return change
+
+    async def _conversation(self, exchange: Exchange, by: Caller) -> records.Conversation:
+        return await self._stored.conversation(exchange.values["conversation_id"], by.tenant)
+
+    async def _seen(self, exchange: Exchange, by: Caller) -> Seen:
+        conversation, pending = await self._stored.with_pending(
+            exchange.values["conversation_id"], by.tenant
+        )
+        return Seen(conversation, pending, await self._stored.first_number(conversation))
+
+    def _of(self, message: records.Message, seen: Seen) -> list[dict[str, Any]]:
+        place = Place(seen.tag, seen.first_number + message.index)
+        return items_of(message, place, self._bodies.pieces_of(seen.conversation.tools))
+
+    async def _items(
+        self,
+        seen: Seen,
+        after: tuple[int, int] | None,
+        descending: bool,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Behind this one (a message's index, and a part of it), in either order."""
+        walk = self._backward if descending else self._forward
+        first = None if after is None else after[0]
+        num_messages = 0
+        async for message in walk(seen, first):
+            items = list(enumerate(self._of(message, seen)))
+            for part, item in reversed(items) if descending else items:
+                at = (message.index, part)
+                if after is None or (at < after if descending else at > after):
+                    yield item
+            num_messages += 1
+            if num_messages == records.PAGE_SIZE_MAX:
+                return
+
+    async def _forward(self, seen: Seen, first: int | None) -> AsyncIterator[records.Message]:
+        async for each in self._stored.messages(seen.conversation, first or 0):
+            yield each
+        for each in seen.waiting:
+            if first is None or each.index >= first:
+                yield each
+
+    async def _backward(self, seen: Seen, first: int | None) -> AsyncIterator[records.Message]:
+        for each in reversed(seen.waiting):
+            if first is None or each.index <= first:
+                yield each
+        conversation = seen.conversation
+        stop = conversation.num_messages if first is None else first + 1
+        stop = min(stop, conversation.num_messages)
+        while stop > 0:
+            start = max(0, stop - WINDOW)
+            window = [each async for each in self._stored.messages(conversation, start, stop)]
+            for each in reversed(window):
+                yield each
+            stop = start
+
+    async def _item(self, item_id: str, seen: Seen) -> tuple[records.Message, dict[str, Any]]:
+        index, _ = _parsed(item_id, seen)
+        conversation = seen.conversation
+        if index < conversation.num_messages:
+            found = [
+                each
+                async for each in self._stored.messages(conversation, index, index + 1)
+                if each.revision <= conversation.revision  # else it is newer than what was seen
+            ]
+        else:
+            found = [each for each in seen.waiting if each.index == index]
+        for message in found:
+            for item in self._of(message, seen):
+                if item["id"] == item_id:
+                    return message, item
+        raise no_item()
+
+
+def no_item() -> NotFound:
+    return NotFound("there is no such item in this conversation")
+
+
+def _parsed(item_id: str, seen: Seen) -> tuple[int, int]:
+    """The index of the item's message, and which part of it the item is."""
+    found = place_of(item_id)
+    if found is None or found[0].tag != seen.tag or found[0].number < seen.first_number:
+        raise no_item()
+    return found[0].number - seen.first_number, found[1]
+
+
+def _is_same(one: records.Message, other: records.Message) -> bool:
+    """Whether both are one message, read twice; a pending one has no revision of its own yet."""
+    is_reply = one.finish_reason is not None
+    return (one.role, one.content, one.tool_call_id, one.extra, is_reply and one.revision) == (
+        *(other.role, other.content, other.tool_call_id, other.extra),
+        other.finish_reason is not None and other.revision,
+    )
+
+
+def _length(message: records.NewMessage) -> int:
+    """In characters, with its thoughts and its calls."""
+    return len(message.content) + (len(str(message.extra)) if message.extra else 0)
+
+
+def _described(conversation: records.Conversation) -> dict[str, Any]:
+    return {
+        "id": conversation.conversation_id,
+        "object": "conversation",
+        "created_at": int(conversation.created_at),
+        "metadata": conversation.metadata,
+    }
+
+
+def _listed(items: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": list(items),
+        "first_id": items[0]["id"] if items else "",
+        "last_id": items[-1]["id"] if items else "",
+        "has_more": has_more,
+    }
+
+
+def _metadata(fields: Fields) -> Mapping[str, Any] | None:
+    where, found = fields.where("metadata"), fields.object("metadata")
+    if found is not None:
+        check_json(found, where)
+        if not all(isinstance(each, str) for each in found.values()):
+            raise Refusal(where, "must hold strings", "invalid_type")
+    return found
+
+
+def _items(fields: Fields) -> list[Message]:
+    where, given = fields.where("items"), fields.items("items")
+    messages: list[Message] = []
+    if given:
+        check_json(given, where)
+        if len(given) > ITEMS_MAX:
+            raise Refusal(where, f"a request has at most {ITEMS_MAX} items")
+        add_items(messages, given, where)
+    return messages

@@ -1,0 +1,73 @@
+"""Errors of our tree as those of OpenAI's API: a status, and a body that its clients make exceptions of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from pensieve import errors
+from pensieve.api.grpc.translate import retry_seconds, text_of
+from pensieve.api.http.exchange import BodyTooLarge, PackedBody
+from pensieve.api.openai.fields import Refusal
+
+
+class Shape(NamedTuple):
+    status: int
+    type: str
+    code: str | None
+
+
+# The first class that fits.
+SHAPES: tuple[tuple[type[errors.PensieveError], Shape], ...] = (
+    (BodyTooLarge, Shape(413, "invalid_request_error", "request_too_large")),
+    (PackedBody, Shape(415, "invalid_request_error", "unsupported_encoding")),
+    (errors.InvalidArgument, Shape(400, "invalid_request_error", "invalid_value")),
+    (errors.NotFound, Shape(404, "invalid_request_error", "not_found")),
+    (errors.AlreadyExists, Shape(409, "invalid_request_error", "already_exists")),
+    (errors.TurnRunning, Shape(409, "invalid_request_error", "turn_running")),
+    (errors.StaleRevision, Shape(409, "invalid_request_error", "stale_revision")),
+    (errors.WrongJobState, Shape(409, "invalid_request_error", "wrong_state")),
+    (errors.ContextFull, Shape(400, "invalid_request_error", "context_length_exceeded")),
+    (errors.QueueFull, Shape(429, "rate_limit_error", "rate_limit_exceeded")),
+    (errors.StorageFull, Shape(429, "insufficient_quota", "insufficient_quota")),
+    (errors.DeadlineExceeded, Shape(408, "timeout_error", "timeout")),
+    (errors.Unauthenticated, Shape(401, "authentication_error", "invalid_api_key")),
+    (errors.PermissionDenied, Shape(403, "permission_error", "permission_denied")),
+    (errors.DiskFull, Shape(507, "server_error", "disk_full")),
+    (errors.Unavailable, Shape(503, "server_error", "unavailable")),
+    (errors.TurnInterrupted, Shape(409, "server_error", "turn_interrupted")),
+)
+REST = Shape(500, "server_error", "internal_error")
+STATUS_OF_CODES = {"model_not_found": 404, "previous_response_not_found": 404}
+
+
+def shape_of(error: errors.PensieveError) -> Shape:
+    found = next((shape for kind, shape in SHAPES if isinstance(error, kind)), REST)
+    if isinstance(error, Refusal):
+        return Shape(STATUS_OF_CODES.get(error.code, found.status), found.type, error.code)
+    if isinstance(error, errors.TurnFailed):
+        return Shape(found.status, found.type, error.reason.lower())
+    return found
+
+
+def body_of(error: errors.PensieveError) -> dict[str, Any]:
+    shape = shape_of(error)
+    param = error.field if isinstance(error, errors.InvalidArgument) else None
+    return {
+        "error": {
+            "message": text_of(error),
+            "type": shape.type,
+            "param": param,
+            "code": shape.code,
+        }
+    }
+
+
+def retry_after(error: errors.PensieveError) -> dict[str, str]:
+    """The headers that say when to try again; whole seconds, and for OpenAI's clients milliseconds too."""
+    if (seconds := retry_seconds(error)) is None:
+        return {}
+    return {
+        "retry-after": str(max(1, math.ceil(seconds))),
+        "retry-after-ms": str(max(1, math.ceil(seconds * 1000))),
+    }

@@ -1,0 +1,236 @@
+"""What every request passes before its endpoint, and how whatever goes wrong is told.
+
+    Host and Origin   a page of another site, or a name that points here by trickery, does nothing
+    caller            by a bearer token (or `x-api-key`), as over gRPC; health and version need none
+    limits            of its tenant: calls, requests per second, bytes on their way and unread
+    endpoint          answers, or raises an error of our tree
+    the end           the call is counted no more, whether the client took the answer or left
+
+Host is checked where callers need neither a token nor a client certificate. Without the check, a web page
+could read the daemon under a name of its own (DNS rebinding). IP addresses are always served: rebinding needs
+a name. So are the machine's own names and those of `hosts`. An Origin that is not the listener's own is
+refused unless it is one of `origins`; CORS headers are sent to these alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from pensieve.api.grpc.auth import AuthInterceptor, Caller, group_of, set_caller
+from pensieve.api.grpc.translate import is_of_the_machine
+from pensieve.api.http import errors
+from pensieve.api.http.exchange import Exchange, Uncounted, event
+from pensieve.conversations.owning import takes_over
+from pensieve.errors import PensieveError, PermissionDenied, ServerFault, whole_line
+
+log = logging.getLogger("pensieve")
+Act = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
+ErrorBody = Callable[[PensieveError], Mapping[str, Any]]
+METHODS = "GET, POST, DELETE, OPTIONS"
+HOST = re.compile(r"(\[[^][@]*\]|[^][:@]*)(?::[0-9]*)?")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    hosts: frozenset[str] = frozenset()  # names in Host; "*": any
+    origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
+    is_local: bool = True  # the listener is on this machine alone, and needs no token
+
+
+class Front:
+    def __init__(self, guard: AuthInterceptor, allowed: Allowed) -> None:
+        self.guard = guard
+        self.allowed = allowed
+
+    # -- checks --
+
+    def check_place(self, exchange: Exchange) -> None:
+        host = exchange.headers.get("host", "")
+        allowed = self.allowed
+        name = _name_of(host)
+        if not (allowed.hosts & {name, "*"} or _is_ip_address(name)):
+            raise PermissionDenied(
+                f"the host name {name[:80]!r} is not allowed without tokens: use the daemon's IP "
+                "address, or add the name with --http-hosts, or require tokens with --token-file"
+            )
+        origin = exchange.headers.get("origin")
+        if origin is None or origin in allowed.origins or "*" in allowed.origins:
+            self._allow_origin(exchange, origin)
+        elif not host or _place_of(origin) != host:
+            raise PermissionDenied(f"pages of {origin[:80]!r} are not allowed; see --http-origins")
+
+    def _allow_origin(self, exchange: Exchange, origin: str | None) -> None:
+        if origin is None:
+            return
+        exchange.out |= {
+            "access-control-allow-origin": origin,
+            "access-control-expose-headers": "*",
+            "vary": "Origin",
+        }
+        if exchange.method == "OPTIONS":
+            wanted = exchange.headers.get("access-control-request-headers", "")
+            exchange.out |= {
+                "access-control-allow-methods": METHODS,
+                "access-control-allow-headers": wanted or "*",
+                "access-control-max-age": "600",
+            }
+
+    def caller_of(self, exchange: Exchange) -> Caller:
+        given = exchange.headers.get("authorization", "")
+        if given[:7].lower() == "bearer ":
+            given = f"Bearer {given[7:].strip()}"
+        elif not given and (key := exchange.headers.get("x-api-key")):
+            given = f"Bearer {key}"
+        metadata = (("authorization", given),) if given else ()
+        return self.guard.admitted(_method(exchange), metadata, exchange.peer())
+
+    async def body(self, exchange: Exchange, by: Caller) -> bytes:
+        """The bytes of a request; its tenant's memory for bodies holds them until the answer begins."""
+        raw, held = await self.guard.incoming.piecewise(exchange, group_of(by, exchange.peer()))
+        exchange.add_done_callback(lambda _: held.release())
+        return raw
+
+
+class Endpoint:
+    """An ASGI application around a method of an API."""
+
+    def __init__(
+        self,
+        front: Front,
+        act: Act,
+        *,
+        is_open: bool = False,
+        deletes: str = "",
+        error_body: ErrorBody = errors.body_of,
+    ) -> None:
+        """`is_open`: anybody may call it, and it reads no body.
+
+        `deletes`: gRPC's method that does the same; what is deleted goes by its names in the path.
+        """
+        self._front, self._act, self._is_open = front, act, is_open
+        self._deletes, self._error_body = deletes, error_body
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await self._answer(exchange)
+        except asyncio.CancelledError:
+            if task.cancelling() and not exchange.has_left:
+                raise  # the daemon ends
+            while task.cancelling():  # its client left, or took nothing for too long
+                task.uncancel()
+        finally:
+            await exchange.end()
+
+    async def _answer(self, exchange: Exchange) -> None:
+        front, guard, call = self._front, self._front.guard, None
+        method = _method(exchange)
+        began, outcome, by = asyncio.get_running_loop().time(), "CANCELLED", None
+        try:
+            exchange.check_framing()
+            front.check_place(exchange)
+            if exchange.method == "OPTIONS":
+                await exchange.answer_bytes(b"", "text/plain", 204)
+                return
+            if not self._is_open:
+                by = front.caller_of(exchange)
+                set_caller(by)
+                takes_over.set(True)
+                call = exchange.call = guard.enter(Uncounted(exchange), by.tenant)
+                await call.admit(method)
+            value = await self._act(exchange, by or Caller())
+            if value is not None:
+                await exchange.answer(value)
+            outcome = "OK"
+        except asyncio.CancelledError:
+            raise
+        except PensieveError as error:
+            outcome = error.reason
+            guard.count_refusal(error)
+            if is_of_the_machine(error):
+                log.error("%s failed: %s", method, whole_line(error))
+            if call is not None:
+                await call.refused(error)
+            await self._tell(exchange, error)
+        except Exception:
+            outcome, incident = "INTERNAL", secrets.token_hex(8)
+            guard.count_refusal(None)
+            log.exception("incident %s in %s", incident, method)
+            await self._tell(exchange, ServerFault(f"internal error {incident}"))
+        finally:
+            if by is not None and self._deletes:
+                deleted = SimpleNamespace(**exchange.values)
+                peer = exchange.peer()
+                guard.audit.ended(self._deletes, deleted, by, peer, outcome, began)
+
+    async def _tell(self, exchange: Exchange, error: PensieveError) -> None:
+        body, exchange.call = (
+            self._error_body(error),
+            None,
+        )  # an error is told, whoever has not read what
+        if exchange.begun:
+            if exchange.is_stream:
+                await exchange.write(event(body, "error" if "type" in body else ""))
+                await exchange.end_events()
+            return
+        kept = {"vary", "request-id", "connection"}
+        exchange.out = {
+            name: value
+            for name, value in exchange.out.items()
+            if name in kept or name.startswith("access-")
+        }
+        exchange.out |= errors.retry_after(error)
+        shape = errors.shape_of(error)
+        if shape.status == 401:
+            exchange.out["www-authenticate"] = "Bearer"
+        await exchange.answer(body, shape.status)
+
+
+def _place_of(origin: str) -> str:
+    """The name and port of an Origin; empty if it is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
+
+
+def _method(exchange: Exchange) -> str:
+    """As the audit log and the limits name it."""
+    return f"/http{ascii(exchange.path[:200])[1:-1]}"
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without its port; all of it where it is not written like one."""
+    found = HOST.fullmatch(host)
+    return (host if found is None else found[1]).lower()
+
+
+def own_names(bound: str) -> frozenset[str]:
+    """Return the names that a browser may have for this machine; `bound`: the host that it listens on."""
+    whole = socket.gethostname().lower()
+    label = whole.partition(".")[0]
+    mdns = f"{label}.local" if label else ""
+    return frozenset({"localhost", whole, label, mdns, bound.lower()}) - {""}
+
+
+def _is_ip_address(name: str) -> bool:
+    try:
+        if name.startswith("[") and name.endswith("]"):
+            ipaddress.IPv6Address(name[1:-1])
+        else:
+            ipaddress.IPv4Address(name)
+    except ValueError:
+        return False
+    return True

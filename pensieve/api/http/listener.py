@@ -1,0 +1,209 @@
+"""The socket of HTTP: uvicorn in the service's own loop, with connections that have bounds (connections.py).
+
+There are CONNECTIONS_MAX of them, or as many as the limit of open files allows, apart from gRPC's; more are
+told to come again.  The soft limit is raised as far as the hard one allows.
+
+The daemon ends it: connections that wait are closed, those that are answered end with their turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pensieve.api.grpc.reload import Reloaded
+from pensieve.api.grpc.server import Listening, Server, is_loopback
+from pensieve.api.http.connections import HEAD_BYTES_MAX, IDLE_SECONDS, protocol
+from pensieve.api.http.front import Allowed, Front, own_names
+from pensieve.api.http.routes import application
+from pensieve.errors import AddressInUse, ConfigError
+from pensieve.extras import need
+from pensieve.text import ChatTemplate
+from pensieve.text.tool_calls import CallStyle
+
+log = logging.getLogger("pensieve")
+PURPOSE = "the HTTP API"
+BACKLOG = 1024
+ACCEPTED_AT_ONCE = 16  # of those that wait; the loop's streams go on between
+CONNECTIONS_MAX = 10_240
+FILES_KEPT = 512  # of the open files that are allowed: for gRPC, the history and its readers
+CLOSE_SECONDS = 2.0  # for answers that are on their way when the daemon ends
+
+
+def serve_http(server: Server, template: ChatTemplate, style: CallStyle | None = None) -> None:
+    """Have a server listen for HTTP too, once it listens; `style`: how the model writes calls of tools."""
+    of = server.listening
+    host = of.http.rpartition(":")[0]
+    is_open = not of.tokens and of.tls_client_ca is None
+    named = frozenset(each.lower() for each in of.http_hosts)
+    hosts = own_names(host) | named if is_open else frozenset({"*"})
+    is_local = is_loopback(host) and not of.tokens
+    front = Front(server.guard, Allowed(hosts, of.http_origins, is_local))
+    server.beside.append(
+        HttpListener(
+            of,
+            lambda: application(front, server.daemon, template, style, server.batch_jobs),
+            server.audit.certificate_reloaded,
+        )
+    )
+
+
+def connections_max() -> int:
+    """As many as are wanted, or as the limit of open files leaves room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS_MAX + FILES_KEPT
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        with contextlib.suppress(OSError, ValueError):  # then it stays as it is
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            soft = allowed
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return CONNECTIONS_MAX
+    most = max(soft - FILES_KEPT, soft // 2)
+    log.warning(
+        "at most %s connections over HTTP: the limit of open files is %s"
+        " (ulimit -n; LimitNOFILE of systemd), and %s would allow %s",
+        *(f"{each:,}" for each in (most, soft, wanted, CONNECTIONS_MAX)),
+    )
+    return most
+
+
+class HttpListener:
+    def __init__(
+        self,
+        listening: Listening,
+        make: Callable[[], Any],
+        on_reload: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        """`make` gives the application, when the socket is about to answer; `on_reload` as Reloaded's."""
+        need("http", "uvicorn", PURPOSE)
+        need("http", "starlette", PURPOSE)
+        need("http", "python_multipart", PURPOSE)
+        self._listening, self._make, self._on_reload = listening, make, on_reload
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self.address = ""
+
+    @property
+    def url(self) -> str:
+        scheme = "http" if self._listening.tls_cert is None else "https"
+        return f"{scheme}://{self.address}"
+
+    async def listen(self) -> None:
+        uvicorn = need("http", "uvicorn", PURPOSE)
+        bound = bound_socket(self._listening.http)
+        host = self._listening.http.rpartition(":")[0]
+        self.address = f"{host}:{bound.getsockname()[1]}"
+        config = uvicorn.Config(
+            self._make(),
+            http=protocol(connections_max()),
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=IDLE_SECONDS,
+            h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+            backlog=ACCEPTED_AT_ONCE,
+            **self._tls(),
+        )
+        logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
+        logging.getLogger("uvicorn.error").propagate = False  # of what strangers send it would tell
+        server = self._server = _server(uvicorn)(config)
+        self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
+        while not server.started and not self._serving.done():
+            await asyncio.sleep(0.005)
+        if self._serving.done():
+            self._serving.result()
+        bound.listen(BACKLOG)  # asyncio takes one number for both
+
+    def _tls(self) -> dict[str, Any]:
+        of = self._listening
+        if of.tls_cert is None or of.tls_key is None:
+            return {}
+        context = tls_context(of.tls_cert, of.tls_key, of.tls_client_ca, self._on_reload)
+        return {"ssl_context_factory": lambda config, default: context}
+
+    async def close(self) -> None:
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._serving
+
+
+def bound_socket(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bound = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
+        # Connections inherit it.  asyncio sets it only where the socket's `proto` is TCP, and here that is 0.
+        # Without it the first token on a kept connection waits 40 ms for a delayed acknowledgement.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return bound
+    except OSError as error:
+        if error.errno is None or isinstance(error, socket.gaierror):
+            raise ConfigError(f"cannot listen on {address}: {error}") from error
+        raise AddressInUse(f"cannot listen on {address} for HTTP: {error.strerror}") from error
+
+
+def tls_context(
+    cert: Path,
+    key: Path,
+    client_ca: Path | None,
+    on_reload: Callable[[str], None] = lambda problem: None,
+) -> ssl.SSLContext:
+    """One whose handshakes each have the certificate that is in force when they begin.
+
+    If files have changed, a new context is made of them, and takes the place of the one before only if it
+    could be made: a certificate with the key of another would otherwise be half in force.
+    """
+
+    def read() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(cert, key, lambda: "")  # nobody is there to type a password
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot use {cert} with its key: {_reason(error)}") from error
+        if client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(client_ca)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"cannot use {client_ca}: {_reason(error)}") from error
+        return context
+
+    what = "the certificate of HTTP"
+    files = Reloaded(what, (cert, key, client_ca), read, on_reload)
+
+    class Context(ssl.SSLContext):
+        def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+            files.if_changed()
+            return files.value.wrap_bio(*args, **kwargs)
+
+    return Context(ssl.PROTOCOL_TLS_SERVER)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _server(uvicorn: Any) -> Any:
+    class Server(uvicorn.Server):  # type: ignore[misc]
+        """Signals are the daemon's."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Server

@@ -1,0 +1,122 @@
+"""The page, and what it watches of the engine's cache."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from pensieve.api.grpc.auth import Caller
+from pensieve.api.http.exchange import Exchange, event
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.live_turn import cache_key
+from pensieve.engine.messages import Explain, Picture
+from pensieve.errors import PensieveError
+from pensieve.guard.limits import Watchers
+
+LOOK_SECONDS = 0.5
+SHOWN_MAX = 64  # conversations
+WATCHERS_MAX = 64  # of a tenant
+WATCHERS_OF_ALL_MAX = 256
+FIGURES = (
+    *("device_pages", "device_pages_free", "host_pages", "host_pages_free"),
+    *("turns_running", "turns_queued", "tokens_per_iteration"),
+    *("tokens_swapped_in", "tokens_swapped_out"),
+)
+
+
+class Page:
+    """`GET /`: one file that brings all it needs and asks no other host for anything.
+
+    Its Content-Security-Policy allows the script and the style that it holds, by their digests, calls to the
+    place that it came from, and its icon; nothing else runs or is fetched, whatever a model writes.
+    """
+
+    def __init__(self) -> None:
+        text = resources.files("pensieve.api.http").joinpath("page.html").read_text("utf-8")
+        self._body = text.encode()
+        script, style = (_digest(text, tag) for tag in ("script", "style"))
+        self._headers = {
+            "content-security-policy": f"default-src 'none'; script-src '{script}'; "
+            f"style-src '{style}'; img-src data:; connect-src 'self'; base-uri 'none'; "
+            "form-action 'none'; frame-ancestors 'none'",
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        }
+
+    async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
+        exchange.out |= self._headers
+        await exchange.answer_bytes(self._body, "text/html; charset=utf-8")
+        return None
+
+
+class Watching:
+    """`GET /pensieve/memory`: where the conversations of a tenant lie, as events, while somebody watches.
+
+    One picture of the engine's cache is made at a time for each tenant that is watched, whoever watches.  A
+    watcher that takes nothing misses pictures: the next one is whole.
+    """
+
+    def __init__(self, daemon: Daemon, shows_figures: bool) -> None:
+        """`shows_figures`: of the whole engine, to everybody; else to operators alone."""
+        self._daemon, self._shows_figures = daemon, shows_figures
+        self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
+        self._pictures: dict[str, asyncio.Task[dict[str, Any]]] = {}  # by tenant
+
+    async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
+        with self._watchers.enter(by.tenant):
+            await exchange.no_body()
+            exchange.begin_events()
+            while True:
+                picture = dict(await self._picture(by.tenant))
+                if not (self._shows_figures or by.admin):
+                    del picture["figures"]
+                await exchange.write(event(picture, "memory"))
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _picture(self, tenant: str) -> dict[str, Any]:
+        drawing = self._pictures.get(tenant)
+        if drawing is None:
+            drawing = asyncio.get_running_loop().create_task(self._drawn(tenant))
+            self._pictures[tenant] = drawing
+            drawing.add_done_callback(lambda _: self._pictures.pop(tenant, None))
+        return await asyncio.shield(drawing)
+
+    async def _drawn(self, tenant: str) -> dict[str, Any]:
+        prefix = f"{tenant}/" if tenant else ""
+        try:
+            drawn = await self._daemon.engine.query(
+                lambda number: Picture(number, SHOWN_MAX, prefix)
+            )
+            stats = await self._daemon.stats()
+        except PensieveError as error:  # the engine starts again: the next one shows it
+            return {"problem": error.reason, "conversations": [], "figures": {}}
+        names = ("id", "tokens", "running", "left_out", "strip")
+        return {
+            "conversations": [dict(zip(names, row, strict=True)) for row in drawn.rows],
+            "figures": {name: stats.figures[name] for name in FIGURES if name in stats.figures},
+        }
+
+    async def explain(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        """Where a conversation's chunks lie, and what became of those that were there."""
+        key = cache_key(by.tenant, exchange.values["conversation_id"])
+        answer = await self._daemon.engine.query(lambda number: Explain(number, key))
+        runs = [
+            dict(zip(("first", "count", "place", "holders"), row, strict=True))
+            for row in answer.rows
+            if len(row) == 4
+        ]
+        events = [{"seconds_ago": row[0], "text": row[1]} for row in answer.rows if len(row) == 2]
+        return {"runs": runs, "events": events}
+
+
+def _digest(text: str, tag: str) -> str:
+    """Of what the one element of this name holds, as the policy writes it."""
+    _, _, rest = text.partition(f"<{tag}>")
+    held, end, _ = rest.partition(f"</{tag}>")
+    assert end, tag
+    return f"sha256-{base64.b64encode(hashlib.sha256(held.encode()).digest()).decode()}"

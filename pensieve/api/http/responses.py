@@ -1,0 +1,551 @@
+"""`/v1/responses`: a turn of a conversation, known by an id of its own.
+
+    POST                a response: as a whole, as a stream of events, or in the background
+    GET                 as it is now
+    POST …/cancel       one in the background leaves nothing of its turn
+    DELETE              and its conversation, if that was made for responses and this was the last
+
+response_places.py decides in which conversation it is.  `store: false` makes a turn of the whole prompt that
+leaves nothing.
+
+A request with an `Idempotency-Key` that came before gets the same response: that which runs, or that which
+is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from pensieve.api.grpc.auth import Caller
+from pensieve.api.grpc.translate import text_of
+from pensieve.api.http.bodies import Bodies, named
+from pensieve.api.http.completions import session_key
+from pensieve.api.http.errors import shape_of
+from pensieve.api.http.exchange import Exchange, query_of
+from pensieve.api.http.replies import (
+    digest,
+    follow,
+    has_key,
+    prompt_of,
+    reply_of,
+    sources,
+    tokens_of,
+)
+from pensieve.api.http.response_places import (
+    Placed,
+    ResponsePlaces,
+    Where,
+    Wish,
+    stored_response,
+)
+from pensieve.api.http.stored import Stored
+from pensieve.api.openai.answer import Heading
+from pensieve.api.openai.conversation_items import Place
+from pensieve.api.openai.fields import Refusal
+from pensieve.api.openai.request import Request, RequestKind, parse
+from pensieve.api.openai.response_stream import (
+    ENDED,
+    ResponseStream,
+    failed,
+    finished,
+    pieces_of,
+    unfinished,
+)
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.core.turn import FinishReason
+from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed
+from pensieve.store.responses import StoredResponse
+from pensieve.text.reply_pieces import ReplyPieces
+
+ID_BYTES = 24
+LOOK_SECONDS = 0.5  # how often a turn without a reader is looked at
+LOST = "the server stopped before the response was complete"
+
+
+class Responses:
+    def __init__(
+        self, daemon: Daemon, bodies: Bodies, stored: Stored, places: ResponsePlaces
+    ) -> None:
+        self._daemon, self._bodies = daemon, bodies
+        self._stored, self._places = stored, places
+        self._running = RunningResponses(daemon, bodies, stored, places)
+        self._beginning: dict[str, asyncio.Event] = {}  # requests with a key, by their answer's id
+
+    # -- a response is made --
+
+    async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
+        request = await self._bodies.read(exchange, by, partial(parse, RequestKind.RESPONSE))
+        wish = self._wish(exchange, by, request)
+        with named(request):
+            if request.store is False:
+                return await self._unstored(exchange, by, wish)
+            key = exchange.headers.get("idempotency-key", "")
+            answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
+            async with self._alone(answer_id if key else ""):
+                requested = _digest_of(wish)
+                known = None
+                if key:
+                    known = await self._known(f"resp_{answer_id}", requested, by.tenant)
+                if known is None:
+                    heading = Heading(answer_id, int(time.time()), request.model)
+                    known = Running(request, heading, requested, by.tenant)
+                    self._running.add(known)
+                    wish = replace(wish, ended=partial(self._running.ended, known))
+                    await self._daemon.threads.whole(self._begin(known, wish))
+            if not isinstance(known, Running):
+                if request.stream and known["status"] not in ENDED:  # it streams where it runs
+                    await self._stored.require_here(known["id"], by.tenant)
+                    known = await self._present(known["id"], by.tenant)
+                return await self._replay(exchange, request, known)
+            running = known
+        placed = running.placed
+        assert placed is not None
+        _say_where(exchange, placed)
+        if request.background and not request.stream:
+            return running.present
+        return await self._read(exchange, running, placed, is_stream=request.stream)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, answer_id: str) -> AsyncIterator[None]:
+        """One request with this id of a key at a time: the next sees what came of this one."""
+        while (other := self._beginning.get(answer_id)) is not None:
+            await other.wait()
+        if not answer_id:
+            yield
+            return
+        begun = self._beginning[answer_id] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._beginning[answer_id]
+            begun.set()
+
+    def _wish(self, exchange: Exchange, by: Caller, request: Request) -> Wish:
+        instructions = request.echoed.get("instructions") or ""
+        messages = request.messages
+        if request.echoed.get("instructions") is not None:
+            messages = messages[1:]
+        options = self._bodies.options(request, by)
+        given = self._bodies.given_sampling(request)
+        key = session_key(exchange, request)
+        return Wish(request, instructions, messages, options, by.tenant, given, key)
+
+    async def _known(
+        self, response_id: str, requested: str, tenant: str
+    ) -> Running | Mapping[str, Any] | None:
+        running = self._running.find(response_id, tenant)
+        if running is not None:
+            _check_key(running.digest, requested)
+            await running.begun.wait()
+            if running.placed is not None:
+                return running
+        stored = await self._stored.response(response_id, tenant)
+        if stored is None:
+            return None
+        _check_key(stored.request, requested)
+        return await self._now(stored)
+
+    async def _begin(self, running: Running, wish: Wish) -> None:
+        try:
+            placed = await self._places.begin(wish)
+            await self._running.begin(running, placed)
+        except BaseException:
+            self._running.forget(running)
+            raise
+
+    # -- a response is read --
+
+    async def _read(
+        self, exchange: Exchange, running: Running, placed: Placed, *, is_stream: bool
+    ) -> Mapping[str, Any] | None:
+        """`is_stream`: as this client wants it, who may not be the first."""
+        stays = running.request.background or has_key(exchange)
+        if is_stream:
+            await self._stream(exchange, running, placed, stays=stays)
+            return None
+        try:
+            await follow(self._daemon, exchange, placed.live, None, stays=stays)
+        finally:
+            running.has_ended.set()
+        await running.kept.wait()
+        exchange.out = {**sources(placed.live.figures), **exchange.out}
+        assert running.body is not None
+        return running.body
+
+    async def _stream(
+        self, exchange: Exchange, running: Running, placed: Placed, *, stays: bool
+    ) -> None:
+        request, live = running.request, placed.live
+        stream = self._stream_of(request, placed.where.place)
+        exchange.begin_events()
+        await exchange.write_events(stream.begin(running.present))
+        try:
+            cutter = self._bodies.pieces_of(placed.where.tools)
+            await self._tokens(exchange, stream, cutter, live, stays=stays)
+            running.has_ended.set()
+            await running.kept.wait()
+            assert running.body is not None
+            await exchange.write_events(stream.end(running.body))
+        except PensieveError as error:
+            running.has_ended.set()
+            await running.kept.wait()
+            await exchange.write_events(_of_error(stream, running, error))
+        await exchange.end_events()
+
+    def _stream_of(self, request: Request, place: Place) -> ResponseStream:
+        return ResponseStream(request, place, self._bodies.template.tokenizer)
+
+    async def _tokens(
+        self,
+        exchange: Exchange,
+        stream: ResponseStream,
+        cutter: ReplyPieces,
+        live: LiveTurn,
+        *,
+        stays: bool,
+    ) -> None:
+
+        async def on_tokens(start: int, stop: int) -> None:
+            await exchange.write_events(stream.tokens(cutter, tokens_of(live, start, stop)))
+
+        await follow(self._daemon, exchange, live, on_tokens, stays=stays)
+        rest = cutter.push(live.tail, live.parts[live.num_tokens - 1]) if live.tail else []
+        await exchange.write_events(stream.pieces([*rest, *cutter.end()]))
+
+    async def _replay(
+        self, exchange: Exchange, request: Request, body: Mapping[str, Any]
+    ) -> Mapping[str, Any] | None:
+        if not request.stream:
+            return body
+        stream = ResponseStream(request, _StoredNames(body), self._bodies.template.tokenizer)
+        exchange.begin_events()
+        before = {**body, "status": "in_progress", "output": [], "usage": None}
+        await exchange.write_events(stream.begin(before))
+        if body["status"] in ("completed", "incomplete"):
+            await exchange.write_events(stream.pieces(pieces_of(body["output"])))
+            await exchange.write_events(stream.end(body))
+        else:
+            await exchange.write_events(stream.failed(body))
+        await exchange.end_events()
+        return None
+
+    # -- one that leaves nothing --
+
+    async def _unstored(
+        self, exchange: Exchange, by: Caller, wish: Wish
+    ) -> Mapping[str, Any] | None:
+        request = wish.request
+        if request.background:
+            raise Refusal("background", "needs store: true: it is fetched later")
+        whole = await self._places.whole(wish)
+        (live,) = await self._bodies.begin_unstored(whole, by)
+        answer_id = secrets.token_hex(ID_BYTES)
+        heading = Heading(answer_id, int(time.time()), request.model)
+        place = Place(digest(answer_id)[:16], 0)
+        if not request.stream:
+            await follow(self._daemon, exchange, live, None, stays=False)
+            exchange.out |= sources(live.figures)
+            cutter = self._bodies.pieces(whole)
+            return self._running.whole(request, heading, place, live, cutter)
+        stream = self._stream_of(request, place)
+        exchange.begin_events()
+        await exchange.write_events(stream.begin(unfinished(request, heading, "in_progress")))
+        try:
+            cutter = self._bodies.pieces(whole)
+            await self._tokens(exchange, stream, cutter, live, stays=False)
+            cutter = self._bodies.pieces(whole)
+            body = self._running.whole(request, heading, place, live, cutter)
+            await exchange.write_events(stream.end(body))
+        except PensieveError as error:
+            running = Running(request, heading, "", by.tenant)
+            await exchange.write_events(_of_error(stream, running, error))
+        await exchange.end_events()
+        return None
+
+    # -- a response that was made --
+
+    async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        query = query_of(exchange)
+        if query.get("stream", "false").lower() == "true":
+            raise Refusal("stream", "is not supported here: a response is fetched as a whole")
+        return await self._present(exchange.values["response_id"], by.tenant)
+
+    async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        response_id = exchange.values["response_id"]
+        running = self._running.find(response_id, by.tenant)
+        if running is not None:
+            await running.begun.wait()
+            if not running.request.background:
+                raise InvalidArgument(
+                    "response_id", "only a response in the background is cancelled"
+                )
+            if running.placed is not None:
+                await self._running.cancel(running)
+        else:
+            await self._stored.require_here(response_id, by.tenant)
+        found = await self._present(response_id, by.tenant)
+        if not found["background"]:
+            raise InvalidArgument("response_id", "only a response in the background is cancelled")
+        return found
+
+    async def delete(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        response_id = exchange.values["response_id"]
+        running = self._running.find(response_id, by.tenant)
+        if running is not None:
+            await running.begun.wait()
+            if running.placed is not None:
+                await self._running.cancel(running)
+        else:
+            await self._stored.require_here(response_id, by.tenant)
+        removed = ""
+        try:
+            removed = await self._stored.delete(response_id, by.tenant)
+        except NotFound:
+            if running is None:
+                raise
+            if running.placed is not None and running.placed.is_made:
+                removed = running.placed.where.conversation_id
+        exchange.values = {**exchange.values, "conversation_id": removed}  # for the audit log
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    async def _present(self, response_id: str, tenant: str) -> Mapping[str, Any]:
+        running = self._running.find(response_id, tenant)
+        if running is not None:
+            return running.present
+        stored = await self._stored.response(response_id, tenant)
+        if stored is None:
+            raise NotFound("there is no such response")
+        return await self._now(stored)
+
+    async def _now(self, stored: StoredResponse) -> Mapping[str, Any]:
+        """One that does not run here, read again where it has ended since it was read."""
+        if await self._stored.runs(stored):
+            return stored.body
+        found = await self._stored.response(stored.response_id, stored.tenant)
+        return as_it_is_now((found or stored).body)
+
+
+class _StoredNames:
+    """The ids that the items of a stored response have."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._items: Sequence[Mapping[str, Any]] = body["output"]
+        self._calls = [each["call_id"] for each in self._items if each["type"] == "function_call"]
+
+    def item_id(self, prefix: str, part: int = 0) -> str:
+        return str(self._items[part]["id"])
+
+    def call_id(self, number: int) -> str:
+        return str(self._calls[number])
+
+
+def _of_error(
+    stream: ResponseStream, running: Running, error: PensieveError
+) -> list[dict[str, Any]]:
+    """A turn that failed is a response that did; whatever else goes wrong is an error."""
+    if running.body is not None:
+        return stream.failed(running.body)
+    if isinstance(error, TurnFailed):
+        body = failed(running.request, running.heading, "server_error", text_of(error))
+        return stream.failed(body)
+    param = error.field if isinstance(error, InvalidArgument) else None
+    return stream.error(shape_of(error).code, text_of(error), param)
+
+
+def _say_where(exchange: Exchange, placed: Placed) -> None:
+    exchange.out["x-pensieve-conversation-id"] = placed.where.conversation_id
+    exchange.out["x-pensieve-bound"] = placed.how
+    if placed.recompute_reason:
+        exchange.out["x-pensieve-recompute-reason"] = placed.recompute_reason
+
+
+def _digest_of(wish: Wish) -> str:
+    """Of what was requested, whatever the server's defaults are."""
+    request = wish.request
+    return digest(
+        request.model,
+        repr((wish.instructions, wish.messages, request.tools)),
+        repr((dict(request.template_options), dict(wish.given_sampling))),
+        repr((request.previous_response_id, request.conversation, request.background)),
+        repr(None if request.constraint is None else request.constraint.identity),
+    )
+
+
+def _check_key(known: str, requested: str) -> None:
+    if known != requested:
+        raise InvalidArgument("idempotency-key", "was used before with another request")
+
+
+log = logging.getLogger("pensieve")
+
+
+class Running:
+    def __init__(self, request: Request, heading: Heading, digest: str, tenant: str) -> None:
+        self.request, self.heading = request, heading
+        self.digest, self.tenant = digest, tenant  # the digest: of what was asked for
+        self.is_cancelled = False
+        self.placed: Placed | None = None
+        self.made: dict[str, Any] | None = None  # what is stored with the reply
+        self.body: dict[str, Any] | None = None  # once it has ended
+        self.begun = asyncio.Event()  # or it will never
+        self.has_ended = asyncio.Event()  # its turn, as a reader knows
+        self.kept = asyncio.Event()
+
+    @property
+    def response_id(self) -> str:
+        return f"resp_{self.heading.answer_id}"
+
+    @property
+    def present(self) -> dict[str, Any]:
+        if self.body is not None:
+            return self.body
+        waits = self.placed is None or not self.placed.live.admitted
+        is_queued = self.request.background and waits
+        return unfinished(self.request, self.heading, "queued" if is_queued else "in_progress")
+
+
+class RunningResponses:
+    """Responses whose turn has begun and that are not stored yet, and how each comes to its end.
+
+        begun      its turn runs; whoever knows its id may read it, fetch its state, or cancel it
+        ended      so has its turn: the whole answer was made of it, and stored in the reply's transaction
+        kept       its turn's end is known, or the turn came to nothing; here it is forgotten
+
+    A task of its own waits for the end of the turn, whether somebody reads or not.  Of a response in the
+    background it is a reader that takes nothing, so that the turn goes on.  When the process ends, a response
+    in the background is stored as one that runs, and counts as failed (`as_it_is_now`) once no turn of its
+    conversation runs; any other is stored with its turn's reply or not at all.  Where several daemons share a
+    history its turn may run at another one, which alone can end it.
+    """
+
+    def __init__(
+        self, daemon: Daemon, bodies: Bodies, stored: Stored, places: ResponsePlaces
+    ) -> None:
+        self._daemon, self._bodies = daemon, bodies
+        self._stored, self._places = stored, places
+        self._running: dict[tuple[str, str], Running] = {}  # by tenant and id
+
+    def find(self, response_id: str, tenant: str) -> Running | None:
+        return self._running.get((tenant, response_id))
+
+    def add(self, running: Running) -> None:
+        self._running[running.tenant, running.response_id] = running
+
+    def forget(self, running: Running) -> None:
+        name = (running.tenant, running.response_id)
+        if self._running.get(name) is running:
+            del self._running[name]
+        running.begun.set()
+        running.kept.set()
+
+    async def begin(self, running: Running, placed: Placed) -> None:
+        """Its turn has begun; one in the background is stored first, so that it can be fetched later."""
+        running.placed = placed
+        if running.request.background:
+            await self._save(running, running.present, None)
+        self._daemon.threads.spawn(self._keep(running, placed))
+        running.begun.set()
+
+    def ended(
+        self, running: Running, where: Where, live: LiveTurn, finish: FinishReason, tail: str
+    ) -> StoredResponse:
+        """What is stored in the transaction of its reply."""
+        cutter = self._bodies.pieces_of(where.tools)
+        running.made = self.whole(
+            running.request, running.heading, where.place, live, cutter, finish, tail
+        )
+        response_id, tenant = running.response_id, running.tenant
+        return stored_response(where, response_id, running.made, running.digest, tenant, None)
+
+    async def cancel(self, running: Running) -> None:
+        """Its turn leaves nothing."""
+        assert running.placed is not None
+        running.is_cancelled = True
+        await self._daemon.conversations.drop(running.placed.live)
+        await running.kept.wait()
+
+    async def _keep(self, running: Running, placed: Placed) -> None:
+        live = placed.live
+        try:
+            await self._until_ended(running, live)
+            if live.failure is None:
+                running.body = running.made
+                if running.body is None:  # a fault of ours when it was to be made
+                    running.body = failed(running.request, running.heading, "server_error", LOST)
+            elif running.request.background:
+                running.body = self._without_reply(running, live.failure)
+                await self._save(running, running.body, None)
+            elif placed.is_made:
+                await self._places.discard(
+                    placed.where.conversation_id, live.first_revision, running.tenant
+                )
+        except Exception:  # a fault of ours: its readers must not wait for ever
+            log.exception("a response could not be ended")
+        finally:
+            self.forget(running)
+
+    async def _until_ended(self, running: Running, live: LiveTurn) -> None:
+        if running.request.background:
+            with contextlib.suppress(PensieveError):
+                await self._daemon.conversations.follow(live)
+            return
+        while live.finish is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(running.has_ended.wait(), LOOK_SECONDS)
+            running.has_ended.clear()
+
+    def whole(
+        self,
+        request: Request,
+        heading: Heading,
+        place: Place,
+        live: LiveTurn,
+        cutter: ReplyPieces,
+        finish: FinishReason | None = None,
+        tail: str | None = None,
+    ) -> dict[str, Any]:
+        """The answer, of a turn that has ended, or is about to; `cutter` has seen nothing of it."""
+        reply = reply_of(live, finish, tail)
+        stream = ResponseStream(request, place, self._bodies.template.tokenizer)
+        stream.tokens(cutter, reply)
+        stream.pieces(cutter.end())
+        is_cut = (finish or live.finish) is FinishReason.CANCELLED
+        items = stream.items(is_whole=reply.finish is FinishReason.STOP and not is_cut)
+        return finished(request, heading, reply, prompt_of(live), items, is_cut=is_cut)
+
+    def _without_reply(self, running: Running, failure: PensieveError) -> dict[str, Any]:
+        if running.is_cancelled:
+            return failed(running.request, running.heading, "", "", "cancelled")
+        is_refused = isinstance(failure, InvalidArgument)
+        code = "invalid_prompt" if is_refused else "server_error"
+        return failed(running.request, running.heading, code, str(failure))
+
+    async def _save(self, running: Running, body: Mapping[str, Any], revision: int | None) -> None:
+        """Its turn is in the history, whatever becomes of this."""
+        assert running.placed is not None
+        where = running.placed.where
+        response = stored_response(
+            where, running.response_id, body, running.digest, running.tenant, revision
+        )
+        try:
+            await self._stored.save(response)
+        except NotFound:
+            pass  # its conversation was deleted meanwhile
+        except PensieveError as error:
+            log.error("a response could not be stored: %s", error)
+
+
+def as_it_is_now(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored response whose turn does not run here."""
+    if stored["status"] in ENDED:
+        return dict(stored)
+    return {**stored, "status": "failed", "error": {"code": "server_error", "message": LOST}}

@@ -1,0 +1,175 @@
+"""Which endpoint has which path, as one ASGI application of starlette's router."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pensieve import __version__
+from pensieve.api.grpc.auth import Caller
+from pensieve.api.grpc.translate import text_of
+from pensieve.api.http.batches import Batches, Files
+from pensieve.api.http.bodies import Bodies
+from pensieve.api.http.completions import Completions
+from pensieve.api.http.conversations import Conversations
+from pensieve.api.http.exchange import Exchange
+from pensieve.api.http.front import Act, Endpoint, Front
+from pensieve.api.http.gateway import Gateway
+from pensieve.api.http.messages import Messages
+from pensieve.api.http.messages import body_of as anthropics
+from pensieve.api.http.page import Page, Watching
+from pensieve.api.http.response_places import ResponsePlaces
+from pensieve.api.http.responses import Responses
+from pensieve.api.http.stored import Stored
+from pensieve.api.jobs.values import Jobs
+from pensieve.api.openai.fields import Refusal
+from pensieve.api.openai.request import RequestKind
+from pensieve.conversations.binding.binder import Binder
+from pensieve.conversations.daemon import Daemon
+from pensieve.errors import DiskFull, NotFound, Unavailable
+from pensieve.extras import need
+from pensieve.text import ChatTemplate
+from pensieve.text.tool_calls import CallStyle
+
+PURPOSE = "the HTTP API"
+DELETES = "/pensieve.v1.ConversationService/DeleteConversation"
+Route = tuple[str, str, Act, Mapping[str, Any]]  # method, path, and settings of its Endpoint
+
+
+def application(
+    front: Front,
+    daemon: Daemon,
+    template: ChatTemplate,
+    style: CallStyle | None,
+    jobs: Jobs | None = None,
+) -> Any:
+    routing = need("http", "starlette.routing", PURPOSE)
+    bodies = Bodies(front, daemon, template, style)
+    models, health, binder = Models(daemon, bodies), Health(daemon), Binder(daemon)
+    messages = Messages(daemon, bodies, binder)
+    watching = Watching(daemon, front.allowed.is_local)
+    files, batches = Files(daemon, bodies, jobs), Batches(bodies, jobs)
+    as_anthropic = {"error_body": anthropics}
+    deleting_a_job = {"deletes": "/pensieve.v1.JobService/DeleteJob"}
+    acts: Sequence[Route] = (
+        ("GET", "/", Page(), {"is_open": True}),
+        ("GET", "/pensieve/memory", watching, {}),
+        ("GET", "/pensieve/explain/{conversation_id}", watching.explain, {}),
+        *Gateway(daemon, bodies).routes(),
+        ("GET", "/health", health.health, {"is_open": True}),
+        ("GET", "/version", health.version, {"is_open": True}),
+        ("GET", "/v1/models", models.all, {}),
+        ("GET", "/v1/models/{model:path}", models.one, {}),
+        ("POST", "/v1/chat/completions", Completions(daemon, bodies, binder, RequestKind.CHAT), {}),
+        (
+            "POST",
+            "/v1/completions",
+            Completions(daemon, bodies, binder, RequestKind.COMPLETION),
+            {},
+        ),
+        ("POST", "/v1/messages", messages.create, as_anthropic),
+        ("POST", "/v1/messages/count_tokens", messages.count_tokens, as_anthropic),
+        ("POST", "/v1/files", files.upload, {}),
+        ("GET", "/v1/files", files.all, {}),
+        ("GET", "/v1/files/{job_id}", files.one, {}),
+        ("DELETE", "/v1/files/{job_id}", files.delete, deleting_a_job),
+        ("GET", "/v1/files/{job_id}/content", files.content, {}),
+        ("POST", "/v1/batches", batches.create, {}),
+        ("GET", "/v1/batches", batches.all, {}),
+        ("GET", "/v1/batches/{job_id}", batches.one, {}),
+        ("DELETE", "/v1/batches/{job_id}", batches.delete, deleting_a_job),
+        ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
+        *_of_responses(daemon, bodies, binder),
+    )
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for method, path, act, settings in acts:
+        by_path.setdefault(path, {})[method] = Endpoint(front, act, **settings)
+    nothing = Endpoint(front, not_here)
+    routes = [routing.Route(path, _Methods(of, nothing)) for path, of in by_path.items()]
+    return routing.Router([*routes, routing.Mount("/", nothing)], default=nothing)
+
+
+def _of_responses(daemon: Daemon, bodies: Bodies, binder: Binder) -> Sequence[Route]:
+    stored = Stored(daemon, bodies)
+    places = ResponsePlaces(daemon, bodies, stored, binder)
+    responses = Responses(daemon, bodies, stored, places)
+    conversations = Conversations(daemon, bodies, stored)
+    one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
+    return (
+        ("POST", "/v1/responses", responses.create, {}),
+        ("GET", one_response, responses.get, {}),
+        ("DELETE", one_response, responses.delete, {"deletes": DELETES}),
+        ("POST", f"{one_response}/cancel", responses.cancel, {}),
+        ("POST", "/v1/conversations", conversations.create, {}),
+        ("GET", one, conversations.get, {}),
+        ("POST", one, conversations.update, {}),
+        ("DELETE", one, conversations.delete, {"deletes": DELETES}),
+        ("GET", f"{one}/items", conversations.list_items, {}),
+        ("POST", f"{one}/items", conversations.add_items, {}),
+        ("GET", f"{one}/items/{{item_id}}", conversations.get_item, {}),
+        ("DELETE", f"{one}/items/{{item_id}}", conversations.delete_item, {}),
+    )
+
+
+class _Methods:
+    def __init__(self, endpoints: Mapping[str, Endpoint], otherwise: Endpoint) -> None:
+        self._endpoints, self._otherwise = endpoints, otherwise
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        if method == "OPTIONS":
+            endpoint = next(iter(self._endpoints.values()))
+        else:
+            endpoint = self._endpoints.get(method, self._otherwise)
+        await endpoint(scope, receive, send)
+
+
+class Models:
+    def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
+        self._daemon, self._bodies = daemon, bodies
+        self._since = int(time.time())
+
+    async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        return {"object": "list", "data": [self._model(self._bodies.models[0])]}
+
+    async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        name = exchange.values["model"]
+        if name not in self._bodies.models:
+            raise Refusal("model", "is not served here", "model_not_found")
+        return self._model(name)
+
+    def _model(self, name: str) -> Mapping[str, Any]:
+        ready = self._daemon.engine.ready
+        length = {"max_model_len": ready.context_max} if ready is not None else {}
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "pensieve",
+            **length,
+        }
+
+
+class Health:
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    async def health(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        """An error unless new turns are taken."""
+        refusal = self._daemon.store_refusal
+        if isinstance(refusal, DiskFull):
+            raise Unavailable(text_of(refusal))
+        if not self._daemon.serving:
+            raise Unavailable("the daemon does not take turns at present")
+        return {"status": "ok"}
+
+    async def version(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        return {"version": __version__}
+
+
+async def not_here(exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+    """Every path that is none, and what this server does not do."""
+    if exchange.path == "/v1/embeddings":
+        raise NotFound("there are no embeddings here: the model that is served writes text")
+    raise NotFound(f"there is nothing at {exchange.method} {exchange.path[:200]}")

@@ -1,0 +1,333 @@
+"""Stored conversations and responses, as the endpoints of OpenAI's API read and change them.
+
+A past is what a request goes on from: a conversation as it was after a response, or as it is.  Where another
+conversation takes it over it is text, as a client sends it that keeps the history itself.  A change is one
+job of the store thread, and is on the disk when it returns; a deletion is erased from the files, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from pensieve.api.http.bodies import Bodies
+from pensieve.api.openai.conversation_items import (
+    Place,
+    calls_of,
+    items_of,
+    reply_as_sent_back,
+    tag_of,
+)
+from pensieve.api.openai.fields import Refusal
+from pensieve.api.openai.response_stream import ENDED
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.draft import stored_messages
+from pensieve.conversations.heads import message_of
+from pensieve.conversations.housekeeping import erased
+from pensieve.errors import ErasurePending, NotFound, StaleRevision, StorageFull
+from pensieve.store import records
+from pensieve.store.conversation_changes import Pending, PendingChange
+from pensieve.store.responses import Removed, StoredResponse
+from pensieve.text import Message
+
+T = TypeVar("T")
+PAGE_SIZE = 100
+TAKEN_BACK = "was taken back: its conversation was rewound"
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    conversation: records.Conversation
+    revision: int
+    system_prompt: str
+    is_ours: bool
+    calls: frozenset[str]  # that may be answered
+    first_number: int  # of its messages, as items
+    is_of_response: bool = False  # its revision is that of a reply
+
+
+class Stored:
+    """Belongs to the loop."""
+
+    def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
+        self._daemon, self._bodies = daemon, bodies
+        self._store, self._threads = daemon.store, daemon.threads
+
+    async def after_response(self, response_id: str, tenant: str) -> Past:
+        found = await self.response(response_id, tenant)
+        if found is None:
+            raise no_previous("is not the id of a response")
+        if found.revision is None:
+            raise Refusal(
+                "previous_response_id",
+                "is the id of a response that has no reply: it runs, was cancelled, or failed",
+            )
+        conversation = await self.conversation(found.conversation_id, tenant)
+        head = await self._head(conversation)
+        return Past(
+            conversation,
+            found.revision,
+            head.content if head else "",
+            found.is_ours,
+            frozenset(calls_of(found.body["output"])),
+            first_number(head is not None),
+            is_of_response=True,
+        )
+
+    async def of_conversation(
+        self, conversation: records.Conversation, messages: Sequence[Message]
+    ) -> Past:
+        """Its end, as the ground of these messages."""
+        head = await self._head(conversation)
+        first, calls = first_number(head is not None), set[str]()
+        if any(each.role == "tool" for each in messages):
+            calls = await self._last_calls(conversation, first)
+        return Past(
+            conversation,
+            conversation.revision,
+            head.content if head else "",
+            False,
+            frozenset(calls),
+            first,
+        )
+
+    async def conversation(self, conversation_id: str, tenant: str) -> records.Conversation:
+        _check_id(conversation_id)
+        return await self._read(self._daemon.reader.get_conversation, conversation_id, tenant)
+
+    async def with_pending(
+        self, conversation_id: str, tenant: str
+    ) -> tuple[records.Conversation, tuple[records.NewMessage, ...]]:
+        """The same, with the messages that come before those of its next turn."""
+        _check_id(conversation_id)
+        reader = self._daemon.reader
+        found, pending = await self._read(reader.with_pending, conversation_id, tenant)
+        return found, pending.messages
+
+    async def first_number(self, conversation: records.Conversation) -> int:
+        return first_number(await self._head(conversation) is not None)
+
+    async def messages(
+        self, conversation: records.Conversation, start: int = 0, stop: int | None = None
+    ) -> AsyncIterator[records.Message]:
+        stop = conversation.num_messages if stop is None else stop
+        while start < stop:
+            page = await self._threads.in_reader(
+                conversation.tenant,
+                self._daemon.reader.message_page,
+                *(conversation.conversation_id, start, min(PAGE_SIZE, stop - start)),
+                tenant=conversation.tenant,
+            )
+            for each in page.messages:
+                yield each
+            start += len(page.messages)
+            if not page.messages:
+                return
+
+    async def as_sent_back(self, past: Past) -> tuple[Message, ...]:
+        """The past as text, without its system prompt."""
+        conversation, found = past.conversation, list[Message]()
+        last_revision = 0
+        tag = tag_of(conversation.tenant, conversation.conversation_id)
+        async for stored in self.messages(conversation):
+            if stored.revision > past.revision:
+                break
+            last_revision = stored.revision
+            if stored.role == "system" and not stored.revision and not stored.index:
+                continue
+            if stored.finish_reason is None:
+                found.append(message_of(stored))
+            else:
+                cutter = self._bodies.pieces_of(conversation.tools)
+                place = Place(tag, past.first_number + stored.index)
+                found.append(reply_as_sent_back(stored, place, cutter))
+        if past.is_of_response and last_revision != past.revision:
+            raise no_previous(TAKEN_BACK)
+        return tuple(found)
+
+    # -- responses --
+
+    async def response(self, response_id: str, tenant: str) -> StoredResponse | None:
+        if not records.ID_PATTERN.fullmatch(response_id):
+            return None  # none has such an id
+        return await self._read(self._daemon.reader.response, response_id, tenant)
+
+    async def runs(self, response: StoredResponse) -> bool:
+        """Whether its turn runs, here or at another daemon; what is stored of one that has ended says so."""
+        if response.body.get("status") in ENDED:
+            return False
+        with contextlib.suppress(NotFound):
+            found = await self.conversation(response.conversation_id, response.tenant)
+            return found.running_turn_id is not None
+        return False
+
+    async def require_here(self, response_id: str, tenant: str) -> None:
+        """OwnedElsewhere where its turn runs at another daemon, which alone can end it."""
+        found = await self.response(response_id, tenant)
+        if found is not None and await self.runs(found):
+            named = found.conversation_id
+            await self._threads.in_store(tenant, self._store.claim, named, tenant=tenant)
+
+    async def save(self, response: StoredResponse) -> None:
+        await self._threads.whole(
+            self._threads.in_store(response.tenant, self._store.responses.save, response)
+        )
+
+    async def is_made_for(self, conversation_id: str, tenant: str) -> bool:
+        return await self._threads.in_store(
+            tenant, self._store.responses.is_made_for, conversation_id, tenant=tenant
+        )
+
+    async def delete(self, response_id: str, tenant: str) -> str:
+        """And its conversation, if that was made for responses and this was the last one.
+
+        Returns the id of that, empty if it stays.
+        """
+        return await self._threads.whole(self._delete(response_id, tenant))
+
+    async def _delete(self, response_id: str, tenant: str) -> str:
+        """A conversation that nothing needs any more goes first: its responses go with it, in one commit."""
+        conversations = self._daemon.writable
+        with contextlib.suppress(NotFound, StaleRevision):  # deleted meanwhile, or somebody goes on
+            unneeded = await self._threads.in_store(
+                tenant, self._store.responses.goes_with, response_id, tenant=tenant
+            )
+            if unneeded.conversation_id:
+                await conversations.delete(unneeded.conversation_id, tenant, unneeded.revision)
+                return unneeded.conversation_id
+        try:
+            removed: Removed = await self._threads.in_store(
+                tenant, self._store.responses.delete, response_id, tenant=tenant
+            )
+        except ErasurePending:
+            await erased(self._store.erasure.finish, self._threads)
+            return ""
+        if removed.conversation_id:
+            try:
+                await conversations.delete(removed.conversation_id, tenant, removed.revision)
+            except (NotFound, StaleRevision):
+                removed = Removed()
+                await erased(self._store.erasure.finish, self._threads)
+        return removed.conversation_id
+
+    # -- changes of conversations --
+
+    async def set_metadata(
+        self, conversation_id: str, metadata: Mapping[str, Any], tenant: str
+    ) -> records.Conversation:
+        await self._check(tenant)
+        return await self._threads.in_store(
+            tenant, self._store.changes.set_metadata, conversation_id, metadata, tenant=tenant
+        )
+
+    async def begin_with(
+        self,
+        conversation_id: str,
+        system_prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        template_options: Mapping[str, Any],
+        tenant: str,
+    ) -> records.Conversation:
+        await self._check(tenant)
+        return await self._threads.in_store(
+            tenant,
+            self._store.changes.begin_with,
+            *(conversation_id, system_prompt, tools, template_options),
+            tenant=tenant,
+        )
+
+    async def change_pending(
+        self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
+    ) -> Pending:
+        """What `change` makes of them; messages that go are erased from the files."""
+        await self._check(tenant)
+        return await self._threads.whole(self._change_pending(conversation_id, change, tenant))
+
+    async def _change_pending(
+        self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
+    ) -> Pending:
+        changed: PendingChange = await self._threads.in_store(
+            tenant, self._store.changes.change_pending, conversation_id, change, tenant=tenant
+        )
+        if changed.is_erasure_due:
+            await erased(self._store.erasure.finish, self._threads)
+        return changed.after
+
+    async def _check(self, tenant: str) -> None:
+        self._daemon.writable_by(tenant)
+        most = self._daemon.admission.allowances.storage.get(tenant)
+        if most is None:
+            return
+        taken = await self._threads.in_store(tenant, self._store.stored_bytes, tenant)
+        if taken >= most:
+            raise StorageFull(f"this token's conversations take {taken:,} bytes of {most:,}")
+
+    # -- inside --
+
+    async def _read(self, function: Callable[..., T], conversation_id: str, tenant: str) -> T:
+        return await self._threads.in_reader(tenant, function, conversation_id, tenant=tenant)
+
+    async def _last_calls(self, conversation: records.Conversation, first: int) -> set[str]:
+        last = max(0, conversation.num_messages - 1)
+        found = set[str]()
+        tag = tag_of(conversation.tenant, conversation.conversation_id)
+        async for stored in self.messages(conversation, last):
+            place = Place(tag, first + stored.index)
+            cutter = self._bodies.pieces_of(conversation.tools)
+            found |= calls_of(items_of(stored, place, cutter))
+        return found
+
+    async def _head(self, conversation: records.Conversation) -> records.Message | None:
+        async for first in self.messages(conversation, 0, min(1, conversation.num_messages)):
+            if first.role == "system" and not first.revision:
+                return first
+        return None
+
+
+def first_number(has_head: bool) -> int:
+    """Of the messages of a conversation, as items: 0 is its system prompt's."""
+    return 0 if has_head else 1
+
+
+def as_stored(
+    messages: Sequence[records.NewMessage], conversation: records.Conversation
+) -> list[records.Message]:
+    """Pending messages, as if they were the next of the conversation."""
+    return [
+        records.Message(
+            index=conversation.num_messages + number,
+            role=each.role,
+            content=each.content,
+            tool_call_id=each.tool_call_id,
+            extra=dict(each.extra),
+            revision=conversation.revision + 1,
+            first_token=conversation.num_tokens,
+            num_tokens=0,
+            finish_reason=None,
+            token_ids=None,
+        )
+        for number, each in enumerate(messages)
+    ]
+
+
+def as_pending(messages: Sequence[Message]) -> tuple[records.NewMessage, ...]:
+    """As the store takes them; they have no tokens yet."""
+    return tuple(stored_messages(messages, [[] for _ in messages]))
+
+
+def appended(messages: Sequence[Message]) -> Callable[[Pending], Pending]:
+    """More of them, behind what is pending."""
+    more = as_pending(messages)
+    return lambda found: replace(found, messages=(*found.messages, *more))
+
+
+def no_previous(problem: str) -> Refusal:
+    return Refusal("previous_response_id", problem, "previous_response_not_found")
+
+
+def _check_id(conversation_id: str) -> None:
+    """What cannot be an id is neither looked for nor repeated."""
+    if not records.ID_PATTERN.fullmatch(conversation_id):
+        raise NotFound("there is no such conversation")

@@ -1,0 +1,198 @@
+"""Read a multipart/form-data request with one file, and pass the file on as it arrives.
+
+Fields may come before or after the file. The form's headers, parts and fields have size limits, and the
+file's data leaves in chunks, so memory is bounded. Time limits are those of a job's file over gRPC
+(guard/calls.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+from pensieve.api.http.exchange import Exchange
+from pensieve.errors import InvalidArgument
+from pensieve.extras import need
+from pensieve.guard.calls import Incoming
+
+PURPOSE = "the HTTP API"
+CHUNK_BYTES = 256 << 10  # of the file, passed on at once
+CONTENT_TYPE_BYTES_MAX = 1 << 10
+BOUNDARY_BYTES_MAX = 70  # RFC 2046
+PARTS_MAX = 16
+HEADERS_MAX = 8  # of a part
+HEADER_BYTES_MAX = 4 << 10  # of one header of a part
+FIELD_BYTES_MAX = 4 << 10
+
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the client gets the error
+
+
+class PartBegan(NamedTuple):
+    """The data that follows belongs to this field."""
+
+    name: str
+    filename: str
+
+
+class PartData(NamedTuple):
+    """A piece of the data of the latest part."""
+
+    data: bytes
+
+
+class Form:
+    """The parts of a form whose bytes arrive in pieces."""
+
+    def __init__(self, content_type: str) -> None:
+        self._library = need("http", "python_multipart.multipart", PURPOSE)
+        self._found: deque[PartBegan | PartData] = deque()
+        self._num_parts = 0
+        self._name, self._value = b"", b""  # of the header that is being read
+        self._disposition = b""
+        self._has_ended = False
+        self._parser = self._library.MultipartParser(
+            self._boundary(content_type),
+            {
+                "on_part_begin": self._part_began,
+                "on_header_field": self._header_name_came,
+                "on_header_value": self._header_value_came,
+                "on_header_end": self._header_ended,
+                "on_headers_finished": self._headers_ended,
+                "on_part_data": self._data_came,
+                "on_end": self._ended,
+            },
+            max_header_count=HEADERS_MAX,
+            max_header_size=HEADER_BYTES_MAX,
+        )
+
+    def push(self, data: bytes) -> None:
+        """Parse the next bytes; `pop` returns what they contain."""
+        try:
+            self._parser.write(data)
+        except self._library.MultipartParseError as error:
+            raise InvalidArgument("form", f"is not valid multipart/form-data: {error}") from None
+
+    def pop(self) -> PartBegan | PartData | None:
+        """Return what comes next; None until more bytes are pushed."""
+        return self._found.popleft() if self._found else None
+
+    def end(self) -> None:
+        """Check that the form is complete."""
+        if not self._has_ended:
+            raise InvalidArgument("form", "ends before its closing boundary")
+
+    def _boundary(self, content_type: str) -> bytes:
+        if len(content_type) > CONTENT_TYPE_BYTES_MAX:
+            raise InvalidArgument(
+                "content-type", f"is longer than {CONTENT_TYPE_BYTES_MAX:,} bytes"
+            )
+        kind, options = self._library.parse_options_header(content_type)
+        if kind != b"multipart/form-data":
+            raise InvalidArgument("content-type", "must be multipart/form-data")
+        boundary: bytes = options.get(b"boundary", b"")
+        if not boundary or not boundary.isascii():
+            raise InvalidArgument("content-type", "needs a boundary of ASCII characters")
+        if len(boundary) > BOUNDARY_BYTES_MAX:
+            problem = f"has a boundary of more than {BOUNDARY_BYTES_MAX} bytes"
+            raise InvalidArgument("content-type", problem)
+        return boundary
+
+    # -- called by the parser --
+
+    def _part_began(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > PARTS_MAX:
+            raise InvalidArgument("form", f"has more than {PARTS_MAX} parts")
+        self._disposition = b""
+
+    def _header_name_came(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
+
+    def _header_value_came(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_ended(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._name, self._value = b"", b""
+
+    def _headers_ended(self) -> None:
+        kind, options = self._library.parse_options_header(self._disposition)
+        if kind != b"form-data" or not options.get(b"name"):
+            raise InvalidArgument("form", "has a part without a name")
+        name, filename = options[b"name"], options.get(b"filename", b"")
+        self._found.append(
+            PartBegan(name.decode("utf-8", "replace"), filename.decode("utf-8", "replace"))
+        )
+
+    def _data_came(self, data: bytes, start: int, end: int) -> None:
+        self._found.append(PartData(data[start:end]))
+
+    def _ended(self) -> None:
+        self._has_ended = True
+
+
+class Upload:
+    def __init__(self, exchange: Exchange, incoming: Incoming, group: str) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename = ""
+        self._form = Form(exchange.headers.get("content-type", ""))
+        self._raw = incoming.bodies(_Chunks(exchange), group)
+        self._field = ""  # that the data belongs to; "" for the file
+
+    async def find_file(self) -> None:
+        """Read the fields before the file, up to its first byte."""
+        while (piece := await self._next()) is not None:
+            if self._take(piece):
+                return
+        raise InvalidArgument("file", "is missing")
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the file's data; when it ends, `fields` is complete."""
+        data = bytearray()
+        while (piece := await self._next()) is not None:
+            if self._take(piece):
+                raise InvalidArgument("file", "a form has one file")
+            if isinstance(piece, PartData) and not self._field:
+                data += piece.data
+            if len(data) >= CHUNK_BYTES:
+                yield bytes(data)
+                data.clear()
+        if data:
+            yield bytes(data)
+
+    def _take(self, piece: PartBegan | PartData) -> bool:
+        """Keep what belongs to a field; return whether a file begins."""
+        if isinstance(piece, PartBegan) and piece.name == "file":
+            self._field, self.filename = "", piece.filename
+            return True
+        if isinstance(piece, PartBegan):
+            if piece.name in self.fields:
+                raise InvalidArgument("form", f"has the field {piece.name[:80]!r} twice")
+            self._field = piece.name
+            self.fields[piece.name] = ""
+        elif self._field:
+            text = self.fields[self._field] + piece.data.decode("utf-8", "replace")
+            if len(text) > FIELD_BYTES_MAX:
+                raise InvalidArgument("form", f"has a field of more than {FIELD_BYTES_MAX:,} bytes")
+            self.fields[self._field] = text
+        return False
+
+    async def _next(self) -> PartBegan | PartData | None:
+        while (piece := self._form.pop()) is None:
+            chunk = await anext(self._raw, None)
+            if chunk is None:
+                self._form.end()
+                return None
+            self._form.push(chunk)
+        return piece
+
+
+class _Chunks:
+    """A request to the code that reads messages of gRPC: each piece of its body is one message."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.read = exchange.read_chunk
+        self.add_done_callback: Any = exchange.add_done_callback

@@ -1,0 +1,384 @@
+"""Replies as the bodies of OpenAI's API: a chat completion, a text completion, a response.
+
+Thinking goes into `reasoning_content` (of a response: an item of its own) without the control tokens around
+it or the white space behind it.  Calls of tools go into `tool_calls` (items of their own) where the request
+brought tools and the model's way of writing calls is known.  Everything else is the text, as sampled.
+
+The ids of calls follow from the answer's id, so an answer that is made again has the same ones.  A call that
+broke off is in the answer with as much of its arguments as there is.  Only an answer that ends with a whole
+call says that it waits for tools.
+
+Logprobs are those of the tokens of the text.  A token that has no text by its nature (the end of a turn) has
+none in the answer either, but it may be among the alternatives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pensieve.api.openai.request import Request, RequestKind
+from pensieve.core.iteration import Logprob
+from pensieve.core.turn import FinishReason
+from pensieve.text.parts import Part
+from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
+from pensieve.text.tokenizer import Tokenizer
+from pensieve.text.tool_calls import CallArguments, CallBegan, CallStyle
+
+LOGPROB_MIN = -9999.0  # what the API writes for a token that cannot come; JSON has no infinity
+ID_PREFIXES = {
+    RequestKind.CHAT: "chatcmpl-",
+    RequestKind.COMPLETION: "cmpl-",
+    RequestKind.RESPONSE: "resp_",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One choice, token by token."""
+
+    token_ids: Sequence[int]
+    texts: Sequence[str]  # that each token released
+    finish: FinishReason  # STOP or LENGTH
+    parts: Sequence[Part] = ()  # of each token; none: all is text
+    logprobs: Sequence[
+        tuple[float, Sequence[Logprob]]
+    ] = ()  # of each token, if they were requested
+
+    def is_of(self, *parts: Part) -> list[bool]:
+        """Of each token, whether it belongs to one of them."""
+        if not self.parts:
+            return [Part.TEXT in parts] * len(self.texts)
+        return [each in parts for each in self.parts]
+
+    @property
+    def num_thinking(self) -> int:
+        return sum(self.is_of(Part.THINKING))
+
+
+class Heading(NamedTuple):
+    answer_id: str  # without the prefix that each kind of answer has
+    created: int  # seconds since 1970
+    model: str
+
+
+class PromptTokens(NamedTuple):
+    """How long the prompt was, and how much of it was not computed for this request."""
+
+    num_tokens: int
+    num_cached: int = 0
+
+
+def answer(
+    request: Request,
+    replies: Sequence[Reply],
+    prompt: PromptTokens,
+    heading: Heading,
+    tokenizer: Tokenizer | None = None,
+    style: CallStyle | None = None,
+) -> dict[str, Any]:
+    """The body, one reply for each choice.
+
+    `tokenizer` is needed where logprobs are requested.  `style`: how the model writes calls; None: they are
+    text.
+    """
+    assert len(replies) == request.num_choices, (len(replies), request.num_choices)
+    assert all(each.finish in (FinishReason.STOP, FinishReason.LENGTH) for each in replies)
+    assert tokenizer is not None or request.sampling.logprobs is None
+    if request.kind is RequestKind.RESPONSE:
+        output = _output(request, replies[0], heading, tokenizer, style)
+        return response_body(request, replies[0], prompt, heading, output)
+    is_chat = request.kind is RequestKind.CHAT
+    return {
+        "id": ID_PREFIXES[request.kind] + heading.answer_id,
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": heading.created,
+        "model": heading.model,
+        "choices": [
+            {
+                "index": n,
+                **(
+                    _chat_choice(n, each, request, heading, tokenizer, style)
+                    if is_chat
+                    else _text_choice(each, request, tokenizer)
+                ),
+            }
+            for n, each in enumerate(replies)
+        ],
+        "usage": usage_of(replies, prompt),
+        "system_fingerprint": None,
+    }
+
+
+def _chat_choice(
+    index: int,
+    reply: Reply,
+    request: Request,
+    heading: Heading,
+    tokenizer: Tokenizer | None,
+    style: CallStyle | None,
+) -> dict[str, Any]:
+    cut = cut_reply(reply.texts, reply.parts, style, request.tools)
+    message: dict[str, Any] = {"role": "assistant", "content": cut.content, "refusal": None}
+    if cut.thinking:
+        message["reasoning_content"] = cut.thinking
+    if cut.calls:
+        message["content"] = cut.content or None
+        message["tool_calls"] = message_calls(cut.calls, heading.answer_id, index)
+    logprobs = None
+    if request.sampling.logprobs is not None and tokenizer is not None:
+        logprobs = {"content": logprob_rows(reply, tokenizer), "refusal": None}
+    finish_reason = cut.finish_reason(reply.finish)
+    return {"message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _text_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The prompt was no chat, so nothing is a part."""
+    reply = Reply(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
+    logprobs = None
+    if request.sampling.logprobs is not None and tokenizer is not None:
+        logprobs = logprob_columns(logprob_rows(reply, tokenizer))
+    text = "".join(reply.texts)
+    return {"text": text, "logprobs": logprobs, "finish_reason": reply.finish.value}
+
+
+def usage_of(replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
+    """All choices share one prompt."""
+    num_output = sum(len(each.token_ids) for each in replies)
+    return {
+        "prompt_tokens": prompt.num_tokens,
+        "completion_tokens": num_output,
+        "total_tokens": prompt.num_tokens + num_output,
+        "prompt_tokens_details": {"cached_tokens": prompt.num_cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(each.num_thinking for each in replies)
+        },
+    }
+
+
+# -- logprobs --
+
+
+def logprob_rows(
+    reply: Reply, tokenizer: Tokenizer, *, is_first: bool = True
+) -> list[dict[str, Any]]:
+    """The tokens of the text, with their alternatives; `is_first`: no text came before."""
+    found = []
+    rows = zip(reply.token_ids, reply.logprobs, reply.is_of(Part.TEXT, Part.TOOL_CALL), strict=True)
+    for token_id, (logprob, alternatives), is_text in rows:
+        if not is_text or tokenizer.is_silent(token_id):
+            continue
+        top = [_token(tokenizer, each.token_id, each.logprob, is_first) for each in alternatives]
+        found.append({**_token(tokenizer, token_id, logprob, is_first), "top_logprobs": top})
+        is_first = False
+    return found
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float, is_first: bool) -> dict[str, Any]:
+    piece = b""
+    if 0 <= token_id < tokenizer.vocab_size:  # else it pads the model's vocabulary
+        piece = tokenizer.piece(token_id, first=is_first)
+    return {
+        "token": piece.decode("utf-8", "replace"),
+        "logprob": logprob if math.isfinite(logprob) else LOGPROB_MIN,
+        "bytes": list(piece),
+    }
+
+
+def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, Any]:
+    """As a text completion has them; of alternatives with the same text the likeliest counts."""
+    top_logprobs, offsets = [], []
+    for each in tokens:
+        column: dict[str, float] = {}
+        for one in (*each["top_logprobs"], each):
+            column.setdefault(one["token"], one["logprob"])
+        top_logprobs.append(column)
+        offsets.append(offset)
+        offset += len(each["token"])
+    return {
+        "tokens": [each["token"] for each in tokens],
+        "token_logprobs": [each["logprob"] for each in tokens],
+        "top_logprobs": top_logprobs,
+        "text_offset": offsets,
+    }
+
+
+# -- a response --
+
+
+def response_body(
+    request: Request,
+    reply: Reply,
+    prompt: PromptTokens,
+    heading: Heading,
+    output: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    is_whole = reply.finish is FinishReason.STOP
+    status = "completed" if is_whole else "incomplete"
+    echoed, sampling = request.echoed, request.sampling
+    conversation = {"conversation": {"id": request.conversation}} if request.conversation else {}
+    return {
+        "id": ID_PREFIXES[request.kind] + heading.answer_id,
+        "object": "response",
+        "created_at": heading.created,
+        "status": status,
+        "background": request.background,
+        "error": None,
+        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "instructions": echoed.get("instructions"),
+        "max_output_tokens": sampling.max_tokens if request.max_tokens_given else None,
+        "max_tool_calls": None,
+        "model": heading.model,
+        "output": output,
+        "parallel_tool_calls": echoed.get("parallel_tool_calls", True),
+        "previous_response_id": echoed.get("previous_response_id"),
+        "prompt_cache_key": echoed.get("prompt_cache_key"),
+        "reasoning": {"effort": None, "summary": None, **echoed.get("reasoning", {})},
+        "safety_identifier": echoed.get("safety_identifier"),
+        "service_tier": "default",
+        "store": echoed.get("store", True),
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}, "verbosity": "medium", **echoed.get("text", {})},
+        "tool_choice": echoed.get("tool_choice", "auto"),
+        "tools": [
+            {"description": None, "parameters": None, "strict": False, **each}
+            for each in echoed.get("tools", ())
+        ],
+        "top_logprobs": sampling.logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": {
+            "input_tokens": prompt.num_tokens,
+            "input_tokens_details": {"cached_tokens": prompt.num_cached, "cache_write_tokens": 0},
+            "output_tokens": len(reply.token_ids),
+            "output_tokens_details": {"reasoning_tokens": reply.num_thinking},
+            "total_tokens": prompt.num_tokens + len(reply.token_ids),
+        },
+        "user": echoed.get("user"),
+        "metadata": echoed.get("metadata", {}),
+        **conversation,
+    }
+
+
+def _output(
+    request: Request,
+    reply: Reply,
+    heading: Heading,
+    tokenizer: Tokenizer | None,
+    style: CallStyle | None,
+) -> list[dict[str, Any]]:
+    """The thinking, the text and each call, an item each; a text that is empty only if it is alone."""
+    cut = cut_reply(reply.texts, reply.parts, style, request.tools)
+    status = "completed" if reply.finish is FinishReason.STOP else "incomplete"
+    items: list[dict[str, Any]] = []
+    if cut.thinking:
+        items.append(
+            {
+                "id": f"rs_{heading.answer_id}",
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": cut.thinking}],
+                "encrypted_content": None,
+                "status": "completed" if cut.content or cut.calls else status,
+            }
+        )
+    if cut.content or not (cut.thinking or cut.calls):
+        wants_logprobs = request.sampling.logprobs is not None and tokenizer is not None
+        text = {
+            "type": "output_text",
+            "text": cut.content,
+            "annotations": [],
+            "logprobs": logprob_rows(reply, tokenizer) if wants_logprobs and tokenizer else [],
+        }
+        items.append(
+            {
+                "id": f"msg_{heading.answer_id}",
+                "type": "message",
+                "status": "completed" if cut.ends_with_call else status,
+                "role": "assistant",
+                "content": [text],
+            }
+        )
+    return [*items, *call_items(cut.calls, heading.answer_id)]
+
+
+class SampledCall(NamedTuple):
+    name: str
+    arguments: str
+    is_whole: bool
+
+
+class CutReply(NamedTuple):
+    thinking: str
+    content: str
+    calls: Sequence[SampledCall]
+    ends_with_call: bool
+
+    def finish_reason(self, finish: FinishReason) -> str:
+        """As a chat completion names it."""
+        waits = self.ends_with_call and finish is FinishReason.STOP
+        return "tool_calls" if waits else finish.value
+
+
+def cut_reply(
+    texts: Sequence[str],
+    parts: Sequence[Part],
+    style: CallStyle | None,
+    tools: Sequence[Mapping[str, Any]],
+) -> CutReply:
+    """What the tokens of a reply released, each with its part (none: all is text)."""
+    cutter = ReplyPieces(style if tools else None, tools)
+    pieces: list[Piece] = []
+    for text, part in zip(texts, parts or [Part.TEXT] * len(texts), strict=True):
+        pieces += cutter.push(text, part)
+    pieces += cutter.end()
+    arguments: list[list[str]] = [[] for _ in range(cutter.num_calls)]
+    for each in pieces:
+        if isinstance(each, CallArguments):
+            arguments[each.index].append(each.text)
+    whole = {each.index for each in cutter.calls}
+    calls = [
+        SampledCall(each.name, "".join(arguments[each.index]), each.index in whole)
+        for each in pieces
+        if isinstance(each, CallBegan)
+    ]
+    thinking = "".join(each.text for each in pieces if isinstance(each, Thinking))
+    content = "".join(each.text for each in pieces if isinstance(each, Text))
+    return CutReply(thinking, content, calls, cutter.ends_with_call)
+
+
+def call_id(answer_id: str, choice: int, index: int) -> str:
+    """The id of a call; the same whenever the answer is made."""
+    words = f"{answer_id}/{choice}/{index}".encode()
+    return f"call_{hashlib.blake2b(words, digest_size=12).hexdigest()}"
+
+
+def message_calls(
+    calls: Sequence[SampledCall], answer_id: str, choice: int
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call_id(answer_id, choice, n),
+            "type": "function",
+            "function": {"name": each.name, "arguments": each.arguments},
+        }
+        for n, each in enumerate(calls)
+    ]
+
+
+def call_items(calls: Sequence[SampledCall], answer_id: str) -> list[dict[str, Any]]:
+    ids = [call_id(answer_id, 0, n) for n in range(len(calls))]
+    return [
+        {
+            "id": f"fc_{each_id.removeprefix('call_')}",
+            "type": "function_call",
+            "call_id": each_id,
+            "name": each.name,
+            "arguments": each.arguments,
+            "status": "completed" if each.is_whole else "incomplete",
+        }
+        for each_id, each in zip(ids, calls, strict=True)
+    ]

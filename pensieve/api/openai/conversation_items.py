@@ -1,0 +1,190 @@
+"""The messages of a conversation as items, and its replies as the messages that a client would send back.
+
+a client's message    one item: a message, or the output of a function
+a reply               what it thought, its text and its calls, as the response had them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pensieve.api.openai.answer import call_id
+from pensieve.api.openai.response_stream import OutputItems
+from pensieve.conversations.binding.chain import pieces_of
+from pensieve.store.bodies import canonical_json
+from pensieve.store.records import Message as StoredMessage
+from pensieve.text.message import Message, ToolCall
+from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
+
+PATTERN = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{16})-([0-9]{1,9})-([0-9]{1,6})")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A message of a conversation, by its number, and the ids of its items.
+
+        msg_1f0c53a9d2b7e684-3-1     the second part of message 3 of the conversation with this tag
+
+    A client's message is one item; a reply may be several: thinking, text, calls.  Number 0 is kept for the
+    instructions, which a conversation may get when it has items already.
+    """
+
+    tag: str
+    number: int
+
+    def item_id(self, prefix: str, part: int = 0) -> str:
+        return f"{prefix}_{self.tag}-{self.number}-{part}"
+
+    def call_id(self, number: int) -> str:
+        return call_id(f"{self.tag}-{self.number}", 0, number)
+
+
+def tag_of(tenant: str, conversation_id: str) -> str:
+    words = f"{tenant}/{conversation_id}".encode()
+    return hashlib.blake2b(words, digest_size=8).hexdigest()
+
+
+def place_of(item_id: str) -> tuple[Place, int] | None:
+    """Of an item: its message, and which part of it; None if this is no id of one."""
+    found = PATTERN.fullmatch(item_id)
+    if found is None:
+        return None
+    return Place(found[1], int(found[2])), int(found[3])
+
+
+def reply_items(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[dict[str, Any]]:
+    items = OutputItems(place)
+    items.push(_cut(stored, cutter))
+    items.end(is_whole=stored.finish_reason == "stop")
+    return items.items
+
+
+def items_of(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[dict[str, Any]]:
+    """Of any message; none where it has nothing to say."""
+    if stored.finish_reason is not None:
+        return reply_items(stored, place, cutter)
+    if stored.role == "tool":
+        return [
+            {
+                "id": place.item_id("fco"),
+                "type": "function_call_output",
+                "call_id": stored.tool_call_id,
+                "output": stored.content,
+                "status": "completed",
+            }
+        ]
+    if stored.role == "assistant":
+        return _assistant_items(stored, place)
+    if stored.role == "system" and not stored.content:
+        return []  # stands for the tools of a declared prefix
+    return [
+        {
+            "id": place.item_id("msg"),
+            "type": "message",
+            "status": "completed",
+            "role": stored.role,
+            "content": [{"type": "input_text", "text": stored.content}],
+        }
+    ]
+
+
+def _assistant_items(stored: StoredMessage, place: Place) -> list[dict[str, Any]]:
+    """Of a message that a client has put into the assistant's mouth."""
+    items: list[dict[str, Any]] = []
+    if thinking := stored.extra.get("thinking"):
+        items.append(
+            {
+                "id": place.item_id("rs", len(items)),
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": thinking}],
+                "encrypted_content": None,
+                "status": "completed",
+            }
+        )
+    calls = stored.extra.get("tool_calls", ())
+    if stored.content or not (calls or items):
+        part = {"type": "output_text", "text": stored.content, "annotations": [], "logprobs": []}
+        items.append(
+            {
+                "id": place.item_id("msg", len(items)),
+                "type": "message",
+                "status": "completed",
+                "role": "assistant",
+                "content": [part],
+            }
+        )
+    for call in calls:
+        items.append(
+            {
+                "id": place.item_id("fc", len(items)),
+                "type": "function_call",
+                "call_id": call["id"],
+                "name": call["name"],
+                "arguments": json.dumps(call["arguments"]),
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def reply_as_sent_back(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> Message:
+    """A reply, as a client sends it that keeps the history itself."""
+    thinking, texts = list[str](), list[str]()
+    calls: list[ToolCall] = []
+    for item in reply_items(stored, place, cutter):
+        if item["type"] == "function_call":
+            arguments: Mapping[str, Any] = {}
+            with contextlib.suppress(ValueError):  # it broke off
+                arguments = json.loads(item["arguments"])
+            calls.append(ToolCall(item["name"], arguments, item["call_id"]))
+        else:
+            text = "".join(part["text"] for part in item["content"])
+            (thinking if item["type"] == "reasoning" else texts).append(text)
+    return Message(
+        "assistant", "\n\n".join(filter(None, texts)), "\n\n".join(thinking) or None, tuple(calls)
+    )
+
+
+def in_parts(stored: StoredMessage, cutter: ReplyPieces) -> StoredMessage:
+    """A reply with what it thought and whom it called beside its text, as if a client had given it.
+
+    One with a call that broke off stays as it is: no client could give it otherwise.
+    """
+    if stored.finish_reason is None:
+        return stored
+    pieces = _cut(stored, cutter)
+    if cutter.num_calls != len(cutter.calls):
+        return stored
+    extra = {name: each for name, each in stored.extra.items() if name != "parts"}
+    if thinking := "".join(each.text for each in pieces if isinstance(each, Thinking)):
+        extra["thinking"] = thinking
+    if cutter.calls:
+        extra["tool_calls"] = [
+            {"id": None, "name": each.name, "arguments": _as_stored(each.arguments)}
+            for each in cutter.calls
+        ]
+    text = "".join(each.text for each in pieces if isinstance(each, Text))
+    return replace(stored, content=text, extra=extra)
+
+
+def calls_of(items: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {item["call_id"] for item in items if item["type"] == "function_call"}
+
+
+def _as_stored(arguments: Mapping[str, Any]) -> Any:
+    """As the store has those that a client gave: their members in its order."""
+    return json.loads(canonical_json(dict(arguments)))
+
+
+def _cut(stored: StoredMessage, cutter: ReplyPieces) -> list[Piece]:
+    pieces: list[Piece] = []
+    for part, text in pieces_of(stored.content, stored.extra):
+        pieces += cutter.push(text, part)
+    return [*pieces, *cutter.end()]

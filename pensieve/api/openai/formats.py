@@ -1,0 +1,335 @@
+"""What a reply has to be, from the parameters of a body: its form, and its calls of tools, as a `Constraint`.
+
+    response_format        {"type": "json_schema", "json_schema": {"name", "schema", …}}, or a json_object
+    text.format            the same of a response, without the inner object
+    output_config.format   {"type": "json_schema", "schema"} of Anthropic's API
+    structured_outputs     open servers' own: one of json, json_object, regex, choice, grammar
+    guided_json, guided_regex, guided_choice, guided_grammar    their older names
+
+    strict                 of a tool: arguments of its calls follow its schema
+    tool_choice            auto; none; required: the reply is calls; a name: calls of that tool;
+                           allowed_tools: some of the tools, either way
+    parallel_tool_calls    false: one call at most
+
+A reply is always held to a schema, whether it is `strict` or not.  Two forms in one body are refused.  Where
+a form and tools are given, a reply is of that form, or calls; text and thinking before a call stay free
+unless a call is required.  Arguments of a tool that is not `strict` are any object, and where a call is
+required they follow its schema as far as it can be followed.  Where the model's calls are not JSON
+(text/tool_calls/), what needs a constraint is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from pensieve.api.openai.fields import Fields, Refusal, quoted
+from pensieve.core.constraint import Constraint, ConstraintKind
+from pensieve.text.tool_calls import CallStyle
+
+FORMATS = ("text", "json_object", "json_schema")
+OPEN_NAMES = {
+    "json": ConstraintKind.JSON_SCHEMA,
+    "json_object": ConstraintKind.JSON_OBJECT,
+    "regex": ConstraintKind.REGEX,
+    "choice": ConstraintKind.CHOICE,
+    "grammar": ConstraintKind.GRAMMAR,
+}
+COMPOSED = (  # what a reply beside calls may be
+    ConstraintKind.JSON_SCHEMA,
+    ConstraintKind.JSON_OBJECT,
+    ConstraintKind.REGEX,
+    ConstraintKind.CHOICE,
+)
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "deprecated"})
+NAMED_SCHEMAS = frozenset({"properties", "$defs", "definitions", "patternProperties"})
+INNER_SCHEMAS = frozenset(
+    {"items", "prefixItems", "additionalProperties", "anyOf", "allOf", "oneOf"}
+)
+
+
+class FormatFields(NamedTuple):
+    constraint: Constraint | None = None
+    params: Mapping[str, str] = {}  # what the body calls the fields of a constraint
+
+
+def take_response_format(fields: Fields) -> FormatFields:
+    """Of a chat completion or a completion."""
+    found = [
+        *_of_format(fields.fields("response_format"), "json_schema"),
+        *_of_open_names(fields.fields("structured_outputs"), ""),
+        *_of_open_names(fields, "guided_"),
+    ]
+    return _only_one(found)
+
+
+def take_text_format(text: Fields) -> FormatFields:
+    return _only_one(_of_format(text.fields("format"), ""))
+
+
+def take_output_format(config: Fields) -> FormatFields:
+    """Of a message of Anthropic's API: a schema without a name, and nothing else."""
+    given = config.fields("format")
+    if given is None:
+        return FormatFields()
+    kind = given.needed_text("type")
+    if kind != "json_schema":
+        problem = f"{quoted(kind)} is not json_schema"
+        raise Refusal(given.where("type"), problem, "unsupported_parameter")
+    found = _schema(given)
+    given.end()
+    return _only_one([found])
+
+
+class _Found(NamedTuple):
+    where: str
+    constraint: Constraint
+
+
+def _only_one(found: list[_Found]) -> FormatFields:
+    if not found:
+        return FormatFields()
+    if len(found) > 1:
+        raise Refusal(found[1].where, f"is given beside {found[0].where}: give one of them")
+    ((where, constraint),) = found
+    if (problem := constraint.problem()) is not None:
+        raise Refusal(where, problem)
+    return FormatFields(constraint, {f"constraint.{constraint.kind.value}": where})
+
+
+def _of_format(given: Fields | None, inside: str) -> list[_Found]:
+    """`inside`: the member that holds the schema and its name, where it has one of its own."""
+    if given is None:
+        return []
+    kind = given.needed_text("type")
+    if kind not in FORMATS:
+        problem = f"{quoted(kind)} is not one of {', '.join(FORMATS)}"
+        raise Refusal(given.where("type"), problem, "unsupported_parameter")
+    found: list[_Found] = []
+    if kind == "json_object":
+        found.append(_Found(given.where("type"), Constraint(ConstraintKind.JSON_OBJECT)))
+    elif kind == "json_schema":
+        found.append(_of_schema(given, inside))
+    given.end()
+    return found
+
+
+def _of_schema(given: Fields, inside: str) -> _Found:
+    described = given
+    if inside:
+        inner = given.fields(inside)
+        if inner is None:
+            raise Refusal(given.where(inside), "is required", "missing_required_parameter")
+        described = inner
+    described.needed_text("name")
+    described.text("description")
+    described.flag("strict")
+    found = _schema(described)
+    if inside:
+        described.end()
+    return found
+
+
+def _schema(described: Fields) -> _Found:
+    where, schema = described.where("schema"), described.object("schema")
+    if schema is None:
+        raise Refusal(where, "is required", "missing_required_parameter")
+    return _Found(where, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+def _of_open_names(given: Fields | None, prefix: str) -> list[_Found]:
+    if given is None:
+        return []
+    found = []
+    for name, kind in OPEN_NAMES.items():
+        where = given.where(f"{prefix}{name}")
+        if (text := _text(kind, given, f"{prefix}{name}")) is not None:
+            found.append(_Found(where, Constraint(kind, text)))
+    if not prefix:
+        given.end()
+    return found
+
+
+def _text(kind: ConstraintKind, given: Fields, name: str) -> str | None:
+    """Of a constraint; None where the body has none of this name."""
+    if kind is ConstraintKind.JSON_OBJECT:
+        return "" if given.flag(name) else None
+    if kind is ConstraintKind.CHOICE:
+        choices = given.items(name)
+        return None if choices is None else json.dumps(choices)
+    if kind is not ConstraintKind.JSON_SCHEMA:
+        return given.text(name)
+    schema: Any = given.take(name)
+    return schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRules:
+    """The tools of a body, and what holds for their calls."""
+
+    tools: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # that the template shows, as a chat completion has them
+    strict: Mapping[int, str] | None = None  # what the body calls the flag of each, by its place
+    callable: frozenset[str] | None = None  # names; None: all
+    where: str = ""  # what the body calls the choice that forces or narrows the calls
+    must: bool = False
+    single: str = ""  # what the body calls the flag that allows one call; "": several
+
+    @property
+    def param(self) -> str:
+        """What the body calls what only a constraint can do; "": nothing."""
+        needs = (self.where, *(self.strict or {}).values(), self.single)
+        return next((each for each in needs if each), "")
+
+    def held(self, form: FormatFields, style: CallStyle | None) -> FormatFields:
+        """The constraint of the reply, whose form without calls is `form`; Refusal if it cannot be held."""
+        if not self.tools:
+            return form
+        known = None if style is None else style.form
+        kind = None if form.constraint is None else form.constraint.kind
+        if not self.param:
+            if kind not in COMPOSED or known is None:
+                return form
+        elif known is None:
+            problem = "calls of this model are in no form that a reply can be held to"
+            raise Refusal(self.param, problem, "unsupported_parameter")
+        elif kind is not None and kind not in COMPOSED and not self.must:
+            problem = "cannot be held to beside a grammar of the reply"
+            raise Refusal(self.param, problem, "unsupported_parameter")
+        assert known is not None
+        constraint = self._constraint(known, form.constraint)
+        if (found := constraint.problem()) is not None:
+            raise Refusal("tools", found)
+        return FormatFields(
+            constraint, {**form.params, f"constraint.{constraint.kind.value}": "tools"}
+        )
+
+    def _constraint(self, form: str, reply: Constraint | None) -> Constraint:
+        tools = []
+        for number, tool in enumerate(self.tools):
+            function = tool["function"]
+            if self.callable is not None and function["name"] not in self.callable:
+                continue
+            is_strict = number in (self.strict or {})
+            schema = None
+            if is_strict or self.must:
+                schema = _arguments(function.get("parameters"), self._where(number, is_strict))
+            tools.append({"name": function["name"], "schema": schema, "is_lenient": not is_strict})
+        inner = None if reply is None or self.must else [reply.kind.value, reply.text]
+        wanted = {
+            "form": form,
+            "tools": tools,
+            "must": self.must,
+            "single": bool(self.single),
+            "reply": inner,
+        }
+        return Constraint(ConstraintKind.TOOL_CALLS, json.dumps(wanted))
+
+    def _where(self, number: int, is_strict: bool) -> str:
+        return (self.strict or {})[number] if is_strict else self.where or "tools"
+
+
+def take_choice(fields: Fields, rules: ToolRules, *, is_nested: bool) -> ToolRules:
+    """With `tool_choice` and `parallel_tool_calls` of OpenAI; `is_nested`: a name lies in `function`."""
+    where = fields.where("tool_choice")
+    choice = fields.take("tool_choice")
+    if not fields.flag("parallel_tool_calls", True) and rules.tools:
+        rules = replace(rules, single=fields.where("parallel_tool_calls"))
+    if isinstance(choice, Mapping):
+        return _of_object(Fields(choice, where), where, rules, is_nested)
+    if choice not in (None, "auto", "none", "required"):
+        raise Refusal(where, "must be 'auto', 'none', 'required' or name a tool")
+    if choice == "none":
+        return ToolRules()
+    return required(rules, where) if choice == "required" else rules
+
+
+def required(rules: ToolRules, where: str, names: Sequence[str] | None = None) -> ToolRules:
+    """A call is required, of one of these names where they are given."""
+    if not rules.tools:
+        raise Refusal(where, "needs tools")
+    return replace(only(rules, where, names), must=True)
+
+
+def only(rules: ToolRules, where: str, names: Sequence[str] | None) -> ToolRules:
+    """Calls of these tools alone, where names are given."""
+    if names is None:
+        return replace(rules, where=where)
+    known = {each["function"]["name"] for each in rules.tools}
+    for name in names:
+        if name not in known:
+            raise Refusal(where, f"{quoted(name)} is none of the tools")
+    return replace(rules, callable=frozenset(names), where=where)
+
+
+def _of_object(choice: Fields, where: str, rules: ToolRules, is_nested: bool) -> ToolRules:
+    kind = choice.needed_text("type")
+    if kind == "function":
+        name = _name(choice, is_nested)
+        choice.end()
+        return required(rules, where, [name])
+    if kind != "allowed_tools":
+        problem = f"{quoted(kind)} is not one of function, allowed_tools"
+        raise Refusal(choice.where("type"), problem, "unsupported_parameter")
+    inner = (choice.fields("allowed_tools") or choice) if is_nested else choice
+    mode, given = inner.needed_text("mode"), inner.items("tools") or ()
+    if mode not in ("auto", "required"):
+        raise Refusal(inner.where("mode"), f"{quoted(mode)} is not one of auto, required")
+    names = []
+    for number, each in enumerate(given):
+        tool = Fields(each, f"{inner.where('tools')}[{number}]")
+        tool.only("type", "function")
+        names.append(_name(tool, is_nested))
+        tool.end()
+    if not names:
+        raise Refusal(inner.where("tools"), "must name a tool")
+    inner.end()
+    choice.end()
+    return required(rules, where, names) if mode == "required" else only(rules, where, names)
+
+
+def _name(fields: Fields, is_nested: bool) -> str:
+    if not is_nested:
+        return fields.needed_text("name")
+    function = fields.fields("function")
+    if function is None:
+        raise Refusal(fields.where("function"), "is required", "missing_required_parameter")
+    name = function.needed_text("name")
+    function.end()
+    return name
+
+
+def _arguments(parameters: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """The schema of a tool's arguments, without what it only tells the model."""
+    if parameters is None:
+        return dict(NO_ARGUMENTS)
+    kinds = parameters.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list | tuple) and "object" in kinds):
+        raise Refusal(where, "needs a tool whose parameters are an object")
+    found: dict[str, Any] = _bare(parameters)
+    if (
+        "$ref" in found
+    ):  # what it refers to may refer to itself, and then nothing may stand beside it
+        return found
+    return {**found, "type": "object"}
+
+
+def _bare(schema: Any) -> Any:
+    """Without descriptions and the like, wherever a schema stands."""
+    if isinstance(schema, list | tuple):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in ANNOTATIONS:
+            continue
+        if name in NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[name] = {key: _bare(each) for key, each in value.items()}
+        else:
+            found[name] = _bare(value) if name in INNER_SCHEMAS else value
+    return found

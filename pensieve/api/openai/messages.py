@@ -1,0 +1,251 @@
+"""The messages and tools of a chat completion, and the input of a response, as a template takes them.
+
+Content is text: a string, or a list of text parts, which become lines.  An assistant's message may bring its
+thinking (`reasoning_content`) and tool calls.  What a server adds to a message (`annotations`, a null
+`refusal`), or a client for itself (`provider_specific_fields`, LiteLLM's), passes without a meaning.
+
+A response's input cuts what an assistant did in one turn into items, which a template wants together again:
+
+    reasoning  message  function_call  function_call     one assistant's message
+    function_call_output  function_call_output           a tool's message each
+
+So an assistant's message grows until another role follows.  Reasoning begins a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pensieve.api.openai.fields import Fields, Refusal, check_json, quoted, read_json
+from pensieve.api.openai.formats import ToolRules, take_choice
+from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
+
+CHAT_PARTS = frozenset({"text"})
+ADDED = "provider_specific_fields"
+INPUT_PARTS = frozenset({"input_text", "output_text", "text"})
+REASONING_PARTS = frozenset({"reasoning_text"})
+INPUT_ROLES = ("system", "developer", "user", "assistant")
+
+
+def take_messages(fields: Fields) -> tuple[Message, ...]:
+    given = fields.items("messages")
+    if given is None:
+        raise Refusal(fields.where("messages"), "is required", "missing_required_parameter")
+    if not 1 <= len(given) <= MESSAGES_MAX:
+        raise Refusal(fields.where("messages"), f"a request has 1 to {MESSAGES_MAX} messages")
+    return messages_of(given, fields.where("messages"))
+
+
+def messages_of(given: Sequence[Any], where: str) -> tuple[Message, ...]:
+    """Any number of messages; errors name the first one that is wrong."""
+    return tuple(_message(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.needed_text("role")
+    if role not in ROLES:
+        raise Refusal(fields.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
+    calls: tuple[ToolCall, ...] = ()
+    thinking = tool_call_id = None
+    if role == "assistant":
+        calls = _tool_calls(fields)
+        thinking = _thinking(fields)
+        fields.only("refusal", "", problem="an earlier refusal is not supported")
+    elif role == "tool":
+        tool_call_id = fields.needed_text("tool_call_id")
+    if not (calls or thinking) and "content" not in fields:
+        raise Refusal(fields.where("content"), "is required", "missing_required_parameter")
+    content = take_content(fields, "content", CHAT_PARTS)
+    name = fields.text("name")
+    fields.take("annotations")
+    fields.take(ADDED)
+    fields.end()
+    return Message(role, content, thinking, calls, tool_call_id, name)
+
+
+def _thinking(fields: Fields) -> str | None:
+    """By either of the names that open servers use."""
+    first, second = fields.text("reasoning_content"), fields.text("reasoning")
+    return first if first is not None else second
+
+
+def take_content(fields: Fields, name: str, kinds: frozenset[str]) -> str:
+    """Text, or parts of these kinds, one to a line; empty where it is absent."""
+    given = fields.take(name)
+    if given is None or isinstance(given, str):
+        return given or ""
+    where = fields.where(name)
+    if not isinstance(given, list | tuple):
+        raise Refusal(where, "must be a string or a list of parts", "invalid_type")
+    return "\n".join(_part(Fields(each, f"{where}[{n}]"), kinds) for n, each in enumerate(given))
+
+
+def _part(fields: Fields, kinds: frozenset[str]) -> str:
+    kind = fields.needed_text("type")
+    if kind not in kinds:
+        problem = f"{quoted(kind)} is not supported: content is text"
+        raise Refusal(fields.where("type"), problem, "unsupported_parameter")
+    text = fields.needed_text("text")
+    fields.take("annotations")
+    fields.take("logprobs")  # of an answer that is sent back
+    fields.end()
+    return text
+
+
+def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
+    given, where = fields.items("tool_calls") or (), fields.where("tool_calls")
+    return tuple(_tool_call(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
+
+
+def _tool_call(fields: Fields) -> ToolCall:
+    call_id = fields.needed_text("id")
+    fields.only("type", "function")
+    fields.take("index")  # of a stream that was put together
+    function = fields.fields("function")
+    if function is None:
+        raise Refusal(fields.where("function"), "is required", "missing_required_parameter")
+    call = ToolCall(function.needed_text("name"), take_arguments(function), call_id)
+    function.take(ADDED)
+    function.end()
+    fields.take(ADDED)
+    fields.end()
+    return call
+
+
+def take_arguments(fields: Fields) -> Mapping[str, Any]:
+    """Of a tool call: text that holds an object; no text is an empty one."""
+    text, where = fields.needed_text("arguments"), fields.where("arguments")
+    if not text.strip():
+        return {}
+    found = read_json(text, where)
+    check_json(found, where)
+    if not isinstance(found, dict):
+        raise Refusal(where, "must be the JSON of an object")
+    return found
+
+
+def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
+    """The tools that the template is to show, in the shape of a chat completion, and what holds for calls.
+
+    `is_nested`: what describes a function lies in `function`, and not in the tool itself.
+    """
+    given, where = fields.items("tools") or (), fields.where("tools")
+    strict: dict[int, str] = {}
+    tools = tuple(
+        _tool(Fields(each, f"{where}[{n}]"), is_nested, n, strict) for n, each in enumerate(given)
+    )
+    return take_choice(fields, ToolRules(tools, strict), is_nested=is_nested)
+
+
+def _tool(
+    fields: Fields, is_nested: bool, number: int, strict: dict[int, str]
+) -> Mapping[str, Any]:
+    """Its place goes into `strict` if it is."""
+    kind = fields.needed_text("type")
+    if kind != "function":
+        problem = f"{quoted(kind)} is not supported: a tool is a function"
+        raise Refusal(fields.where("type"), problem, "unsupported_parameter")
+    function = fields.fields("function") if is_nested else fields
+    if function is None:
+        raise Refusal(fields.where("function"), "is required", "missing_required_parameter")
+    described: dict[str, Any] = {"name": function.needed_text("name")}
+    if (description := function.text("description")) is not None:
+        described["description"] = description
+    if (parameters := function.object("parameters")) is not None:
+        described["parameters"] = parameters
+    if function.flag("strict"):
+        strict[number] = function.where("strict")
+    function.end()
+    fields.end()
+    return {"type": "function", "function": described}
+
+
+# -- the input of a response --
+
+
+def take_input(fields: Fields) -> tuple[Message, ...]:
+    """With the instructions in front, as a system prompt."""
+    instructions = fields.text("instructions")
+    messages = [] if instructions is None else [Message("system", instructions)]
+    given, where = fields.take("input"), fields.where("input")
+    if given is None:
+        raise Refusal(where, "is required", "missing_required_parameter")
+    if isinstance(given, str):
+        return (*messages, Message("user", given))
+    if not isinstance(given, list | tuple):
+        raise Refusal(where, "must be a string or a list of items", "invalid_type")
+    if not given:
+        raise Refusal(where, "must not be empty")
+    add_items(messages, given, where)
+    return tuple(messages)
+
+
+def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None:
+    """Behind these messages; `where`: what the body calls the list."""
+    for number, each in enumerate(given):
+        _add(messages, Fields(each, f"{where}[{number}]"))
+        if len(messages) > MESSAGES_MAX:
+            raise Refusal(where, f"a request has at most {MESSAGES_MAX} messages")
+
+
+def _add(messages: list[Message], fields: Fields) -> None:
+    """One item: a message of its own, or more of the assistant's last."""
+    kind = fields.text("type") or "message"
+    fields.text("id")
+    fields.text("status")
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
+    if kind == "message":
+        message = _item_message(fields)
+        is_reasoning = last is not None and not (last.content or last.tool_calls)
+        if last is not None and is_reasoning and message.role == "assistant":
+            messages[-1] = replace(last, content=message.content)
+        else:
+            messages.append(message)
+    elif kind == "function_call":
+        call = _call(fields)
+        if last is None:
+            messages.append(Message("assistant", tool_calls=(call,)))
+        else:
+            messages[-1] = replace(last, tool_calls=(*last.tool_calls, call))
+    elif kind == "function_call_output":
+        call_id = fields.needed_text("call_id")
+        output = _needed_content(fields, "output")
+        messages.append(Message("tool", output, tool_call_id=call_id))
+    elif kind == "reasoning":
+        thinking = _reasoning(fields)
+        if thinking:
+            messages.append(Message("assistant", thinking=thinking))
+    else:
+        problem = f"{quoted(kind)} is not supported"
+        raise Refusal(fields.where("type"), problem, "unsupported_parameter")
+    fields.end()
+
+
+def _item_message(fields: Fields) -> Message:
+    role = fields.needed_text("role")
+    if role not in INPUT_ROLES:
+        raise Refusal(
+            fields.where("role"), f"{quoted(role)} is not one of {', '.join(INPUT_ROLES)}"
+        )
+    fields.text("phase")
+    return Message(role, _needed_content(fields, "content"))
+
+
+def _needed_content(fields: Fields, name: str) -> str:
+    if name not in fields:
+        raise Refusal(fields.where(name), "is required", "missing_required_parameter")
+    return take_content(fields, name, INPUT_PARTS)
+
+
+def _call(fields: Fields) -> ToolCall:
+    name = fields.needed_text("name")
+    return ToolCall(name, take_arguments(fields), fields.needed_text("call_id"))
+
+
+def _reasoning(fields: Fields) -> str:
+    """Its text; a summary of it is not what the model thought."""
+    fields.only("encrypted_content", "", problem="encrypted reasoning cannot be read")
+    fields.items("summary")
+    return take_content(fields, "content", REASONING_PARTS)

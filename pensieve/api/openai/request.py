@@ -1,0 +1,461 @@
+"""A request body of OpenAI's API, as values that a template and the engine take.
+
+    body ──parse──> Request: messages, tools, template options, or a prompt
+                             sampling, and which of it the body sets
+                             how many choices, streamed or not, in which conversation
+
+A parameter is honoured, or it changes nothing about the answer (`user`, `metadata`, `service_tier`, …), or it
+is refused with its name: none is dropped in silence.  What only a stored conversation can mean
+(`previous_response_id`, `conversation`, `background`) and `stream` are read here, and refused by who cannot
+serve them.
+
+Sampling parameters have our names, but for the length of a reply and its logprobs, which each endpoint names
+in its own way.  What OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
+`ignore_eos`) goes by the names that open servers use.
+
+Nothing is rendered or tokenized, so a body costs what reading its JSON does.  What template and tokenizer
+refuse later goes by `Request.param`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from pensieve.api.openai.fields import (
+    MESSAGES_VALUES_MAX,
+    VALUES_MAX,
+    Fields,
+    Refusal,
+    check_json,
+    quoted,
+)
+from pensieve.api.openai.formats import FormatFields, take_response_format, take_text_format
+from pensieve.api.openai.messages import take_input, take_messages, take_tools
+from pensieve.conversations.heads import check_length
+from pensieve.core.constraint import Constraint
+from pensieve.core.sampling import LOGIT_BIAS_MAX, STOP_STRINGS_MAX, STOP_TOKEN_IDS_MAX, Sampling
+from pensieve.text import ChatTemplate, Setting
+from pensieve.text.message import Message, plain_text
+from pensieve.text.tool_calls import CallStyle
+
+
+class RequestKind(StrEnum):
+    CHAT = "/v1/chat/completions"
+    COMPLETION = "/v1/completions"
+    RESPONSE = "/v1/responses"
+
+
+CHOICES_MAX = 16
+PROMPT_TOKENS_MAX = 1 << 24  # more than any context has
+MESSAGES_PARAMS = {
+    RequestKind.CHAT: "messages",
+    RequestKind.COMPLETION: "prompt",
+    RequestKind.RESPONSE: "input",
+}
+OF_MESSAGES = frozenset(
+    {"messages", "role", "content", "thinking", "tool_calls", "tool_call_id", "name"}
+)
+ECHOED = (
+    *("instructions", "metadata", "previous_response_id", "reasoning", "safety_identifier", "user"),
+    *("store", "text", "tool_choice", "tools", "parallel_tool_calls", "prompt_cache_key"),
+)
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+INTEGERS = ("top_k", "seed", "min_tokens")
+LENGTHS = {  # the first that is given counts
+    RequestKind.CHAT: ("max_completion_tokens", "max_tokens"),
+    RequestKind.COMPLETION: ("max_tokens",),
+    RequestKind.RESPONSE: ("max_output_tokens",),
+}
+LOGPROBS_INCLUDED = "message.output_text.logprobs"
+TOKEN_ID_DIGITS_MAX = 10
+
+
+class Served(NamedTuple):
+    defaults: Sampling
+    models: Collection[str] | None = None  # the names that are served; None: any
+    vocab_size: int | None = None  # None: token ids are not checked
+    template_options: Collection[str] | None = None  # that the template knows; None: not checked
+    call_style: CallStyle | None = None  # how the model writes calls of tools
+    knows_developer: bool = True  # the template; else a developer's message is the system's
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a body asks for; a seed for each choice is the caller's to derive."""
+
+    kind: RequestKind
+    model: str
+    sampling: Sampling
+    given: frozenset[str] = frozenset()  # the fields of `sampling` that the body sets
+    messages: tuple[Message, ...] = ()  # of a chat completion or a response
+    prompt: str | tuple[int, ...] | None = None  # of a completion
+    tools: tuple[Mapping[str, Any], ...] = ()  # as a chat completion has them
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    num_choices: int = 1
+    stream: bool = False
+    include_usage: bool = False  # of a stream
+    previous_response_id: str = ""  # of a response
+    conversation: str = ""  # of a response
+    background: bool = False  # of a response
+    store: bool | None = None  # None: as the API has it where nothing is said
+    prompt_cache_key: str = ""
+    params: Mapping[str, str] = field(default_factory=dict)  # the body's own names of some fields
+    echoed: Mapping[str, Any] = field(default_factory=dict)  # that a response repeats
+    constraint: Constraint | None = None  # what the reply has to be
+
+    @property
+    def max_tokens_given(self) -> bool:
+        return "max_tokens" in self.given
+
+    def param(self, name: str) -> str:
+        """What the body calls a field that the template, the tokenizer or the engine refuses."""
+        if name in OF_MESSAGES:
+            return MESSAGES_PARAMS[self.kind]
+        return self.params.get(name, name)
+
+
+def tokens_of(
+    request: Request, template: ChatTemplate, context_max: int, now: datetime
+) -> list[int]:
+    """Of the whole prompt; in any thread.  `now`: the date that a template may write."""
+    if isinstance(request.prompt, tuple):
+        return list(request.prompt)
+    if request.prompt is not None:
+        check_length("prompt", len(request.prompt), context_max)
+        template.tokenizer.check_text(request.prompt, "prompt")
+        return list(template.tokenizer.encode_prompt(request.prompt))
+    check_length("messages", sum(len(each.content) for each in request.messages), context_max)
+    setting = Setting(request.tools, request.template_options, now)
+    return template.opening(request.messages, setting).token_ids
+
+
+def parse(kind: RequestKind, body: Any, served: Served) -> Request:
+    """Raises InvalidArgument with the name of the parameter, whatever the body is."""
+    fields = Fields(body)
+    for name, value in body.items():
+        plain_text(name, "body")
+        if name != "prompt" or not isinstance(
+            value, list | tuple
+        ):  # it is checked where it is read
+            is_history = name in ("messages", "input")
+            values_max = MESSAGES_VALUES_MAX if is_history else VALUES_MAX
+            check_json(value, fields.where(name), values_max)
+    values: dict[str, Any] = {"model": take_model(fields, served.models)}
+    read = take_sampling(kind, fields, served.defaults, served.vocab_size)
+    values |= {"sampling": read.sampling, "given": read.given}
+    form = _form(kind, fields)
+    if kind is RequestKind.COMPLETION:
+        values |= _completion(fields, served.vocab_size)
+    else:
+        is_chat = kind is RequestKind.CHAT
+        values |= _chat(fields) if is_chat else _response(fields)
+        rules = take_tools(fields, is_nested=is_chat)
+        values["tools"], form = rules.tools, rules.held(form, served.call_style)
+        values["template_options"] = _template_options(fields, is_chat, served.template_options)
+    values["constraint"] = form.constraint
+    if form.constraint is not None and read.sampling.ignore_eos:
+        raise Refusal("ignore_eos", "a reply with a constraint ends where it is met")
+    params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
+    values |= _stream(fields)
+    values |= _kept(fields)
+    _pass_over(fields)
+    fields.end()
+    if not served.knows_developer and "messages" in values:
+        values["messages"] = tuple(map(_as_system, values["messages"]))
+    if kind is RequestKind.RESPONSE:
+        values["echoed"] = {name: body[name] for name in ECHOED if body.get(name) is not None}
+    return Request(kind, params=params, **values)
+
+
+def take_model(fields: Fields, models: Collection[str] | None) -> str:
+    """Its name, which is one of those that are served."""
+    name = fields.needed_text("model")
+    if not name or (models is not None and name not in models):
+        served = f"; served: {', '.join(sorted(models))}" if models else ""
+        raise Refusal("model", f"{quoted(name)} is not served here{served}", "model_not_found")
+    return name
+
+
+def _as_system(message: Message) -> Message:
+    """A developer's message by its older name, which every template knows."""
+    return replace(message, role="system") if message.role == "developer" else message
+
+
+# -- what each endpoint has alone --
+
+
+def _chat(fields: Fields) -> dict[str, Any]:
+    fields.only("modalities", ["text"])
+    fields.only("verbosity", "medium")
+    fields.object("prediction")  # a hint for speed
+    fields.only("functions", problem="is no longer supported: give tools")
+    fields.only("function_call", problem="is no longer supported: give tool_choice")
+    return {"messages": take_messages(fields), "num_choices": _num_choices(fields)}
+
+
+def _completion(fields: Fields, vocab_size: int | None) -> dict[str, Any]:
+    num_choices = _num_choices(fields)
+    fields.only("best_of", num_choices, problem="choices are not ranked: give n alone")
+    fields.only("echo", False)
+    fields.only("suffix", "", problem="no text can be filled in before a suffix")
+    return {"prompt": _prompt(fields, vocab_size), "num_choices": num_choices}
+
+
+def _response(fields: Fields) -> dict[str, Any]:
+    background = fields.flag("background")
+    fields.only("truncation", "disabled")
+    fields.only("prompt", problem="there are no stored prompts")
+    fields.integer("max_tool_calls")  # of tools that a server runs itself
+    previous, conversation = fields.text("previous_response_id"), _conversation(fields)
+    if previous and conversation:
+        raise Refusal("previous_response_id", "is given instead of a conversation, not beside it")
+    return {
+        "messages": take_input(fields),
+        "previous_response_id": previous or "",
+        "conversation": conversation or "",
+        "background": background,
+    }
+
+
+def _conversation(fields: Fields) -> str | None:
+    given = fields.take("conversation")
+    if given is None or isinstance(given, str):
+        return given
+    inner = Fields(given, fields.where("conversation"))
+    found = inner.needed_text("id")
+    inner.end()
+    return found
+
+
+def _prompt(fields: Fields, vocab_size: int | None) -> str | tuple[int, ...]:
+    given = fields.take("prompt")
+    if isinstance(given, list | tuple) and len(given) == 1 and not is_token_id(given[0]):
+        given = given[0]  # a list of one prompt
+    if given is None:
+        raise Refusal("prompt", "is required", "missing_required_parameter")
+    if isinstance(given, str):
+        if not given:
+            raise Refusal("prompt", "must not be empty")
+        return plain_text(given, "prompt")
+    if not isinstance(given, list | tuple):
+        raise Refusal("prompt", "must be a string or a list of token ids", "invalid_type")
+    if not given:
+        raise Refusal("prompt", "must not be empty")
+    if isinstance(given[0], str | list | tuple):
+        problem = "several prompts in one request are not supported: send a request for each"
+        raise Refusal("prompt", problem, "unsupported_parameter")
+    if len(given) > PROMPT_TOKENS_MAX:
+        raise Refusal("prompt", f"holds more than {PROMPT_TOKENS_MAX:,} token ids")
+    end = 2**32 if vocab_size is None else vocab_size
+    if not all(type(each) is int and 0 <= each < end for each in given):
+        raise Refusal("prompt", f"token ids must be integers in 0..{end - 1}")
+    return tuple(given)
+
+
+# -- what they share --
+
+
+def _num_choices(fields: Fields) -> int:
+    found = fields.integer("n")
+    if found is not None and not 1 <= found <= CHOICES_MAX:
+        raise Refusal("n", f"must lie in 1..{CHOICES_MAX}")
+    return 1 if found is None else found
+
+
+def _form(kind: RequestKind, fields: Fields) -> FormatFields:
+    """What the reply has to be, by the names that the endpoint has for it."""
+    if kind is not RequestKind.RESPONSE:
+        return take_response_format(fields)
+    if (text := fields.fields("text")) is None:
+        return FormatFields()
+    found = take_text_format(text)
+    text.only("verbosity", "medium")
+    text.end()
+    return found
+
+
+def _template_options(
+    fields: Fields, is_chat: bool, known: Collection[str] | None
+) -> dict[str, Any]:
+    """An effort becomes the template's option for it; where it can only switch, `none` and `medium` do."""
+    options = dict(fields.object("chat_template_kwargs") or {})
+    for name in options:
+        if known is not None and name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            problem = (
+                f"has {quoted(name)}, which this model's template does not know; known: {names}"
+            )
+            raise Refusal(fields.where("chat_template_kwargs"), problem, "unsupported_parameter")
+    where, effort = _effort(fields, is_chat)
+    if effort is None:
+        return options
+    if effort not in EFFORTS:
+        raise Refusal(where, f"{quoted(effort)} is not one of {', '.join(EFFORTS)}")
+    if known is None or "reasoning_effort" in known:
+        return {"reasoning_effort": effort, **options}
+    if "enable_thinking" in known and effort in ("none", "medium"):
+        return {"enable_thinking": effort == "medium", **options}
+    raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
+
+
+def _effort(fields: Fields, is_chat: bool) -> tuple[str, str | None]:
+    """By the name that the endpoint has for it."""
+    if is_chat:
+        return "reasoning_effort", fields.text("reasoning_effort")
+    reasoning = fields.fields("reasoning")
+    if reasoning is None:
+        return "reasoning.effort", None
+    effort = reasoning.text("effort")
+    reasoning.only("summary", "auto", problem="reasoning is not summarised")
+    reasoning.end()
+    return "reasoning.effort", effort
+
+
+def _stream(fields: Fields) -> dict[str, bool]:
+    stream, include_usage = fields.flag("stream"), False
+    if (options := fields.fields("stream_options")) is not None:
+        include_usage = options.flag("include_usage")
+        options.flag("include_obfuscation")
+        options.end()
+        if not stream:
+            raise Refusal("stream_options", "needs stream: true")
+    return {"stream": stream, "include_usage": include_usage}
+
+
+def _kept(fields: Fields) -> dict[str, Any]:
+    return {
+        "store": fields.flag("store") if "store" in fields else None,
+        "prompt_cache_key": fields.text("prompt_cache_key") or "",
+    }
+
+
+def _pass_over(fields: Fields) -> None:
+    """What changes nothing about an answer; its type is checked, since a response repeats some of it."""
+    for name in ("user", "safety_identifier", "service_tier"):
+        fields.text(name)
+    fields.text("prompt_cache_retention")
+    fields.object("prompt_cache_options")
+    metadata, where = fields.object("metadata"), fields.where("metadata")
+    if metadata and not all(isinstance(each, str) for each in metadata.values()):
+        raise Refusal(where, "must hold strings", "invalid_type")
+
+
+# -- sampling --
+
+
+class SamplingFields(NamedTuple):
+    sampling: Sampling
+    given: frozenset[str]  # the fields of `sampling` that the body sets; others have the defaults
+    params: Mapping[str, str]  # what the body calls a field, where it has another name for it
+
+
+def take_sampling(
+    kind: RequestKind, fields: Fields, defaults: Sampling, vocab_size: int | None
+) -> SamplingFields:
+    """Raises Refusal with the body's name of what is wrong."""
+    values: dict[str, Any] = {name: fields.number(name) for name in NUMBERS}
+    values |= {name: fields.integer(name) for name in INTEGERS}
+    length_param, values["max_tokens"] = _length(LENGTHS[kind], fields)
+    values["logprobs"] = _logprobs(kind, fields)
+    values["stop"] = _stop(fields)
+    values["stop_token_ids"] = _stop_token_ids(fields)
+    values["logit_bias"] = _logit_bias(fields)
+    if "ignore_eos" in fields:
+        values["ignore_eos"] = fields.flag("ignore_eos")
+    given = {name: value for name, value in values.items() if value is not None}
+    if "min_tokens" in given and "max_tokens" not in given:
+        values["max_tokens"] = max(defaults.max_tokens, given["min_tokens"])
+    filled = {name: value for name, value in values.items() if value is not None}
+    sampling = replace(defaults, **{"ignore_eos": False, "logprobs": None, **filled})
+    is_completion = kind is RequestKind.COMPLETION
+    params = {
+        "max_tokens": length_param,
+        "logprobs": "logprobs" if is_completion else "top_logprobs",
+    }
+    if problem := sampling.problem(vocab_size):
+        raise Refusal(params.get(problem[0], problem[0]), problem[1])
+    return SamplingFields(sampling, frozenset(given), params)
+
+
+def _length(names: tuple[str, ...], fields: Fields) -> tuple[str, int | None]:
+    found = {name: value for name in names if (value := fields.integer(name)) is not None}
+    if len(set(found.values())) > 1:
+        first, second = found
+        raise Refusal(fields.where(second), f"differs from {first}: give one of them")
+    return next(iter(found.items()), (names[0], None))
+
+
+def _logprobs(kind: RequestKind, fields: Fields) -> int | None:
+    if kind is RequestKind.COMPLETION:
+        return fields.integer("logprobs")
+    if kind is RequestKind.CHAT:
+        wanted, switch = fields.flag("logprobs"), "logprobs: true"
+    else:
+        wanted, switch = _included(fields), f"{LOGPROBS_INCLUDED!r} in include"
+    alternatives = fields.integer("top_logprobs") or 0
+    if alternatives and not wanted:
+        raise Refusal(fields.where("top_logprobs"), f"needs {switch}")
+    return alternatives if wanted else None
+
+
+def _included(fields: Fields) -> bool:
+    """Whether logprobs are; the rest of what may be included does not exist here."""
+    given = fields.items("include") or ()
+    for index, each in enumerate(given):
+        if each not in (LOGPROBS_INCLUDED, "reasoning.encrypted_content"):
+            problem = f"only {LOGPROBS_INCLUDED!r} is supported"
+            raise Refusal(f"{fields.where('include')}[{index}]", problem, "unsupported_parameter")
+    return LOGPROBS_INCLUDED in given
+
+
+def _stop(fields: Fields) -> tuple[str, ...] | None:
+    given = fields.take("stop")
+    if given is None:
+        return None
+    strings = [given] if isinstance(given, str) else given
+    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
+        raise Refusal(fields.where("stop"), "must be a string or a list of strings", "invalid_type")
+    if len(strings) > STOP_STRINGS_MAX:
+        raise Refusal(fields.where("stop"), f"at most {STOP_STRINGS_MAX} strings")
+    return tuple(strings)
+
+
+def _stop_token_ids(fields: Fields) -> tuple[int, ...] | None:
+    given = fields.items("stop_token_ids")
+    if given is None:
+        return None
+    where = fields.where("stop_token_ids")
+    if len(given) > STOP_TOKEN_IDS_MAX:
+        raise Refusal(where, f"at most {STOP_TOKEN_IDS_MAX} ids")
+    if not all(is_token_id(each) for each in given):
+        raise Refusal(where, "must be a list of token ids", "invalid_type")
+    return tuple(given)
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
+    """JSON has strings for keys, so that is what the token ids are."""
+    given, where = fields.object("logit_bias"), fields.where("logit_bias")
+    if given is None:
+        return None
+    if len(given) > LOGIT_BIAS_MAX:
+        raise Refusal(where, f"at most {LOGIT_BIAS_MAX} entries")
+    for key in given:
+        digits = key.isascii() and key.isdigit() and len(key) <= TOKEN_ID_DIGITS_MAX
+        if not digits or key != str(int(key)) or not is_token_id(int(key)):
+            raise Refusal(where, f"the key {quoted(key)} is no token id")
+    entries = Fields(given, where)
+    found = ((int(key), entries.number(key)) for key in given)
+    return tuple(sorted((token_id, bias) for token_id, bias in found if bias is not None))
+
+
+def is_token_id(value: Any) -> bool:
+    """Whether it could be one, of the largest vocabulary."""
+    return type(value) is int and 0 <= value < 2**32

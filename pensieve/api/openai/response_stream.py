@@ -1,0 +1,319 @@
+"""A response as it comes: events, each with its sequence number, that add up to the whole answer.
+
+    response.created  response.in_progress
+    the items of the output, one after the other
+        Thinking    reasoning        added  part added  text delta…  text done  part done  done
+        Text        message          added  part added  text delta…  text done  part done  done
+        a call      function_call    added              arguments delta…  arguments done   done
+    response.completed | response.incomplete | response.failed | error
+
+The first two events and the last bring the whole response, as it is then.  An item ends where one of another
+kind begins, and a call where the next one does, so at most the last item is open.  A reply without any piece
+is a message without text.
+
+Logprobs are those of the text's tokens, in the delta that brings them.  Those of text that is withheld (it
+may begin a call) come with the next delta; if it did begin one, they are left out with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from pensieve.api.openai.answer import Heading, PromptTokens, Reply, logprob_rows, response_body
+from pensieve.api.openai.chunks import merged
+from pensieve.api.openai.request import Request
+from pensieve.core.turn import FinishReason
+from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking
+from pensieve.text.tokenizer import Tokenizer
+
+NO_REPLY = Reply((), (), FinishReason.STOP)
+NO_PROMPT = PromptTokens(0)
+LAST_EVENTS = {
+    "completed": "response.completed",
+    "failed": "response.failed",
+    "cancelled": "response.failed",
+}
+ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+
+
+def unfinished(request: Request, heading: Heading, status: str) -> dict[str, Any]:
+    """The response before it has an end, or one without a reply."""
+    body = response_body(request, NO_REPLY, NO_PROMPT, heading, [])
+    return {**body, "status": status, "incomplete_details": None, "usage": None}
+
+
+def failed(
+    request: Request, heading: Heading, code: str, message: str, status: str = "failed"
+) -> dict[str, Any]:
+    error = {"code": code, "message": message} if status == "failed" else None
+    return {**unfinished(request, heading, status), "error": error}
+
+
+def finished(
+    request: Request,
+    heading: Heading,
+    reply: Reply,
+    prompt: PromptTokens,
+    items: Sequence[Mapping[str, Any]],
+    *,
+    is_cut: bool = False,
+) -> dict[str, Any]:
+    """The whole answer; `is_cut`: somebody ended the reply before its end."""
+    body = response_body(request, reply, prompt, heading, list(items))
+    if is_cut:
+        body |= {"status": "incomplete", "incomplete_details": {"reason": "cancelled"}}
+    return body
+
+
+class ResponseStream:
+    def __init__(self, request: Request, names: Names, tokenizer: Tokenizer) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._items = OutputItems(names)
+        self._number = 0
+        self._has_text = False
+
+    def begin(self, body: Mapping[str, Any]) -> list[Event]:
+        return self._numbered(
+            [
+                {"type": "response.created", "response": dict(body)},
+                {"type": "response.in_progress", "response": dict(body)},
+            ]
+        )
+
+    def tokens(self, cutter: ReplyPieces, tokens: Reply) -> list[Event]:
+        """For what these tokens of the reply released.
+
+        Where logprobs are requested, it is token by token: which delta has which must not depend on how many
+        tokens came at once.
+        """
+        if self._request.sampling.logprobs is None:
+            return self.pieces(
+                piece
+                for text, part in zip(tokens.texts, tokens.parts, strict=True)
+                for piece in cutter.push(text, part)
+            )
+        found: list[Event] = []
+        for number in range(len(tokens.token_ids)):
+            token = _token(tokens, number)
+            pieces = cutter.push(token.texts[0], token.parts[0])
+            found += self._numbered(self._items.push(pieces, self._rows(token)))
+        return found
+
+    def pieces(self, pieces: Iterable[Piece]) -> list[Event]:
+        return self._numbered(self._items.push(pieces))
+
+    def items(self, *, is_whole: bool) -> list[dict[str, Any]]:
+        self._numbered(self._items.end(is_whole=is_whole))
+        return self._items.items
+
+    def end(self, body: Mapping[str, Any]) -> list[Event]:
+        status = body["status"]
+        last = {
+            "type": LAST_EVENTS.get(status, "response.incomplete"),
+            "response": dict(body),
+        }
+        return self._numbered([*self._items.end(is_whole=status == "completed"), last])
+
+    def failed(self, body: Mapping[str, Any]) -> list[Event]:
+        """There will be no answer; `body` says why."""
+        return self._numbered([{"type": "response.failed", "response": dict(body)}])
+
+    def error(self, code: str | None, message: str, param: str | None = None) -> list[Event]:
+        return self._numbered([{"type": "error", "code": code, "message": message, "param": param}])
+
+    def _rows(self, tokens: Reply) -> list[dict[str, Any]]:
+        rows = logprob_rows(tokens, self._tokenizer, is_first=not self._has_text)
+        self._has_text = self._has_text or bool(rows)
+        return rows
+
+    def _numbered(self, events: Iterable[Event]) -> list[Event]:
+        found = []
+        for each in events:
+            found.append({**each, "sequence_number": self._number})
+            self._number += 1
+        return found
+
+
+def _token(tokens: Reply, number: int) -> Reply:
+    only = slice(number, number + 1)
+    return Reply(
+        tokens.token_ids[only],
+        tokens.texts[only],
+        tokens.finish,
+        tokens.parts[only],
+        tokens.logprobs[only],
+    )
+
+
+Event = dict[str, Any]  # without its sequence number
+PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+
+
+class Names(Protocol):
+    """Gives items their ids."""
+
+    def item_id(self, prefix: str, part: int = 0) -> str: ...
+    def call_id(self, number: int) -> str: ...
+
+
+class OutputItems:
+    def __init__(self, names: Names) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._names = names
+        self._is_open = False  # the last item
+        self._text: list[str] = []  # of the open item
+        self._rows: list[Mapping[str, Any]] = []  # logprobs of the open item
+        self._waiting: list[Mapping[str, Any]] = []  # logprobs, for the next delta of text
+        self._num_calls = 0
+
+    def push(
+        self, pieces: Iterable[Piece], logprobs: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Event]:
+        """Of pieces that came together, and the logprobs of the tokens that brought them."""
+        events: list[Event] = []
+        self._waiting += logprobs
+        for piece in merged(pieces):
+            if isinstance(piece, CallBegan):
+                self._waiting = []
+                events += self._close("completed")
+                events += self._open(_call(piece.name, self._names.call_id(self._num_calls)))
+                self._num_calls += 1
+            elif isinstance(piece, CallArguments):
+                self._waiting = []
+                events.append(self._delta("response.function_call_arguments.delta", piece.text))
+            elif isinstance(piece, Thinking):
+                events += self._opened("reasoning")
+                events.append(self._delta("response.reasoning_text.delta", piece.text))
+            else:
+                events += self._opened("message")
+                events.append(self._text_delta(piece.text))
+        return events
+
+    def end(self, *, is_whole: bool) -> list[Event]:
+        """Of the reply's end; unless it is whole, its last item is not either."""
+        events = [] if self.items else self._opened("message")
+        if self._waiting and self._is_open and self.items[-1]["type"] == "message":
+            events.append(self._text_delta(""))
+        return events + self._close("completed" if is_whole else "incomplete")
+
+    def _opened(self, kind: str) -> list[Event]:
+        if self._is_open and self.items[-1]["type"] == kind:
+            return []
+        return self._close("completed") + self._open(
+            _reasoning() if kind == "reasoning" else _message()
+        )
+
+    def _open(self, item: dict[str, Any]) -> list[Event]:
+        prefix = PREFIXES[item["type"]]
+        item = {"id": self._names.item_id(prefix, len(self.items)), **item}
+        self.items.append(item)
+        self._is_open, self._text, self._rows = True, [], []
+        added = [self._event("response.output_item.added", item=_copy(item))]
+        if item["type"] == "function_call":
+            return added
+        part = _part(item["type"], "", [])
+        return [*added, self._of_part("response.content_part.added", part=part)]
+
+    def _delta(self, kind: str, text: str) -> Event:
+        self._text.append(text)
+        if self.items[-1]["type"] == "function_call":
+            return self._of_item(kind, delta=text)
+        return self._of_part(kind, delta=text)
+
+    def _text_delta(self, text: str) -> Event:
+        rows, self._waiting = self._waiting, []
+        self._rows += rows
+        return {**self._delta("response.output_text.delta", text), "logprobs": rows}
+
+    def _close(self, status: str) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item, text = self.items[-1], "".join(self._text)
+        if item["type"] == "function_call":
+            item |= {"arguments": text, "status": "completed" if _is_object(text) else "incomplete"}
+            done = self._of_item(
+                "response.function_call_arguments.done", arguments=text, name=item["name"]
+            )
+            return [done, self._event("response.output_item.done", item=_copy(item))]
+        part = _part(item["type"], text, self._rows)
+        item |= {"content": [part], "status": status}
+        if item["type"] == "message":
+            done = self._of_part("response.output_text.done", text=text, logprobs=self._rows)
+        else:
+            done = self._of_part("response.reasoning_text.done", text=text)
+        return [
+            done,
+            self._of_part("response.content_part.done", part=part),
+            self._event("response.output_item.done", item=_copy(item)),
+        ]
+
+    def _event(self, kind: str, **values: Any) -> Event:
+        return {"type": kind, "output_index": len(self.items) - 1, **values}
+
+    def _of_item(self, kind: str, **values: Any) -> Event:
+        return self._event(kind, item_id=self.items[-1]["id"], **values)
+
+    def _of_part(self, kind: str, **values: Any) -> Event:
+        return self._of_item(kind, content_index=0, **values)
+
+
+def _reasoning() -> dict[str, Any]:
+    return {
+        "type": "reasoning",
+        "summary": [],
+        "content": [],
+        "encrypted_content": None,
+        "status": "in_progress",
+    }
+
+
+def _message() -> dict[str, Any]:
+    return {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
+
+
+def _call(name: str, call_id: str) -> dict[str, Any]:
+    return {
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": "",
+        "status": "in_progress",
+    }
+
+
+def _part(kind: str, text: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(rows)}
+
+
+def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(each) if isinstance(each, list) else each for name, each in item.items()}
+
+
+def _is_object(text: str) -> bool:
+    """Whether arguments are whole."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def pieces_of(items: Iterable[Mapping[str, Any]]) -> list[Piece]:
+    """What these items would be made of."""
+    found: list[Piece] = []
+    num_calls = 0
+    for item in items:
+        if item["type"] == "function_call":
+            found += [
+                CallBegan(num_calls, item["name"]),
+                CallArguments(num_calls, item["arguments"]),
+            ]
+            num_calls += 1
+        else:
+            text = "".join(part["text"] for part in item["content"])
+            found.append(Thinking(text) if item["type"] == "reasoning" else Text(text))
+    return found

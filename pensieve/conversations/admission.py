@@ -1,0 +1,310 @@
+"""Whether a turn may begin now: decided before anything of it is read or written.
+
+The reasons to refuse it, in this order: the daemon is shutting down, there is no engine, too many turns are
+in flight, the tenant has used up its limits, or the present queue would miss the request's deadline or the
+objective for the first token (`--ttft`).  Where there are several tenants, each may have as many turns as
+ROOM_SHARE times the places that are left, so a tenant that floods leaves a ninth of them to others.
+
+**The wait** until a turn's own prompt is computed is the longest of
+
+* the seconds that the prompts ahead take as the engine's cost model predicts, times the pace;
+* the average time between two admissions of the engine while turns waited, times the turns ahead that wait
+  for room;
+* where any of them waits for room, the time since the engine admitted the last one.
+
+With nothing ahead there is no wait, so an idle engine refuses nobody.  The turn's own prompt does not count:
+it would take no less later.  A refusal says when the wait will be within the objective, if no more turns
+come.
+
+**Ahead** of a turn are the turns without a token that the engine would serve first: of its own tenant, those
+that have begun, and those of no lower priority; of another tenant, what fair queueing (core/fair_queue.py)
+gives that one meanwhile, by their weights.  Turns that are about to begin count too, or a burst would find
+nothing ahead; their tokens are estimated from their characters.  Of a prompt that has begun, what was
+computed meanwhile is taken off.
+
+**The pace** is the time in which any prompt was being computed, over the predicted seconds of the prompts
+that came to an end, the latest counting an eighth.  While it is not known nothing is predicted, and nobody
+refused.
+
+All of it belongs to the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pensieve.conversations.draft import Ask
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.core.iteration_cost import IterationCost
+from pensieve.errors import DeadlineExceeded, Loading, PensieveError, QueueFull, Unavailable
+from pensieve.guard.limits import Allowances, Limits
+
+RETRY_SECONDS_MIN = 0.1
+ROOM_SHARE = 8
+CHARACTERS_MAX = 32 << 20  # of a tenant's turns that are about to begin
+
+
+LATEST_SHARE = 1 / 8
+
+
+class Ahead(NamedTuple):
+    num_turns: float = 0.0  # that wait for room
+    seconds: float = 0.0  # of prompts, as predicted
+
+
+NOTHING = Ahead()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the daemon is carrying when somebody wants another turn."""
+
+    is_draining: bool
+    engine_serves: bool
+    num_turns: int  # begun or about to, and not ended; with warms
+    num_turns_of_tenant: int  # with its warms
+    ahead: Callable[[], Ahead] = lambda: NOTHING  # of this turn
+    waiting_since: float | None = None  # the first turn for which the engine has no room yet
+    num_characters_of_tenant: int = 0  # of its turns that are about to begin
+
+
+class Admission:
+    def __init__(
+        self, turns_max: int, limits: Mapping[str, Limits], now: float, ttft_seconds: float = 0.0
+    ) -> None:
+        """`ttft_seconds`: what no turn may wait for longer; 0: without limit."""
+        self.ttft_seconds = ttft_seconds
+        self.prompts = Prompts()
+        self.num_refused_for_ttft = 0
+        self._seconds_per_admission = 0.0
+        self._admitted_at = now  # the latest
+        self._turns_max = turns_max
+        self.allowances = Allowances(limits, now)
+
+    def refusal(
+        self, tenant: str, load: Load, seconds_left: float | None, now: float
+    ) -> PensieveError | None:
+        """Why a turn of this tenant may not begin; None if it may."""
+        if load.is_draining:
+            return Unavailable("the daemon is shutting down")
+        if not load.engine_serves:
+            return Loading(
+                "the engine is starting again and loads the model; try again in a moment"
+            )
+        if (exceeded := self.exceeded(tenant, load, now)) is not None:
+            return exceeded
+        if seconds_left is None and not self.ttft_seconds:
+            return None
+        wait = self.wait_seconds(load, now)
+        refusal: PensieveError | None = None
+        if seconds_left is not None and wait > seconds_left:
+            allowed = seconds_left
+            refusal = DeadlineExceeded(
+                f"turns wait {wait:.1f} s at present; the deadline is in {seconds_left:.1f} s"
+            )
+        elif self.ttft_seconds and wait > self.ttft_seconds:
+            allowed = self.ttft_seconds
+            refusal = QueueFull(
+                f"turns wait {wait:.1f} s for their first token at present, and the objective is "
+                f"{allowed:g} s; try again later"
+            )
+            self.num_refused_for_ttft += 1
+        if refusal is not None:
+            refusal.retry_after_seconds = max(wait - allowed, RETRY_SECONDS_MIN)
+        return refusal
+
+    def exceeded(self, tenant: str, load: Load, now: float) -> QueueFull | None:
+        """Which limit another turn or warm of this tenant would exceed; None if it would not."""
+        if load.num_turns >= self._turns_max:
+            return QueueFull(f"{load.num_turns} turns are waiting or running; try again later")
+        num_left = self._turns_max - load.num_turns
+        if len(self.allowances) > 1 and load.num_turns_of_tenant > ROOM_SHARE * num_left:
+            return QueueFull(
+                f"{load.num_turns_of_tenant} turns of yours are waiting or running, and others need "
+                "room, too; try again later"
+            )
+        if load.num_characters_of_tenant > CHARACTERS_MAX:
+            return QueueFull("messages of yours wait to be tokenized; try again later")
+        allowance = self.allowances.of(tenant, now)
+        return allowance.exceeded(load.num_turns_of_tenant, now) or allowance.calls_exceeded()
+
+    def wait_seconds(self, load: Load, now: float) -> float:
+        """How long a turn that came now would wait until its own prompt is computed."""
+        ahead = load.ahead()
+        wait = self.prompts.wait_seconds(ahead)
+        if load.waiting_since is not None and ahead.num_turns:
+            nobody_since = max(self._admitted_at, load.waiting_since)
+            for_room = ahead.num_turns * self._seconds_per_admission
+            wait = max(wait, for_room, now - nobody_since)
+        return wait
+
+    def ahead(
+        self,
+        turns: Sequence[LiveTurn],
+        arriving: Iterable[Ask],
+        tenant: str,
+        priority: int,
+        now: float,
+    ) -> Ahead:
+        """Of a new turn of this tenant; `turns` are those without a token, as they came."""
+        known = [waiting(live) for live in turns]
+        known += [self.prompts.arriving(ask, self._weight_of(ask.tenant)) for ask in arriving]
+        served = self.prompts.pace.served_since(now)
+        return ahead_of(known, tenant, self._weight_of(tenant), priority, served)
+
+    def _weight_of(self, tenant: str) -> float:
+        allowance = self.allowances.known(tenant)
+        return allowance.limits.weight if allowance is not None else 1.0
+
+    def turn_admitted(self, begun_at: float, now: float) -> None:
+        """The engine had room for a turn that began then."""
+        between = now - max(self._admitted_at, begun_at)
+        self._seconds_per_admission += (between - self._seconds_per_admission) * LATEST_SHARE
+        self._admitted_at = now
+
+    def charge(self, tenant: str, num_tokens: int, now: float) -> None:
+        self.allowances.of(tenant, now).spend(num_tokens, now)
+
+    def engine_lost(self) -> None:
+        """The next one may be faster."""
+        self._seconds_per_admission = 0.0
+        self.prompts.engine_lost()
+
+
+class Waiting(NamedTuple):
+    """What is asked of a turn without a token."""
+
+    tenant: str
+    weight: float
+    priority: int
+    prompt_seconds: float  # as predicted
+    admitted: bool = False
+
+
+class _Share:
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.num_waiting = 0
+        self.seconds = 0.0
+        self.begun: list[Waiting] = []
+
+
+def ahead_of(
+    turns: Sequence[Waiting],
+    tenant: str,
+    weight: float,
+    priority: int,
+    seconds_served: float = 0.0,
+) -> Ahead:
+    """What is ahead of a new turn; `turns` are those without a token, in the order in which they came.
+
+    `seconds_served`: of prompts that have begun and not ended, predicted seconds that were computed already.
+    """
+    shares: dict[str, _Share] = {}
+    for turn in turns:
+        share = shares.setdefault(turn.tenant, _Share())
+        share.weight = turn.weight
+        if not turn.admitted:
+            if turn.tenant == tenant and turn.priority < priority:
+                continue
+            share.num_waiting += 1
+        else:
+            share.begun.append(turn)
+        share.seconds += turn.prompt_seconds
+    num_begun = sum(bool(share.begun) for share in shares.values())
+    for share in shares.values():
+        if share.begun:
+            first = share.begun[0].prompt_seconds
+            share.seconds -= min(first, seconds_served / num_begun)
+    own = shares.pop(tenant, _Share())
+    num_turns, seconds = float(own.num_waiting), own.seconds
+    for other in shares.values():
+        if other.seconds:
+            served = min(other.seconds, own.seconds * other.weight / weight)
+            seconds += served
+            num_turns += other.num_waiting * served / other.seconds
+    return Ahead(num_turns, seconds)
+
+
+def waiting(live: LiveTurn) -> Waiting:
+    """A turn that has begun, and has no token yet."""
+    return Waiting(live.tenant, live.weight, live.priority, live.prompt_seconds, live.admitted)
+
+
+class Pace:
+    """Seconds that predicted seconds of prompts take."""
+
+    def __init__(self) -> None:
+        self._busy = self._predicted = 0.0
+        self._since: float | None = None  # prompts are computed, and none has come to its end
+
+    @property
+    def ratio(self) -> float | None:
+        """None: nothing is known."""
+        return self._busy / self._predicted if self._predicted else None
+
+    def begun(self, now: float, is_only: bool) -> None:
+        """A prompt has begun; whether no other is being computed."""
+        if is_only or self._since is None:
+            self._since = now
+
+    def ended(self, predicted: float, now: float) -> None:
+        """A prompt was computed that was predicted to take so long."""
+        since, self._since = self._since, now
+        if since is not None and predicted > 0.0:
+            self._busy += (now - since - self._busy) * LATEST_SHARE
+            self._predicted += (predicted - self._predicted) * LATEST_SHARE
+
+    def served_since(self, now: float) -> float:
+        """Predicted seconds that were computed since a prompt came to its end, or the first one began."""
+        ratio = self.ratio
+        return (now - self._since) / ratio if self._since is not None and ratio else 0.0
+
+
+class Prompts:
+    """Predicts what the prompts of live turns take, and learns what they took."""
+
+    def __init__(self) -> None:
+        self.cost: IterationCost | None = None  # of the present engine
+        self.pace = Pace()
+        self._characters = self._tokens = 0.0  # of the latest prompts
+
+    def submitted(self, live: LiveTurn) -> None:
+        live.prompt_seconds = self._seconds(live, live.prompt_tokens)
+        if live.ask is not None:
+            self._characters += (live.ask.num_characters - self._characters) * LATEST_SHARE
+            self._tokens += (live.prompt_tokens - self._tokens) * LATEST_SHARE
+
+    def arriving(self, ask: Ask, weight: float) -> Waiting:
+        """A turn that is about to begin; 0 seconds while nothing is known of the tokens."""
+        seconds = 0.0
+        if self.cost is not None and self._characters:
+            num_tokens = round(ask.num_characters * self._tokens / self._characters)
+            seconds = self.cost.iteration_seconds([(0, num_tokens)])
+        return Waiting(ask.tenant, weight, ask.options.priority, seconds)
+
+    def admitted(self, live: LiveTurn, missing_tokens: int, now: float, is_only: bool) -> None:
+        """The engine begins with it, and has so many tokens to compute."""
+        live.prompt_seconds = self._seconds(live, missing_tokens)
+        self.pace.begun(now, is_only)
+
+    def ended(self, live: LiveTurn, now: float) -> None:
+        """Its first token is there."""
+        self.pace.ended(live.prompt_seconds, now)
+
+    def wait_seconds(self, ahead: Ahead) -> float:
+        """What these prompts take, by what others took; 0 while nothing is known."""
+        return ahead.seconds * (self.pace.ratio or 0.0)
+
+    def engine_lost(self) -> None:
+        """The next one may be faster."""
+        self.cost, self.pace = None, Pace()
+
+    def _seconds(self, live: LiveTurn, num_tokens: int) -> float:
+        """Of an iteration with the last tokens of a turn's context, as the engine predicts it."""
+        if self.cost is None:
+            return 0.0
+        context = live.history_tokens + live.prompt_tokens
+        return self.cost.iteration_seconds([(context - num_tokens, context)])

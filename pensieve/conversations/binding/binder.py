@@ -1,0 +1,401 @@
+"""Match a request with a full history to a stored conversation, and run it as a turn there.
+
+Each beginning of the history that ends with a reply has a digest (chain.py).  The longest one that the store
+knows decides, and only the messages after it are rendered and tokenized:
+
+    its conversation ends there, is idle, same session      append to it
+    it went on, is busy, or belongs to another session      fork there, then append
+    no digest is known                                      create a conversation
+
+So an edited message, a regenerated reply and a second client with the same history each get a fork that
+shares the common part.  Of several choices only the first may be appended.  Without a known beginning each
+choice has a conversation of its own, and the others begin when the first has computed the prompt.  A session
+is the client's own name for a conversation: it keeps equal histories apart.
+
+**Races.**  If the conversation changes between lookup and begin, the store refuses the turn, and the binder
+looks again, at most ATTEMPTS_MAX times; the last attempts fork.  A fork is reserved until its first turn
+begins.
+
+**Retries** find their turn by its request_id.  A request that differs from the first is refused; one that
+comes while the first is about to begin waits for it.
+
+**Cleanup.**  A conversation created for a turn that did not begin, failed or was given up is deleted, unless
+something has used it meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from pensieve.conversations.binding.chain import (
+    ChainEnd,
+    ReplyReader,
+    digests,
+    plain_reply,
+    prefix_id,
+    session_digest,
+)
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.draft import Ask
+from pensieve.conversations.heads import ConversationSettings, check_length
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.prefixes import SharedPrompt
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    PrefixTaken,
+    StaleRevision,
+    TurnInterrupted,
+    TurnRunning,
+)
+from pensieve.guard.counts import Counts
+from pensieve.store.records import ChainMatch
+from pensieve.text import Message
+
+ATTEMPTS_MAX = 4
+APPENDING_ATTEMPTS = 2
+LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
+HASHED_AT_ONCE = 1 << 18  # characters; of more, the loop would notice
+RACES = (TurnRunning, StaleRevision, NotFound, AlreadyExists)
+
+
+class How(StrEnum):
+    APPENDED = "appended"
+    FORKED = "forked"
+    NEW = "new"
+    KNOWN = "known"  # its turn was begun before
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A request that brings its whole history."""
+
+    messages: tuple[Message, ...]
+    options: TurnOptions
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    tenant: str = ""
+    session_key: str = ""  # the client's own name for the conversation
+    request_id: str = ""  # by which it is the same request again; any text
+    given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    num_choices: int = 1
+    reply_reader: ReplyReader = plain_reply  # what the client will send back of a reply
+
+
+class Bound(NamedTuple):
+    """One choice of a request."""
+
+    live: LiveTurn
+    conversation_id: str
+    how: How
+    num_known_messages: int
+
+
+class History(NamedTuple):
+    """That of a request, by digests."""
+
+    lengths: dict[
+        bytes, int
+    ]  # in messages, of each beginning that ends with a reply, the longest first
+    end: ChainEnd
+
+
+class Binder:
+    """Belongs to the loop."""
+
+    def __init__(
+        self, daemon: Daemon, random_bits: Callable[[int], int] = secrets.randbits
+    ) -> None:
+        self.num_bound = Counter[How]()
+        self._daemon = daemon
+        self._random_bits = random_bits
+        self._beginning: dict[tuple[str, str], asyncio.Event] = {}  # by tenant and request
+        self._unused: dict[tuple[str, str], int] = {}  # made for a turn, with their revision
+        self._num_lookups = Counts[str]()
+        self._reserved = Counts[tuple[str, str]]()  # by tenant and conversation
+        daemon.on_turn_ended = self._ended
+
+    async def begin(self, chat: Chat, seconds_left: float | None = None) -> list[Bound]:
+        """Its choices, each as a turn that runs or has its reply."""
+        if not chat.messages:
+            raise InvalidArgument("messages", "at least one is needed")
+        left = asyncio.Event()  # by the client
+        try:
+            return await self._daemon.threads.whole(self._in_turn(chat, seconds_left, left))
+        except asyncio.CancelledError:
+            left.set()
+            raise
+
+    async def _in_turn(
+        self, chat: Chat, seconds_left: float | None, left: asyncio.Event
+    ) -> list[Bound]:
+        """Behind the same request; it goes on where its client has left, which is when that comes again."""
+        if not chat.request_id:
+            return await self._begin(chat, seconds_left, left)
+        request = chat.tenant, chat.request_id
+        while (earlier := self._beginning.get(request)) is not None:
+            await earlier.wait()
+        self._beginning[request] = asyncio.Event()
+        try:
+            return await self._begin(chat, seconds_left, left)
+        finally:
+            self._beginning.pop(request).set()
+
+    async def _begin(
+        self, chat: Chat, seconds_left: float | None, left: asyncio.Event
+    ) -> list[Bound]:
+        refusal = self._daemon.refusal(chat.tenant, "", chat.options.priority, seconds_left)
+        is_looked_up = chat.request_id and self._num_lookups[chat.tenant] < LOOKUPS_MAX
+        if refusal is not None and not is_looked_up:
+            raise refusal
+        self._num_lookups[chat.tenant] += 1
+        bound: list[Bound] = []
+        try:
+            past, shared = await self._past(chat), SharedPrompt()
+            for choice in range(chat.num_choices):
+                if choice == 1 and bound[0].how is How.NEW:
+                    await self._computed(bound[0].live, left)
+                one = _Choice(chat, choice, past, shared, self._random_bits)
+                bound.append(await self._bind(one, refusal, seconds_left))
+        except BaseException:
+            for each in bound:
+                if each.how is not How.KNOWN:
+                    await self._daemon.conversations.drop(each.live)
+            raise
+        finally:
+            self._num_lookups[chat.tenant] -= 1
+        self.num_bound.update(each.how for each in bound)
+        return bound
+
+    async def look(self, chat: Chat) -> tuple[History, ChainMatch | None]:
+        """A request's history and what it goes on from, for who begins turns in another way."""
+        past = await self._past(chat)
+        return past, await self._match(past, chat.tenant)
+
+    @contextlib.contextmanager
+    def reserved(self, tenant: str, conversation_id: str) -> Iterator[None]:
+        """Keep other requests from appending to a conversation that is made for one turn."""
+        name = tenant, conversation_id
+        self._reserved[name] += 1
+        try:
+            yield
+        finally:
+            self._reserved[name] -= 1
+
+    async def _computed(self, live: LiveTurn, left: asyncio.Event) -> None:
+        """Until the first choice has computed the prompt; not longer than its client is there."""
+        computed = asyncio.ensure_future(self._daemon.conversations.prompt_computed(live))
+        gone = asyncio.ensure_future(left.wait())
+        try:
+            await asyncio.wait((computed, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not computed.done():
+                raise TurnInterrupted("its client left before there was a reply")
+            await computed
+        finally:
+            for each in (computed, gone):
+                each.cancel()
+            await asyncio.gather(computed, gone, return_exceptions=True)
+
+    async def _past(self, chat: Chat) -> History:
+        num_characters = sum(each.num_characters for each in chat.messages)
+        num_characters += sum(len(str(each)) for each in chat.tools)
+        check_length("messages", num_characters, self._daemon.context_max)
+        if num_characters <= HASHED_AT_ONCE:
+            return _history_of(chat)
+        return await self._daemon.threads.in_text_pool(chat.tenant, lambda: _history_of(chat))
+
+    # -- one choice --
+
+    async def _bind(
+        self, one: _Choice, refusal: PensieveError | None, seconds_left: float | None
+    ) -> Bound:
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            try:
+                if (known := await self._known(one, seconds_left)) is not None:
+                    return known
+                if refusal is not None:
+                    raise refusal
+                match = await self._match(one.past, one.chat.tenant)
+                if match is None:
+                    return await self._new(one, seconds_left)
+                may_append = match.may_append and one.number == 0 and attempt <= APPENDING_ATTEMPTS
+                go_on = self._append if may_append else self._fork
+                return await go_on(one, match, seconds_left)
+            except RACES:
+                if attempt == ATTEMPTS_MAX:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _known(self, one: _Choice, seconds_left: float | None) -> Bound | None:
+        """Return the turn of a request that came before; InvalidArgument if its body differs."""
+        if not one.request_id:
+            return None
+        chains, tenant = self._daemon.store.chains, one.chat.tenant
+        found = await self._daemon.threads.in_store(
+            tenant, chains.request, one.request_id, tenant=tenant
+        )
+        if found is None:
+            return None
+        num_known = max(len(one.chat.messages) - found.num_messages, 0)
+        live = await self._daemon.begin(one.ask(found.conversation_id, num_known), seconds_left)
+        return Bound(live, found.conversation_id, How.KNOWN, num_known)
+
+    async def _match(self, past: History, tenant: str) -> ChainMatch | None:
+        if not past.lengths:
+            return None
+        match = await self._daemon.threads.in_store(
+            tenant,
+            self._daemon.store.chains.longest,
+            list(past.lengths),
+            past.end.session,
+            tenant=tenant,
+        )
+        if match is not None and self._reserved[tenant, match.conversation_id]:
+            return match._replace(may_append=False)
+        return match
+
+    async def _append(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> Bound:
+        num_known = one.past.lengths[match.digest]
+        ask = one.ask(match.conversation_id, num_known, match.present_revision)
+        live = await self._daemon.begin(ask, seconds_left)
+        return Bound(live, match.conversation_id, How.APPENDED, num_known)
+
+    async def _fork(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> Bound:
+        tenant, new_id = one.chat.tenant, one.conversation_id
+        conversations = self._daemon.writable_by(tenant)
+        source = match.conversation_id, new_id, match.revision
+        num_known = one.past.lengths[match.digest]
+        ask = one.ask(new_id, num_known, match.revision)
+        with self.reserved(tenant, new_id):
+            # If it exists already, the same request was interrupted before, and begins again.
+            with contextlib.suppress(*([AlreadyExists] if one.request_id else [])):
+                await conversations.fork(*source, metadata=one.chat.metadata, tenant=tenant)
+            live = await self._in_made(ask, match.revision, seconds_left)
+        return Bound(live, new_id, How.FORKED, num_known)
+
+    async def _new(self, one: _Choice, seconds_left: float | None) -> Bound:
+        ask = one.opening()
+        try:
+            live = await self._in_made(ask, 0, seconds_left)
+        except PrefixTaken:  # the tenant has named a prefix like that, with other content
+            assert ask.settings is not None
+            ask = replace(ask, settings=replace(ask.settings, prefix_id=""))
+            live = await self._in_made(ask, 0, seconds_left)
+        return Bound(live, one.conversation_id, How.NEW, 0)
+
+    # -- conversations that are made for a turn --
+
+    async def _in_made(self, ask: Ask, revision: int, seconds_left: float | None) -> LiveTurn:
+        name = ask.tenant, ask.conversation_id
+        self._unused[name] = revision
+        try:
+            live = await self._daemon.begin(ask, seconds_left)
+        except BaseException:
+            self._unused.pop(name, None)
+            await self._discard(*name, revision)
+            raise
+        if live.replayed:  # then nobody will say that it has ended
+            self._unused.pop(name, None)
+        return live
+
+    def _ended(self, live: LiveTurn) -> None:
+        revision = self._unused.pop((live.tenant, live.conversation_id), None)
+        if revision is not None and live.failure is not None:
+            discarded = self._discard(live.tenant, live.conversation_id, revision)
+            self._daemon.threads.spawn(discarded)
+
+    async def _discard(self, tenant: str, conversation_id: str, revision: int) -> None:
+        with contextlib.suppress(PensieveError):
+            await self._daemon.conversations.delete(conversation_id, tenant, revision)
+
+
+class _Choice:
+    """One of the replies that a request wants, with the names that belong to it."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        number: int,
+        past: History,
+        shared: SharedPrompt,
+        random_bits: Callable[[int], int],
+    ) -> None:
+        self.chat, self.number, self.past, self.shared = chat, number, past, shared
+        drawn = f"{random_bits(128):032x}"
+        of_request = [chat.request_id, str(number)]
+        self.request_id = f"chat-{_digest('request', *of_request)}" if chat.request_id else ""
+        own = _digest("conversation", *of_request) if chat.request_id else drawn
+        self.conversation_id = f"chat-{own}"
+
+    def ask(
+        self, conversation_id: str, num_known: int, expected_revision: int | None = None
+    ) -> Ask:
+        """The messages behind the first `num_known`, as a turn of this conversation."""
+        chat = self.chat
+        return Ask(
+            conversation_id,
+            chat.messages[num_known:],
+            self._options(),
+            chat.tenant,
+            self.request_id,
+            expected_revision,
+            metadata=chat.metadata,
+            given_sampling=chat.given_sampling,
+            chain=self.past.end,
+            history_digest=self.past.end.digest if chat.request_id else b"",
+        )
+
+    def opening(self) -> Ask:
+        """All messages, as the first turn of a new conversation."""
+        chat, first = self.chat, self.chat.messages[0]
+        has_prompt = len(chat.messages) > 1 and first.role == "system" and bool(first.content)
+        system_prompt = first.content if has_prompt else ""
+        settings = ConversationSettings(
+            self.conversation_id,
+            system_prompt,
+            chat.tools,
+            chat.template_options,
+            chat.metadata,
+            prefix_id(system_prompt, chat.tools),
+            chat.tenant,
+        )
+        ask = self.ask(self.conversation_id, int(has_prompt))
+        shared = self.shared if chat.num_choices > 1 else None
+        return replace(ask, create_if_missing=True, settings=settings, shared_prompt=shared)
+
+    def _options(self) -> TurnOptions:
+        """A seed that is given is the first choice's; the others follow from it."""
+        options = self.chat.options
+        sampling = options.sampling
+        if not (self.number and sampling.seed):
+            return options
+        seed = int(_digest("seed", str(sampling.seed), str(self.number))[:14], 16) + 1
+        return replace(options, sampling=replace(sampling, seed=seed))
+
+
+def _history_of(chat: Chat) -> History:
+    found = digests(chat.tools, chat.template_options, chat.messages)
+    lengths = {
+        found[length]: length
+        for length in range(len(chat.messages) - 1, 0, -1)
+        if chat.messages[length - 1].role == "assistant"
+    }
+    end = ChainEnd(found[-1], session_digest(chat.session_key), chat.reply_reader)
+    return History(lengths, end)
+
+
+def _digest(*words: str) -> str:
+    whole = "\0".join(words).encode(errors="surrogatepass")
+    return hashlib.blake2b(whole, digest_size=16).hexdigest()

@@ -1,0 +1,91 @@
+"""A client ends a turn, says how much of its reply stays, and hears how much did.
+
+    keep_tokens      what stays of the turn
+    not given        all that the readers were sent until now
+    n > 0            the first n tokens of the reply: what the client has taken
+    0                nothing; the same request_id would begin it again
+
+The answer comes when the turn has ended in the store.  A turn whose end was on its way to the store ends as
+it was going to, and the answer says how.  A client may name the request instead of the turn; one that is
+about to begin is waited for.  Repeating a cancel does no harm: a turn that has ended is looked up in the
+store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pensieve.conversations.conversations import Conversations
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.threads import Threads
+from pensieve.errors import PensieveError, StoreError, StoreUnavailable
+from pensieve.store.remote.remote_store import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Which turn to end: by its id, by its request's, or (neither given) the one that runs."""
+
+    conversation_id: str
+    turn_id: str = ""
+    request_id: str = ""
+    keep_tokens: int | None = None
+    attempt: int = 0  # that keep_tokens counts in; 0 is any
+    tenant: str = ""
+
+
+class Cancelled(NamedTuple):
+    was_running: bool
+    finish_reason: str  # of the reply that is in the history; empty: nothing of the turn is
+
+
+async def cancel_turn(
+    conversations: Conversations | None, reader: Reader, threads: Threads, cancel: Cancel
+) -> Cancelled:
+    """End a turn; returns when it has ended.  NotFound if there is no such conversation.
+
+    `conversations` is None while no turn may run yet.
+    """
+    if conversations is None:
+        return Cancelled(False, await _stored_finish(reader, threads, cancel))
+    names = cancel.tenant, cancel.conversation_id, cancel.request_id
+    await conversations.arriving.gone(*names)
+    live = _live(conversations, cancel)
+    if live is None:
+        return Cancelled(False, await _stored_finish(reader, threads, cancel))
+    keep = cancel.keep_tokens
+    if cancel.attempt not in (0, live.attempt):
+        keep = 0
+    if keep == 0:
+        await conversations.drop(live)
+    else:
+        conversations.cancel(live, keep)
+    with contextlib.suppress(PensieveError):  # why it failed is looked at below
+        await conversations.follow(live)
+    if isinstance(live.failure, StoreError | StoreUnavailable):
+        raise live.failure  # whether it is in the history is not known
+    kept = live.finish is not None and live.failure is None
+    return Cancelled(True, live.finish.value if kept and live.finish else "")
+
+
+def _live(conversations: Conversations, cancel: Cancel) -> LiveTurn | None:
+    turns = conversations.turns
+    if cancel.request_id:
+        return turns.of_request_id(cancel.tenant, cancel.conversation_id, cancel.request_id)
+    live = turns.of_conversation(cancel.conversation_id, cancel.tenant)
+    if live is None or cancel.turn_id not in ("", str(live.turn_id)):
+        return None
+    return live
+
+
+async def _stored_finish(reader: Reader, threads: Threads, cancel: Cancel) -> str:
+    """Why the reply of a turn that does not run ended, if it is in the history."""
+    tenant, conversation_id = cancel.tenant, cancel.conversation_id
+    await threads.in_reader(tenant, reader.get_conversation, conversation_id, tenant=tenant)
+    if not cancel.turn_id and not cancel.request_id:
+        return ""
+    named = conversation_id, cancel.turn_id, cancel.request_id
+    turn = await threads.in_reader(tenant, reader.find_turn, *named, tenant=tenant)
+    return turn.finish_reason or "" if turn is not None else ""

@@ -1,0 +1,618 @@
+"""What clients do with conversations, step by step between the loop and the store thread; on the loop.
+
+A coroutine here sends a job to the store thread (history.py), and acts on its result before it waits for
+anything else.  So the loop acts in the order of the store's jobs (threads.py).  Where that matters:
+
+* **A turn begins** in the store; then it is live, and its Submit is put.  Should that fail, another job
+  interrupts it.  A second request with the same request_id finds the turn `running` and live; if it is not
+  live any more, it ended meanwhile, and the request is drafted again.
+* **A turn ends** in the store; then `finish` is set and its readers are woken.
+* **A deletion** interrupts the running turn and deletes in one job.  Then the live turn is ended and
+  DeleteConversation is put, before the Submit of any later turn in a conversation of the same id.  If the
+  turn's own end is on its way to the store, that job finds the turn gone.  DeleteConversation is never
+  refused.
+* **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  Lost,
+  it does no harm: a turn says how long its log is, and the engine asks for what it lacks.
+* **Events** with a number that is not live are ignored: of warms, and of attempts that were given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.conversations.declared_prefixes import Acts, DeclaredPrefixes, Warming
+from pensieve.conversations.draft import Ask, Draft, Outdated
+from pensieve.conversations.heads import ConversationSettings
+from pensieve.conversations.history import History
+from pensieve.conversations.housekeeping import erased
+from pensieve.conversations.live_turn import (
+    Begun,
+    Committed,
+    Known,
+    LiveTurn,
+    Phase,
+    Reply,
+    cache_key,
+    names_of,
+    packed_logprobs,
+    replayed,
+)
+from pensieve.conversations.meter import Latencies
+from pensieve.conversations.readers import ReaderLimits, Readers, Write, ids_of
+from pensieve.conversations.threads import Threads
+from pensieve.conversations.turns import Ending, Turns, failure_of
+from pensieve.conversations.unstored import UnstoredTurns
+from pensieve.core.iteration import SampledToken
+from pensieve.core.turn import FinishReason
+from pensieve.engine.messages import (
+    CancelTurn,
+    DeleteConversation,
+    ForkConversation,
+    LogNeeded,
+    Message,
+    RewindConversation,
+    TurnAdmitted,
+    TurnEnded,
+)
+from pensieve.errors import (
+    ContextFull,
+    NotFound,
+    PensieveError,
+    QueueFull,
+    StaleRevision,
+    TurnFailed,
+    TurnInterrupted,
+    TurnRunning,
+    Unavailable,
+)
+from pensieve.guard.counts import Counts
+from pensieve.guard.limits import Allowance
+from pensieve.store import records
+from pensieve.store.responses import StoredResponse
+
+T = TypeVar("T")
+log = logging.getLogger("pensieve")
+LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
+NO_REVISION = 0  # of an unstored turn
+READ_CHARACTERS_MAX = 16 << 10  # of a reply whose calls the store thread may look for by itself
+DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
+GIVEN_UP = "the turn was given up; its conversation is unchanged"
+
+
+class _FirstToken(Exception):
+    """It has come; no more is to be read."""
+
+
+async def take_nothing(start: int, stop: int) -> None:
+    """Of the tokens, as a reader that waits for the end alone."""
+
+
+async def _from_nowhere(live: LiveTurn) -> None:
+    """A daemon that has the history alone has all KV that there is."""
+
+
+class Arriving:
+    """Turns that are about to begin: drafted, tokenized, or waiting for the store thread.
+
+    They count towards the limits of the daemon and of their tenant, and so do their characters.
+    """
+
+    def __init__(self) -> None:
+        self.num_turns = 0
+        self._of_tenant = Counts[str]()
+        self.num_characters = Counts[str]()  # that wait to be tokenized or stored, by tenant
+        self._of_request = Counts[tuple[str, str, str]]()
+        self._asks: dict[int, Ask] = {}  # as they came, by their identity
+        self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
+
+    def add(self, ask: Ask) -> None:
+        self.num_turns += 1
+        self._asks[id(ask)] = ask
+        self._of_tenant[ask.tenant] += 1
+        self.num_characters[ask.tenant] += ask.num_characters
+        self._of_request[_request(ask)] += 1
+
+    def remove(self, ask: Ask) -> None:
+        self.num_turns -= 1
+        self._asks.pop(id(ask), None)
+        self._of_tenant[ask.tenant] -= 1
+        self.num_characters[ask.tenant] -= ask.num_characters
+        self._of_request[_request(ask)] -= 1
+        if not self._of_request[_request(ask)]:
+            for waiting in self._waiting.pop(_request(ask), ()):
+                if not waiting.done():
+                    waiting.set_result(None)
+
+    async def gone(self, tenant: str, conversation_id: str, request_id: str) -> None:
+        """Until no call of this request is about to begin its turn."""
+        while request_id and self.has_request(tenant, conversation_id, request_id):
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault((tenant, conversation_id, request_id), []).append(waiting)
+            await waiting
+
+    def asks(self) -> Collection[Ask]:
+        """In the order in which they came."""
+        return self._asks.values()
+
+    def num_of_tenant(self, tenant: str) -> int:
+        return self._of_tenant[tenant]
+
+    def has_request(self, tenant: str, conversation_id: str, request_id: str) -> bool:
+        return self._of_request[tenant, conversation_id, request_id] > 0
+
+
+def _request(ask: Ask) -> tuple[str, str, str]:
+    return ask.tenant, ask.conversation_id, ask.request_id
+
+
+class Conversations:
+    def __init__(
+        self,
+        history: History,
+        turns: Turns,
+        threads: Threads,
+        put: Callable[[Message], None],
+        config: DaemonConfig,
+        *,
+        on_admitted: Callable[[LiveTurn, int], None],
+        charge: Callable[[str, int], None],
+        on_first_token: Callable[[LiveTurn], None] = lambda live: None,
+        on_ended: Callable[[LiveTurn, float], None],
+        allowance_of: Callable[[str], Allowance],
+        now: Callable[[], float],
+    ) -> None:
+        """`put` takes messages for the engine; `charge` gets tenants, and the tokens that they have used;
+        `on_admitted` turns, and how many tokens of their contexts have to be computed; `now` is the clock of
+        the records."""
+        self.turns = turns
+        self.latencies = Latencies()
+        self.arriving = Arriving()
+        self.readers = Readers(
+            threads.loop,
+            ReaderLimits(config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max),
+            lambda live: threads.spawn(self._give_up(live)),
+        )
+        self._history, self._threads, self._put = history, threads, put
+        loop, weight_of = threads.loop, self._weight_of
+        self.unstored = UnstoredTurns(turns, self.readers, loop, put, self._tell, weight_of)
+        self._short_characters = config.short_characters
+        self._on_admitted = on_admitted
+        self._on_first_token, self._on_ended = on_first_token, on_ended
+        self._charge_tokens = charge
+        self._allowance_of = allowance_of
+        self.warming = Warming(history, turns, threads, self._tell, self._renew, self._weight_of)
+        acts = Acts(self.tokenized, self.delete, charge)
+        self.prefixes = DeclaredPrefixes(
+            *(history, threads, self.warming, acts, now, allowance_of),
+            config.keep_warm_seconds,
+        )
+        self._num_lookups = Counts[str]()
+        self.bring_kv: Callable[[LiveTurn], Awaitable[None]] = _from_nowhere  # of one about to run
+
+    def _weight_of(self, tenant: str) -> float:
+        return self._allowance_of(tenant).limits.weight
+
+    # -- conversations --
+
+    async def create(self, settings: ConversationSettings) -> records.Conversation:
+        if settings.messages:
+            return await self.prefixes.begin_with_history(settings)
+        num_tokens = await self.tokenized(
+            settings.tenant, lambda: self._history.check_settings(settings)
+        )
+        self._charge_tokens(settings.tenant, num_tokens)
+        while True:
+            found = await self._threads.in_store(settings.tenant, self._history.create, settings)
+            if not isinstance(found, Outdated):
+                return found
+            await self._renew(found)  # its declared prefix
+
+    async def fork(
+        self,
+        source_id: str,
+        new_id: str,
+        at_revision: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tenant: str = "",
+    ) -> records.Conversation:
+        async def sequence() -> records.Conversation:
+            fork = await self._threads.in_store(
+                tenant,
+                self._history.fork,
+                source_id,
+                new_id,
+                at_revision,
+                metadata=metadata,
+                tenant=tenant,
+            )
+            source, target = cache_key(tenant, source_id), cache_key(tenant, new_id)
+            self._tell(ForkConversation(source, fork.num_tokens, target))
+            return fork
+
+        return await self._threads.whole(sequence())
+
+    async def rewind(
+        self,
+        conversation_id: str,
+        to_revision: int,
+        expected_revision: int | None = None,
+        *,
+        tenant: str = "",
+    ) -> records.Conversation:
+        """StaleRevision unless it is at the expected revision; None accepts any."""
+
+        async def sequence() -> records.Conversation:
+            rewound = await self._threads.in_store(
+                tenant,
+                self._history.rewind,
+                *(conversation_id, to_revision, expected_revision),
+                tenant=tenant,
+            )
+            self._tell(RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens))
+            return rewound
+
+        return await self._threads.whole(sequence())
+
+    async def delete_last(
+        self, seen: records.Conversation, pending: Sequence[records.NewMessage]
+    ) -> records.Conversation:
+        """Delete the last message of a conversation; StaleRevision if it is no longer as it was seen.
+
+        `pending` are the pending messages that were seen.  Returns when what was deleted is erased.
+        """
+
+        async def sequence() -> records.Conversation:
+            deleted = await self._threads.in_store(
+                seen.tenant, self._history.delete_last, seen, pending
+            )
+            left = deleted.conversation
+            if deleted.is_rewound:
+                key = cache_key(left.tenant, left.conversation_id)
+                self._tell(RewindConversation(key, left.num_tokens))
+            if deleted.is_erasure_due:
+                await erased(self._history.finish_erasure, self._threads)
+            return left
+
+        return await self._threads.whole(sequence())
+
+    async def delete(
+        self, conversation_id: str, tenant: str = "", unused_since: int | None = None
+    ) -> None:
+        async def sequence() -> None:
+            deleted = await self._threads.in_store(
+                tenant, self._history.delete, conversation_id, tenant, unused_since
+            )
+            live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
+            if live is not None and (cancel := self.turns.interrupt(live)) is not None:
+                self._tell(cancel)
+                self._charge(live)
+                self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
+            if not isinstance(deleted.error, NotFound):
+                self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
+            if deleted.is_pending:
+                await erased(self._history.finish_erasure, self._threads)
+            if deleted.error is not None:
+                try:
+                    raise deleted.error
+                finally:
+                    del deleted  # as in `Threads.whole`
+
+        await self._threads.whole(sequence())
+
+    # -- a turn begins, is followed, and is cancelled --
+
+    async def begin(self, ask: Ask) -> LiveTurn:
+        """A turn of a conversation, begun now or known by its request_id."""
+        self.arriving.add(ask)
+        return await self._threads.whole(self._begin(ask, self._threads.loop.time()))
+
+    def attach(self, ask: Ask) -> LiveTurn | None:
+        """The live turn of this very request; it has a reader in a moment."""
+        live = self.turns.of_request(ask) if ask.request_id else None
+        if live is not None:
+            self.readers.start_grace(live)
+        return live
+
+    async def known(self, ask: Ask) -> LiveTurn | None:
+        """The turn of a request that came before, if it runs or has its reply."""
+        if not ask.request_id or self._num_lookups[ask.tenant] == LOOKUPS_MAX:
+            return None
+        self._num_lookups[ask.tenant] += 1
+        try:
+            known = await self._threads.in_store(ask.tenant, self._history.known, ask)
+        except NotFound:
+            return None
+        finally:
+            self._num_lookups[ask.tenant] -= 1
+        if known is None:
+            return None
+        return replayed(known.turn, known.reply) if known.reply is not None else self.attach(ask)
+
+    async def _begin(self, ask: Ask, arrived_at: float) -> LiveTurn:
+        try:
+            live = await self._begun_or_known(ask, arrived_at)
+        finally:
+            self.arriving.remove(ask)
+        self.readers.start_grace(live)  # until its first reader comes
+        return live
+
+    async def _begun_or_known(self, ask: Ask, arrived_at: float) -> LiveTurn:
+        num_drafts = 0
+        while True:
+            try:
+                found = await self._in_store(ask)
+            except StaleRevision:
+                if ask.expected_revision is not None:
+                    raise
+                continue  # another turn or rewind came between; look again
+            live = self.turns.of_turn(found.turn.turn_id)
+            if isinstance(found, Begun):
+                if (
+                    live is None or live.attempt != found.turn.attempts
+                ):  # else known; its answer was lost
+                    return await self._submit(found, arrived_at)
+            elif found.reply is not None:
+                return replayed(found.turn, found.reply)
+            if live is not None and live.phase is not Phase.INTERRUPTING:
+                return live
+            num_drafts += 1
+            if num_drafts == DRAFTS_MAX:
+                raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
+
+    async def _in_store(self, ask: Ask) -> Begun | Known:
+        """One hop where there is little to tokenize; else that is done between two."""
+        history, threads = self._history, self._threads
+        while True:
+            found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
+            if not isinstance(found, Outdated):
+                break
+            await self._renew(found)
+        if not isinstance(found, Draft):
+            return found
+        prompt = await self.tokenized(ask.tenant, found.prompt)
+        try:
+            return await threads.in_store(ask.tenant, history.begin, found, prompt)
+        except ContextFull:
+            self._charge_tokens(ask.tenant, sum(map(len, prompt)))
+            raise
+
+    async def tokenized(self, tenant: str, function: Callable[[], T]) -> T:
+        """In the text pool; what is too long to fit was tokenized all the same."""
+        try:
+            return await self._threads.in_text_pool(tenant, function)
+        except ContextFull as full:
+            self._charge_tokens(tenant, full.tokens)
+            raise
+
+    async def _renew(self, outdated: Outdated) -> None:
+        tenant = outdated.conversation.tenant
+        tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
+        await self._threads.in_store(tenant, self._history.renew, outdated, tokens)
+
+    async def _submit(self, begun: Begun, arrived_at: float) -> LiveTurn:
+        weight = self._weight_of(begun.turn.tenant)
+        live, submit = self.turns.begin(begun, self._threads.loop.time(), weight)
+        live.arrived_at = arrived_at
+        try:
+            await self.bring_kv(live)
+            if live.phase is Phase.RUNNING:
+                self._put(submit)
+        except PensieveError as error:
+            await self.interrupt(live, error)
+            raise
+        if live.cancelled:  # before the engine had it
+            self._tell(CancelTurn(live.number, submit.history_tokens + live.prompt_tokens))
+        return live
+
+    async def follow(self, live: LiveTurn, write: Write = take_nothing) -> None:
+        """Have `write` deliver tokens [start, stop) of a turn, from the first on, until it has ended."""
+        await self.readers.follow(live, write)
+
+    async def prompt_computed(self, live: LiveTurn) -> None:
+        """Read a turn until it has its first token or has ended; if it has failed, its error.
+
+        Other choices of the same prompt begin behind that, since the engine then has the prompt's KV.
+        """
+
+        async def write(start: int, stop: int) -> None:
+            raise _FirstToken
+
+        with contextlib.suppress(_FirstToken):
+            await self.readers.follow(live, write)
+
+    def cancel(self, live: LiveTurn, keep_tokens: int | None = None) -> None:
+        """End a turn and keep what was delivered, or that many tokens of it."""
+        self._tell(self.turns.cancel(live, keep_tokens))
+
+    async def drop(self, live: LiveTurn) -> None:
+        """End a turn and keep nothing of it, because its client wants that."""
+        await self._threads.whole(
+            self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
+        )
+
+    # -- a turn ends --
+
+    def take(self, events: list[SampledToken | TurnAdmitted | TurnEnded | LogNeeded]) -> None:
+        """What the engine says of turns, in its order."""
+        longer: dict[int, LiveTurn] = {}
+        for event in events:
+            if isinstance(event, SampledToken):
+                if (live := self.turns.take(event)) is not None:
+                    longer[event.turn_id] = live
+            elif isinstance(event, TurnEnded):
+                if (ending := self.turns.end(event)) is not None:
+                    self._threads.spawn(self._commit(ending))
+                elif (tenant := self.turns.end_warm(event.turn_id)) is not None:
+                    usage = event.usage
+                    self._charge_tokens(tenant, usage.new_tokens + usage.recomputed_tokens)
+            elif isinstance(event, TurnAdmitted):
+                if (live := self.turns.admit(event.turn_id, event.missing_tokens)) is not None:
+                    self._on_admitted(live, event.missing_tokens)
+            else:
+                self._threads.spawn(self._provide_log(event))
+        now = self._threads.loop.time()
+        for number, live in longer.items():
+            if live.num_tokens and not live.num_timed:
+                self._on_first_token(live)
+                if not live.is_stored:
+                    self.unstored.prompt_computed(live)
+            self.latencies.came(live, now)
+            self.readers.wake(number)
+
+    async def _provide_log(self, needed: LogNeeded) -> None:
+        """A turn that cannot have its log cannot run, and would wait for it without end."""
+        try:
+            tenant, _ = names_of(needed.conversation_id)
+            self._put(await self._threads.in_store(tenant, self._history.log_for, needed))
+        except Exception as error:
+            if not isinstance(error, PensieveError):  # a fault of ours
+                log.exception("a log could not be provided")
+                error = TurnFailed("INTERNAL", f"the log could not be read: {error}")
+            live = self.turns.of_number(needed.turn_id)
+            if live is not None:
+                await self.interrupt(live, error)
+            else:
+                self._tell(CancelTurn(needed.turn_id, 0))  # a warm
+
+    async def _commit(self, ending: Ending) -> None:
+        """The engine has ended a turn: so does the store, and then its readers see it."""
+        live, reply = ending.live, ending.reply
+        try:
+            if reply is None:
+                await self._store_failure(live, ending.failure)
+                self._fail(live, failure_of(ending.failure))
+            else:
+                committed = await self._store_reply(live, reply)
+                self.turns.finish(live, reply, committed)
+                self._tell(committed.lent)
+                self._ended(live)
+        except NotFound:  # its conversation was deleted meanwhile
+            self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
+        except PensieveError as error:
+            log.error("a turn could not be stored: %s", error, extra=ids_of(live))
+            self._fail(live, error)
+        except Exception:  # a fault of ours: its readers must not wait for ever
+            log.exception("a turn could not be ended", extra=ids_of(live))
+            await self._store_interruption(live)
+            self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))
+        if live.figures:  # a turn that failed costs nothing
+            self._charge(live)
+
+    async def _store_reply(self, live: LiveTurn, reply: Reply) -> Committed:
+        """Append the reply to the log, in one transaction; of an unstored turn nothing is stored."""
+        if not live.is_stored:
+            return Committed(NO_REVISION, await self._withheld(live, reply))
+        if live.logprobs:  # so many that packing them would hold everybody up
+            packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
+            reply = replace(reply, logprobs=packed)
+        if (chain := reply.chain) is not None and len(reply.text) > READ_CHARACTERS_MAX:
+            read = partial(chain.state, reply.text, reply.stream)
+            if not reply.is_cut:  # else its text is not known yet
+                state = await self._threads.in_text_pool(live.tenant, read)
+                reply = replace(reply, chain=None, state=state)
+        reply = replace(reply, response=await self._response(live, reply))
+        return await self._threads.in_store(live.tenant, self._history.finish, reply)
+
+    async def _response(self, live: LiveTurn, reply: Reply) -> StoredResponse | None:
+        """What the store keeps of the turn beside the history, in the same transaction."""
+        if live.ask is None or live.ask.response is None:
+            return None
+        try:
+            return live.ask.response(live, reply.finish, await self._withheld(live, reply))
+        except Exception:  # a fault of ours; the turn is kept
+            log.exception("a response could not be made", extra=ids_of(live))
+            return None
+
+    async def _withheld(self, live: LiveTurn, reply: Reply) -> str:
+        """What a cancel has cut: text of its tokens that its readers were not given."""
+        if not reply.is_cut:
+            return ""
+        tokenizer, token_ids = self.turns.tokenizer, list(reply.token_ids)
+        text = await self._threads.in_text_pool(live.tenant, lambda: tokenizer.decode(token_ids))
+        return text[len(reply.text) :]
+
+    async def _store_failure(self, live: LiveTurn, reason: str) -> None:
+        if live.is_stored:
+            await self._threads.in_store(
+                live.tenant, self._history.fail, live.turn_id, reason, live.attempt
+            )
+
+    async def _store_interruption(self, live: LiveTurn) -> None:
+        """Nobody waits for the turn any more, or the engine is gone.
+
+        An error is only logged: the store takes such a turn for interrupted all the same, and a history of
+        another process hears of it as soon as that is back (history/connection.py).
+        """
+        if not live.is_stored:
+            return
+        try:
+            await self._threads.in_store(
+                live.tenant, self._history.interrupt, live.turn_id, live.attempt
+            )
+        except NotFound:
+            pass  # it was deleted meanwhile
+        except PensieveError as error:
+            log.error("a turn could not be marked interrupted: %s", error, extra=ids_of(live))
+        except Exception:  # a fault of ours: its readers must not wait for ever
+            log.exception("a turn could not be marked interrupted", extra=ids_of(live))
+
+    async def interrupt(
+        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
+    ) -> None:
+        """End a turn and keep nothing of it, unless its end is decided already."""
+        cancel = self.turns.interrupt(live)
+        if cancel is None:
+            return
+        self._tell(cancel)
+        if finish is FinishReason.CANCELLED:  # its client left; what failed costs nothing
+            self._charge(live)
+        await self.end_interrupted(live, failure, finish)
+
+    async def end_interrupted(
+        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
+    ) -> None:
+        await self._store_interruption(live)
+        self._fail(live, failure, finish)
+
+    async def interrupt_all(self, failure: PensieveError) -> None:
+        """Until no turn that is live now is live any more."""
+        await asyncio.gather(*(self.interrupt(live, failure) for live in self.turns.all_live()))
+        await self._threads.behind_the_store()  # all ends that are on their way
+
+    def _fail(
+        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
+    ) -> None:
+        self.turns.fail(live, failure, finish)
+        self._ended(live)
+
+    def _ended(self, live: LiveTurn) -> None:
+        if not live.is_stored:
+            self.unstored.ended(live)
+        self.readers.wake(live.number)
+        self._on_ended(live, self._threads.loop.time())
+
+    async def _give_up(self, live: LiveTurn) -> None:
+        if self.readers.has_reader(live):
+            return  # it came between the end of the grace and this task
+        await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
+
+    def _charge(self, live: LiveTurn) -> None:
+        self._charge_tokens(live.tenant, live.num_charged_tokens)
+
+    def _tell(self, message: Message | None) -> bool:
+        """Put what the engine ought to hear (what may be lost stands above); whether it was put."""
+        if message is None:
+            return False
+        try:
+            self._put(message)
+        except (Unavailable, QueueFull):
+            return False
+        return True

@@ -1,0 +1,484 @@
+"""The service process between its sockets and the engine process: how it starts, serves and ends.
+
+    start    the engine process loads the model; then turns may come
+    serve    calls go to `Conversations` (what clients do) and to the engine (what operators ask)
+    down     the engine died: its turns fail, and another process is started in its place; what kills one
+             after the other is not tried for ever (suspects.py)
+    drain    no new turns; the running ones end, or are interrupted
+    close    the engine, then the sequences that calls began, then the backup, then the history
+
+Admission is decided before anything of a turn is read or written (admission.py).  A `Daemon` belongs to
+the loop; what runs elsewhere is said in threads.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from pensieve import gc_pause
+from pensieve.conversations.admission import Admission, Load
+from pensieve.conversations.backing_up import BackingUp
+from pensieve.conversations.cancelling import Cancel, Cancelled, cancel_turn
+from pensieve.conversations.conversations import Conversations
+from pensieve.conversations.daemon_config import DaemonConfig, Sources
+from pensieve.conversations.draft import Ask
+from pensieve.conversations.engine_client import GONE, EngineClient, EngineProgram
+from pensieve.conversations.heartbeat import Patience
+from pensieve.conversations.history import History, Texts
+from pensieve.conversations.housekeeping import (
+    Damage,
+    Erasing,
+    FullDisk,
+    Scrubbing,
+    start_forgetting,
+    sweep,
+)
+from pensieve.conversations.live_turn import LiveTurn, Phase
+from pensieve.conversations.meter import Meter
+from pensieve.conversations.owning import Owning
+from pensieve.conversations.readers import ids_of
+from pensieve.conversations.suspects import Suspects
+from pensieve.conversations.threads import Threads, aside
+from pensieve.conversations.turn_spans import TurnSpan, span_of
+from pensieve.conversations.turns import Turns, failure_of
+from pensieve.conversations.unstored import checked
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import TurnOptions
+from pensieve.engine import messages as box
+from pensieve.errors import Loading, PensieveError, Unavailable
+from pensieve.guard.limits import Allowance, Limits
+from pensieve.store.remote.remote_store import Store
+
+log = logging.getLogger("pensieve")
+turn_log = logging.getLogger(
+    "pensieve.turns"
+)  # a name of its own, so that it can be silenced alone
+LOG_TOKENS = ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "output_tokens")
+LOG_SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
+CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
+LOADING = "the model is loading; try again in a moment"
+
+
+class Background:
+    """What a daemon tells whoever has background turns in its engine (api/jobs); this one has none."""
+
+    def engine_started(self) -> None:
+        """Turns may be put; nothing is in its cache."""
+
+    def engine_lost(self) -> None:
+        """And with it all turns."""
+
+    def take(self, event: box.OfTurn) -> bool:
+        """Whether it was an event of a background turn."""
+        return False
+
+    def go(self) -> None:
+        """A frame of events was taken."""
+
+    def drain(self) -> None:
+        """The daemon takes no new turns."""
+
+    async def close(self) -> None:
+        """The engine is about to be stopped."""
+
+
+class Daemon:
+    def __init__(
+        self,
+        store: Store,
+        texts: Texts,
+        program: EngineProgram,
+        config: DaemonConfig | None = None,
+        report: Callable[[str], None] = lambda line: None,
+        sources: Sources | None = None,
+    ) -> None:
+        self.config = config or DaemonConfig()
+        self.store = store
+        self._loop = asyncio.get_running_loop()  # also the clock, but for what is recorded
+        self.started_at = self._loop.time()
+        self.draining = False
+        self.refusals = Counter[str]()  # calls that ended with an error, by its reason
+        self.meter = Meter()
+        store.figures.on_commit = self.meter.commits.add
+        self.on_serving: Callable[[bool], None] = lambda serving: None
+        self.on_turn_ended: Callable[[LiveTurn], None] = lambda live: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
+        self.on_span: Callable[[TurnSpan], None] | None = None  # of each turn that has ended
+        self.background = Background()  # the turns of batch jobs
+        self.engine = EngineClient(
+            program,
+            patience=Patience(self.config.heartbeat_seconds, self.config.iteration_seconds_max),
+            on_events=self._on_events,
+            on_down=self._on_down,
+            on_up=self._on_up,
+            on_failure=self._fail,
+            report=report,
+            answer_seconds=self.config.answer_seconds,
+        )
+        self.threads = Threads(self._loop, self.config.text_threads, self._fail)
+        self.damage = Damage(store, self.threads, lambda: self.on_serving(self.serving))
+        self.full_disk = FullDisk(store, self.threads, lambda: self.on_serving(self.serving))
+        self.reader = store.reader()  # of the read thread, also while the model is loading
+        self._erasing = Erasing(store.erasure, self.threads)
+        self.backing_up: BackingUp | None = None
+        if self.config.backup is not None:
+            self.backing_up = BackingUp(store.folder.path, self.config.backup, self.threads)
+        self.scrubbing = Scrubbing(
+            store.scrub(),
+            self.threads,
+            self.config.scrub_seconds,
+            lambda: store.erasure.pending,
+            self.damage.found,
+        )
+        of = self.config
+        self.admission = Admission(of.turns_max, of.limits, self.started_at, of.ttft_seconds)
+        self._suspects = Suspects()
+        self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
+        self.texts = texts
+        self._report = report
+        self._sources = sources or Sources()
+        self._history: History | None = None
+        self._conversations: Conversations | None = None
+        self._hurried = False
+
+    # -- the start --
+
+    async def start(self) -> None:
+        """Until the first engine is ready; then turns may come."""
+        ready, store = await self.engine.start(), self.store
+        self.admission.prompts.cost = ready.cost
+        history = self._history = History(
+            self.store,
+            self.texts,
+            context_max=ready.context_max,
+            vocab_size=ready.vocab_size,
+            random_bits=self._sources.random_bits,
+            report=self._report,
+        )
+        history.limit_storage(self.admission.allowances.storage)
+        self._conversations = Conversations(
+            history,
+            Turns(self.texts.template.tokenizer, self._sources.wall_clock()),
+            self.threads,
+            self._put,
+            self.config,
+            on_admitted=self._on_admitted,
+            charge=self._charge,
+            on_first_token=lambda live: self.admission.prompts.ended(live, self._loop.time()),
+            on_ended=self._on_turn_ended,
+            allowance_of=self.allowance,
+            now=self._sources.wall_clock,
+        )
+        self.owning = Owning(store, history, self._conversations, self.threads, self._put)
+        self._conversations.prefixes.is_paused = lambda: bool(self.draining or self.damage.problems)
+        self._conversations.prefixes.start()
+        self._conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
+        gc_pause.freeze()
+        of = self._conversations
+        self.threads.spawn(sweep(lambda: self.num_turns, of.readers, self._erasing))
+        if self.backing_up is not None:
+            self.backing_up.start()
+        self.scrubbing.start()
+        start_forgetting(
+            store,
+            self.threads,
+            self._sources.wall_clock,
+            request_seconds=self.config.request_keep_seconds,
+            chain_seconds=self.config.chain_keep_seconds,
+        )
+        self.on_serving(self.serving)
+        self.background.engine_started()
+
+    @property
+    def conversations(self) -> Conversations:
+        if self._conversations is None:
+            raise Loading(LOADING)
+        return self._conversations
+
+    @property
+    def writable(self) -> Conversations:
+        """For whatever changes the history: a damaged one is read, and not written to."""
+        if (damage := self.damage.refusal) is not None:
+            raise damage
+        return self.conversations
+
+    def writable_by(self, tenant: str) -> Conversations:
+        """The same, for what its tenant pays for."""
+        conversations = self.writable
+        if (full := self.full_disk.refusal) is not None:
+            raise full
+        if (debt := self.allowance(tenant).in_debt(self._loop.time())) is not None:
+            raise debt
+        self._charge(tenant, CALL_TOKENS)
+        return conversations
+
+    @property
+    def context_max(self) -> int:
+        if self._conversations is None or self.engine.ready is None:
+            raise Loading(LOADING)
+        return self.engine.ready.context_max
+
+    @property
+    def defaults(self) -> Sampling:
+        """What the model's authors recommend, where a request does not say."""
+        if self._conversations is None:
+            raise Loading(LOADING)
+        return self.texts.defaults
+
+    @property
+    def loading(self) -> bool:
+        """Whether there was no engine yet that could take turns."""
+        return self._conversations is None
+
+    @property
+    def serving(self) -> bool:
+        ready = self.engine.serving and not self.loading
+        return ready and not self.draining and self.store_refusal is None
+
+    @property
+    def store_refusal(self) -> PensieveError | None:
+        """Why the history takes no turns, None if it does."""
+        return self.damage.refusal or self.full_disk.refusal
+
+    @property
+    def num_turns(self) -> int:
+        """Begun or about to, and not ended."""
+        if self._conversations is None:
+            return 0
+        return self._conversations.turns.num_live + self._conversations.arriving.num_turns
+
+    # -- turns --
+
+    async def begin(self, ask: Ask, seconds_left: float | None = None) -> LiveTurn:
+        """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
+        conversations = self.conversations
+        await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
+        if (live := conversations.attach(ask)) is not None:
+            return live
+        named = ask.tenant, ask.conversation_id, ask.options.priority
+        refusal = self.refusal(*named, seconds_left)
+        if refusal is None:
+            return await conversations.begin(ask)
+        if (live := await conversations.known(ask)) is not None:
+            return live
+        self.meter.refused(refusal)
+        raise refusal
+
+    async def begin_unstored(
+        self,
+        prompt: Sequence[int],
+        options: TurnOptions,
+        tenant: str = "",
+    ) -> LiveTurn:
+        """A turn of a prompt that leaves nothing on disk, if it may begin now (unstored.py)."""
+        unstored, ready = self.conversations.unstored, self.engine.ready
+        load, now = self._load(tenant, priority=options.priority), self._loop.time()
+        if (refusal := self.admission.refusal(tenant, load, None, now)) is not None:
+            raise refusal
+        assert ready is not None  # there was an engine, or there were no conversations
+        tokens = checked(prompt, options, ready.vocab_size, ready.context_max)
+        return unstored.begin(tokens, options, tenant, self._sources.random_bits(63) + 1)
+
+    def refusal(
+        self, tenant: str, conversation_id: str, priority: int, seconds_left: float | None
+    ) -> PensieveError | None:
+        """Why a turn of this tenant may not begin now; None if it may."""
+        load, now = self._load(tenant, conversation_id, priority), self._loop.time()
+        return self.store_refusal or self.admission.refusal(tenant, load, seconds_left, now)
+
+    async def warm(self, conversation_id: str, tenant: str = "") -> None:
+        """Bring a conversation's KV to the device, if its tenant may have another turn now."""
+        if (damage := self.damage.refusal) is not None:  # its tokens may have to be written anew
+            raise damage
+        load, now = self._load(tenant, conversation_id), self._loop.time()
+        if (exceeded := self.admission.exceeded(tenant, load, now)) is not None:
+            self.meter.refused(exceeded)
+            raise exceeded
+        self._charge(tenant, CALL_TOKENS)
+        await self.conversations.warming.warm(conversation_id, tenant)
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long a turn that came now would wait until the engine has room for it."""
+        return self.admission.wait_seconds(self._load(), self._loop.time())
+
+    def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> Load:
+        conversations, admission, now = self.conversations, self.admission, self._loop.time()
+        turns, arriving = conversations.turns, conversations.arriving
+        return Load(
+            *(self.draining, self.engine.serving),
+            self.num_turns + turns.num_warms,
+            turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
+            lambda: admission.ahead(turns.without_token(), arriving.asks(), tenant, priority, now),
+            turns.waiting_since,
+            arriving.num_characters[tenant],
+        )
+
+    async def cancel_turn(self, cancel: Cancel) -> Cancelled:
+        """End a turn because its client wants that; what became of it."""
+        return await cancel_turn(self._conversations, self.reader, self.threads, cancel)
+
+    def _on_admitted(self, live: LiveTurn, missing_tokens: int) -> None:
+        now, is_only = self._loop.time(), self.conversations.turns.num_begun == 1
+        self.admission.turn_admitted(live.begun_at, now)
+        self.admission.prompts.admitted(live, missing_tokens, now, is_only)
+
+    def _on_turn_ended(self, live: LiveTurn, now: float) -> None:
+        _log_turn(live, now)
+        self.meter.turn_ended(live, now)
+        self.on_turn_ended(live)
+        if self.on_span is not None:
+            self.on_span(span_of(live, self.engine.model_name, now, self._sources.wall_clock()))
+
+    def _charge(self, tenant: str, num_tokens: int) -> None:
+        self.admission.charge(tenant, num_tokens, self._loop.time())
+
+    # -- tenants --
+
+    def allowance(self, tenant: str) -> Allowance:
+        return self.admission.allowances.of(tenant, self._loop.time())
+
+    def num_turns_of(self, tenant: str) -> int:
+        """Its turns, begun or about to, and its warms."""
+        return self._load(tenant).num_turns_of_tenant if self._conversations is not None else 0
+
+    def use_limits(self, limits: Mapping[str, Limits]) -> None:
+        """Other limits of the tenants are in force from now on."""
+        self.admission.allowances.change(limits, self._loop.time())
+        self.threads.spawn(self._limit_storage())
+
+    async def _limit_storage(self) -> None:
+        if self._history is not None:
+            storage = self.admission.allowances.storage
+            await self.threads.in_store("", self._history.limit_storage, storage)
+
+    # -- the engine --
+
+    def _put(self, message: box.Message) -> None:
+        if isinstance(message, box.SubmitTurn):
+            turns = self.conversations.turns
+            live = turns.of_number(message.turn_id)
+            if live is not None:
+                self.admission.prompts.submitted(live)
+            if live is not None and self._suspects.must_wait(live, turns.all_live):
+                raise Unavailable("the engine died twice with this turn; it is tried again alone")
+        self.engine.put(message)
+
+    def _on_events(self, events: list[box.OfTurn]) -> None:
+        of_turns = [
+            self._judged(event) if isinstance(event, box.TurnEnded) else event
+            for event in events
+            if not self.background.take(event)
+        ]
+        if self._conversations is not None:
+            self.meter.took(events, self._conversations.turns.of_number)
+            self._conversations.take(of_turns)
+        self.background.go()
+
+    def _judged(self, ended: box.TurnEnded) -> box.TurnEnded:
+        """An engine that fails ends its turns itself before it dies; for them that is a death."""
+        live = self.conversations.turns.of_number(ended.turn_id)
+        if ended.failure == "ENGINE_FAILED":
+            self._engine_has_failed = True
+            return replace(ended, failure="ENGINE_DIED") if self._dies_of(live) else ended
+        if live is not None:
+            self._suspects.ended(live)
+        return ended
+
+    def _on_down(self, reason: str) -> None:
+        log.error("the engine is gone: %s", reason)
+        self.on_serving(False)
+        self.admission.engine_lost()
+        self.background.engine_lost()
+        self.conversations.turns.engine_lost()
+        failure = Unavailable(GONE)
+        had_the_rest = not self._engine_has_failed  # else it has ended all that it had
+        self._engine_has_failed = False
+        for live in self.conversations.turns.all_live():
+            if had_the_rest and self._dies_of(live):
+                self.threads.spawn(self.conversations.interrupt(live, failure_of("ENGINE_DIED")))
+        self.threads.spawn(self.conversations.interrupt_all(failure))
+
+    def _dies_of(self, live: LiveTurn | None) -> bool:
+        """The engine died and had this turn: whether that was once too often."""
+        if live is None or live.phase is not Phase.RUNNING or not self._suspects.engine_died(live):
+            return False
+        log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+        return True
+
+    def _on_up(self) -> None:
+        ready = self.engine.ready
+        assert ready is not None
+        self.admission.prompts.cost = ready.cost
+        self.conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
+        self.conversations.turns.engine_started(self._sources.wall_clock())
+        self.conversations.prefixes.warm_soon()
+        self.on_serving(self.serving)
+        self.background.engine_started()
+
+    def _fail(self, error: BaseException) -> None:
+        """What nobody foresaw, where turns would wait without end: the service ends."""
+        self.on_failure(error)
+
+    async def stats(self) -> box.Answer:
+        return await self.engine.query(box.GetStats)
+
+    async def check(self) -> list[str]:
+        """What is wrong in cache, scheduler and history; nothing, as a rule."""
+        answer = await self.engine.query(box.CheckIntegrity)
+        return [*answer.problems, *(await aside(self.store.verify))]
+
+    # -- the end --
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new turn; until the running ones have ended, or have been interrupted."""
+        self.draining = True
+        self.on_serving(False)
+        self.background.drain()
+        if self._conversations is None:
+            return
+        deadline = self._loop.time() + seconds
+        while self.num_turns and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+            if self._hurried:
+                break
+        failure = Unavailable("the daemon is shutting down; say it again when it is back")
+        await self._conversations.interrupt_all(failure)
+
+    def hurry(self) -> None:
+        self._hurried = True
+
+    async def close(self) -> None:
+        await self.background.close()
+        await self.engine.stop()
+        await self.threads.end_tasks()
+        if self.backing_up is not None:
+            await self.backing_up.close()
+        if self._conversations is not None:
+            self._conversations.readers.close()
+        await self.threads.close()
+        self.reader.close()
+        self.store.close()
+
+
+def _log_turn(live: LiveTurn, now: float) -> None:
+    """Write a line for a turn that has ended: ids, counts and times, and nothing that anybody said.
+
+    Of a turn that the engine has not ended, the line has the tokens of its reply, and its time.
+    """
+    if not turn_log.isEnabledFor(logging.INFO):
+        return
+    known = live.figures or {
+        "output_tokens": live.num_tokens,
+        "total_seconds": now - live.arrived_at,
+    }
+    figures: dict[str, str | float] = {"finish": live.finish.value if live.finish else ""}
+    if live.failure is not None:
+        figures["reason"] = live.failure.reason
+    figures |= {name: known[name] for name in LOG_TOKENS if name in known}
+    figures |= {name: round(known[name], 4) for name in LOG_SECONDS if name in known}
+    turn_log.info("turn ended", extra={**ids_of(live), "figures": figures})

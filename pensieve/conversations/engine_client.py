@@ -1,0 +1,426 @@
+"""The engine process as the service sees it: started, written to, and started again when it dies.
+
+    STOPPED ──start──> STARTING ──ready──> SERVING ──pipe ends──> DOWN ──after a pause──> STARTING
+                           └──it dies before it was ever ready: the error is the caller's
+
+A process that SERVES and hangs (heartbeat.py) is killed.  One that is STARTING may take as long as its model
+does.  The pause doubles while processes die without having published anything.
+
+A message belongs to the process that was there when `put` was called, and never reaches its successor.  When
+a process dies, `put` refuses first, then `on_down` is called, and then queries fail.  What the process has
+not read waits here, up to UNSENT_BYTES_MAX; `put` refuses more, but for what only frees things.
+
+A start that fails is tried again, whatever the reason.  An unforeseen exception anywhere else in the
+supervision, also in `on_down` and `on_up`, goes to `on_failure`, and the service must end: turns would wait
+without end.  A start needs a few file descriptors, which are held in reserve.
+
+The child is a program of its own with one inherited socket: no fork, no pickle.  All of it belongs to the
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pensieve.config import without_secrets
+from pensieve.conversations.heartbeat import Heartbeat, Patience
+from pensieve.core.iteration_cost import IterationCost
+from pensieve.engine import pipe as channel
+from pensieve.engine.messages import (
+    Answer,
+    Event,
+    Freeing,
+    KvExported,
+    Message,
+    OfTurn,
+    Reply,
+)
+from pensieve.errors import ConfigError, DeviceError, ModelError, PensieveError, Unavailable
+
+log = logging.getLogger("pensieve")
+R = TypeVar("R", Answer, KvExported)
+GONE = "the engine has stopped and is starting again; say it again"
+RESTART_SECONDS_MIN = 0.1
+RESTART_SECONDS_MAX = 30.0
+STOP_SECONDS = 5.0
+REPORT_SECONDS = 60.0  # between lines about a process that does not start, or does not die
+UNSENT_BYTES_MAX = 16 << 20
+DOES_NOT_END = "the engine (process %d) was killed and does not end"
+DESCRIPTORS_OF_A_START = 8  # a pair of sockets, and what Popen opens meanwhile
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the engine can hold."""
+
+    context_max: int
+    vocab_size: int
+    device_pages: int
+    host_pages: int
+    page_bytes: int
+    chunk_tokens: int
+    dtype: str = ""  # in which it computes; "" where no model computes
+    kv_dtype: str = ""  # in which it keeps KV
+    weights: str = ""
+    device: str = ""
+    layers: str = ""  # in which form they run, for people
+    iteration_cost: Mapping[str, Any] = field(default_factory=dict)  # as in core/iteration_cost.py
+    tbt_seconds_min: float = 0.0  # the smallest objective that can be met; 0: none was given
+    tbt_source: str = ""  # where that comes from, for people
+    kv_identity: Mapping[str, str] = field(default_factory=dict)  # {}: KV is not handed over
+    kv_refusal: str = ""  # then why
+
+    @property
+    def num_pages(self) -> int:
+        return self.device_pages + self.host_pages
+
+    @property
+    def cost(self) -> IterationCost | None:
+        return IterationCost(**self.iteration_cost) if self.iteration_cost else None
+
+
+@dataclass(frozen=True)
+class EngineProgram:
+    """What is started, and the settings that it reads first."""
+
+    command: tuple[str, ...]
+    settings: Mapping[str, str]
+    model_folder: Path
+    model_name: str = ""  # for people
+
+
+class EngineClient:
+    def __init__(
+        self,
+        program: EngineProgram,
+        *,
+        patience: Patience,
+        on_events: Callable[[list[OfTurn]], None],
+        on_down: Callable[[str], None],
+        on_up: Callable[[], None] = lambda: None,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+        report: Callable[[str], None] = lambda line: None,
+        answer_seconds: float = 30.0,
+    ) -> None:
+        """`answer_seconds`: that a query may take."""
+        self.ready: Ready | None = None
+        self.num_restarts = 0
+        self.pid: int | None = None
+        self.model_name = program.model_name
+        self._hello = channel.pack(["settings", dict(program.settings), str(program.model_folder)])
+        self._on_events = on_events
+        self._on_down = on_down
+        self._on_up = on_up
+        self._on_failure = on_failure
+        self._report = report
+        self._command = program.command
+        self._patience = patience
+        self._spare = SpareDescriptors(DESCRIPTORS_OF_A_START)
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._stopping = False
+        self._useful = False  # the present process has published something
+        self.heartbeat = Heartbeat(patience)  # of the present process
+        self._hung = ""  # why it was killed, if it was
+        self._task: asyncio.Task[None] | None = None
+        self._answer_seconds = answer_seconds
+        self._queries: dict[int, asyncio.Future[Reply]] = {}  # by id
+        self._num_queries = 0
+
+    @property
+    def serving(self) -> bool:
+        return self._writer is not None
+
+    async def start(self) -> Ready:
+        """Start the first process; from then on it is replaced whenever it dies."""
+        ready = await self._spawn()
+        self._task = self._loop.create_task(self._supervise(), name="engine process")
+        self._task.add_done_callback(self._supervisor_ended)
+        return ready
+
+    def put(self, message: Message) -> None:
+        """To the process that is there now; Unavailable when there is none."""
+        if self._writer is None:
+            raise Unavailable("the engine is starting again; try again in a moment")
+        num_unsent = self._writer.transport.get_write_buffer_size()
+        if num_unsent > UNSENT_BYTES_MAX and not isinstance(message, Freeing):
+            raise Unavailable("the engine takes no messages at present; try again in a moment")
+        packed = channel.pack_message(message)
+        if not self._writer.is_closing():  # else its death is noticed in a moment
+            self._writer.write(packed)
+
+    async def query(self, message_for: Callable[[int], Message]) -> Answer:
+        """Put the message made for a query's id, and wait for its answer."""
+        return await self._reply(message_for, Answer)
+
+    async def export(self, message_for: Callable[[int], Message]) -> KvExported:
+        """The same of KV."""
+        return await self._reply(message_for, KvExported)
+
+    async def _reply(self, message_for: Callable[[int], Message], kind: type[R]) -> R:
+        self._num_queries += 1
+        query_id = self._num_queries
+        future = self._queries[query_id] = self._loop.create_future()
+        try:
+            self.put(message_for(query_id))
+            reply = await asyncio.wait_for(future, self._answer_seconds)
+            assert isinstance(reply, kind), f"{reply} answers something else"
+            return reply
+        except TimeoutError:
+            raise Unavailable("the engine does not answer") from None
+        finally:
+            self._queries.pop(query_id, None)
+
+    async def stop(self) -> None:
+        """Close the pipe, which ends the process, and wait for it; not for ever."""
+        self._stopping = True
+        self._close_pipe()
+        self._spare.release()
+        process = self._process
+        if process is not None:
+            try:
+                await asyncio.to_thread(process.wait, STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                try:
+                    await asyncio.to_thread(process.wait, STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    log.error(DOES_NOT_END, process.pid)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    # -- one process --
+
+    async def _spawn(self) -> Ready:
+        ours = self._begin_process()
+        reader, writer = await _open(ours)
+        try:
+            writer.write(self._hello)
+            while (frame := await self._read_patiently(reader)) is not None:
+                (kind, *rest), _ = frame
+                if kind == "stage":
+                    self._report(rest[0])
+                elif kind == "died":
+                    raise _death(rest[0], rest[1])
+                elif kind == "ready":
+                    self.ready = Ready(**rest[0])
+                    self._reader, self._writer = reader, writer
+                    return self.ready
+            raise DeviceError("the engine process ended while it was starting")
+        except BaseException:
+            writer.transport.abort()
+            raise
+
+    def _begin_process(self) -> socket.socket:
+        """Our end of the pipe to a new process.  Nothing is awaited here, lest descriptors be lost."""
+        self._spare.release()
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    self._process = subprocess.Popen(
+                        [*self._command, str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        env={**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"},
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
+        finally:
+            self._spare.take()
+        self.pid = self._process.pid
+        return ours
+
+    async def _read_patiently(self, reader: asyncio.StreamReader) -> channel.Frame | None:
+        """The next frame of a process that starts."""
+        reading, seconds = self._loop.create_task(_read(reader)), 0.0
+        try:
+            while not (await asyncio.wait({reading}, timeout=REPORT_SECONDS))[0]:
+                seconds += REPORT_SECONDS
+                log.warning("the engine (process %s) starts; no news for %.0f s", self.pid, seconds)
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    async def _supervise(self) -> None:
+        pause = RESTART_SECONDS_MIN
+        while True:
+            self._useful = False
+            reason = await self._listen()
+            down_since = self._loop.time()
+            self._close_pipe()
+            if self._stopping:
+                return
+            self._on_down(reason)
+            for query in self._queries.values():
+                if not query.done():
+                    query.set_exception(Unavailable(GONE))
+            if self._useful:
+                pause = RESTART_SECONDS_MIN
+            while self._writer is None:
+                await self._reap()
+                self._spare.take()  # what it has left
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, RESTART_SECONDS_MAX)
+                if self._stopping:
+                    return
+                try:
+                    self._report("starting the engine again")
+                    await self._spawn()
+                except (PensieveError, OSError) as error:
+                    self._report(f"the engine did not start: {error}")
+                    continue
+                except Exception:
+                    log.exception("the engine did not start")
+                    continue
+                self.num_restarts += 1
+                seconds = self._loop.time() - down_since
+                self._report(f"the engine is ready again (it was gone for {seconds:.1f} s)")
+                self._on_up()
+
+    async def _listen(self) -> str:
+        """Hand over events until the pipe ends; why it did."""
+        assert self._reader is not None
+        reason, self._hung = "the engine process ended", ""
+        heartbeat = self.heartbeat = Heartbeat(self._patience)
+        watching = self._loop.create_task(self._watch(heartbeat), name="heartbeat")
+        watching.add_done_callback(self._supervisor_ended)
+        try:
+            while (frame := await _read(self._reader)) is not None:
+                if frame[0][0] == "died":
+                    reason = frame[0][1]
+                elif (num_rounds := channel.rounds_of(frame)) is not None:
+                    heartbeat.alive(num_rounds)
+                else:
+                    heartbeat.published()
+                    self._useful = True
+                    self._on_events(self._without_replies(channel.events_of(frame)))
+        except (OSError, PensieveError) as error:
+            reason = str(error)
+        except Exception as error:  # a fault of ours in an event: begin anew rather than go deaf
+            log.exception("an event of the engine could not be taken")
+            reason = f"an event of the engine could not be taken: {error}"
+        finally:
+            watching.cancel()
+        return self._hung or reason
+
+    def _without_replies(self, events: list[Event]) -> list[OfTurn]:
+        """Hand the replies to their queries; return the other events."""
+        others: list[OfTurn] = []
+        for event in events:
+            if not isinstance(event, Reply):
+                others.append(event)
+            elif (query := self._queries.get(event.query_id)) is not None and not query.done():
+                query.set_result(event)
+        return others
+
+    async def _watch(self, heartbeat: Heartbeat) -> None:
+        """Kill the process if it hangs; the end of its pipe is noticed as that of any other."""
+        while True:
+            await asyncio.sleep(self._patience.tick_seconds)
+            if (why := heartbeat.tick()) is not None:
+                break
+        self._hung = f"{why}; it is killed"
+        if self._process is not None:
+            self._process.kill()
+        self._close_pipe()  # a process that waits for its device may not die
+
+    async def _reap(self) -> None:
+        """Make sure that the old process is gone; two would fight for the device."""
+        process = self._process
+        if process is None:
+            return
+        process.kill()
+        while True:
+            try:
+                await asyncio.to_thread(process.wait, REPORT_SECONDS)
+                return
+            except subprocess.TimeoutExpired:
+                log.error(DOES_NOT_END, process.pid)
+
+    def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("the engine's supervisor has failed", exc_info=error)
+            self._close_pipe()
+            self._on_failure(error)
+
+    def _close_pipe(self) -> None:
+        """At once: what was not sent would wait for a process that reads nothing."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.transport.abort()
+
+
+class _PipeReader(asyncio.StreamReader):
+    """Takes a reset as an end, behind what came before it.
+
+    A process that ends with something unread resets the pipe, often right behind its last words.
+    """
+
+    def set_exception(self, exc: Exception) -> None:
+        if isinstance(exc, ConnectionResetError):
+            self.feed_eof()
+        else:
+            super().set_exception(exc)
+
+
+async def _open(ours: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = _PipeReader(channel.FRAME_BYTES_MAX, loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.create_connection(lambda: protocol, sock=ours)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+async def _read(reader: asyncio.StreamReader) -> channel.Frame | None:
+    try:
+        num_head, num_body = channel.lengths(await reader.readexactly(channel.LENGTHS.size))
+        head = await reader.readexactly(num_head)
+        body = await reader.readexactly(num_body) if num_body else b""
+    except asyncio.IncompleteReadError:
+        return None  # also in the middle of a frame: the process was killed
+    return channel.unpack(head, body)
+
+
+def _death(text: Any, code: Any) -> PensieveError:
+    for kind in (ConfigError, ModelError):
+        if code == kind.exit_code:
+            return kind(str(text))
+    return DeviceError(str(text))
+
+
+class SpareDescriptors:
+    """Hold file descriptors in reserve.
+
+    Whoever needs some releases them and opens its own at once.  Another thread may be quicker, so an open may
+    fail all the same, and is tried again later.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._held: list[int] = []
+
+    def take(self) -> None:
+        """Hold as many as there ought to be, or as can be had."""
+        while len(self._held) < self._count:
+            try:
+                self._held.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                return
+
+    def release(self) -> None:
+        while self._held:
+            os.close(self._held.pop())

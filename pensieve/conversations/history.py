@@ -1,0 +1,622 @@
+"""The store thread's part of every request: drafts, begins and ends turns in transactions on the history.
+
+It knows neither live turns nor the pipe to the engine.  What the engine must hear of an action follows from
+the value that the action returns; the loop puts it.  A turn, in order:
+
+1. `draft` reads the end of the log; the messages are tokenized from that (`Draft.prompt`, in any thread).
+   `begin` checks that they fit and commits the turn as `running`; whatever can fail comes before that commit.
+   `start` does both at once where there is little to tokenize.
+2. `finish` appends the tokens of user and reply to the log in ONE transaction.  `fail` and `interrupt` leave
+   the history as it was.
+3. A request_id that came before is `Known`: the turn runs, or its reply comes from the store.
+
+The engine may hold KV for tokens that never reached the log.  That does no harm: a turn says how long its log
+is, and the engine cuts behind it.  What it holds before that is the log's own, because it hears of rewinds
+and deletions in the order in which the store made them; what it lacks, it asks for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from pensieve.conversations.constraints import Constraints
+from pensieve.conversations.draft import (
+    Ask,
+    Draft,
+    Outdated,
+    check_settings,
+    new_conversation,
+    planned_conversation,
+    stored_messages,
+)
+from pensieve.conversations.heads import (
+    STAND_IN,
+    ConversationSettings,
+    Heads,
+    PrefixSettings,
+    all_messages,
+    check_length,
+)
+from pensieve.conversations.live_turn import Begun, Committed, Known, Reply, cache_key, names_of
+from pensieve.conversations.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
+from pensieve.conversations.prefixes import Beginning, Prefixes
+from pensieve.core.sampling import Sampling
+from pensieve.engine.messages import ForkConversation, LogNeeded, ProvideLog, SubmitTurn
+from pensieve.errors import (
+    AlreadyExists,
+    ContextFull,
+    ErasurePending,
+    InvalidArgument,
+    NotFound,
+    OwnedElsewhere,
+    PensieveError,
+    PrefixTaken,
+    StaleRevision,
+    StorageFull,
+    TurnInterrupted,
+    TurnRunning,
+)
+from pensieve.store import records
+from pensieve.store.conversation_changes import LastDeleted
+from pensieve.store.declared_prefixes import stored_id
+from pensieve.store.remote.remote_store import Store
+from pensieve.text import ChatTemplate
+
+UNNUMBERED = 0  # the loop numbers what it puts
+PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
+
+
+class Texts(Protocol):
+    """The text side of a model."""
+
+    @property
+    def template(self) -> ChatTemplate: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def defaults(self) -> Sampling: ...
+    @property
+    def recommended(self) -> Mapping[str, float]: ...
+
+
+class Deleted(NamedTuple):
+    turn_id: int | None  # that was running; it is none any more, whatever the error says
+    error: PensieveError | None  # why the rest did not go well
+    is_pending: bool  # what is deleted is not yet erased from the files
+
+
+class History:
+    def __init__(
+        self,
+        store: Store,
+        texts: Texts,
+        *,
+        context_max: int,
+        vocab_size: int,
+        random_bits: Callable[[int], int],
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`random_bits` draws the seeds and the request ids that clients leave to us."""
+        self._store = store
+        self._template, self._fingerprint = texts.template, texts.fingerprint
+        self._context_max = context_max
+        self.check_settings = partial(check_settings, self._template, context_max)
+        self._template.tokenizer.tokens_max = context_max
+        self._vocab_size = vocab_size
+        self._random_bits = random_bits
+        self._report = report
+        self.heads = Heads(self._template, context_max)
+        self._constraints = Constraints(self._template.tokenizer)
+        self._texts = self._template, self.heads, self._constraints
+        self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
+        self._prefixes = Prefixes()
+        self._beginnings: dict[int, Beginning] = {}  # by turn id, while the turn runs
+        self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
+        self._storage: Mapping[str, int] = {}  # the most bytes of the tenants that have a limit
+
+    def limit_storage(self, storage: Mapping[str, int]) -> None:
+        """The most bytes that each tenant's conversations may take; of those not named, any."""
+        self._storage = storage
+
+    # -- conversations --
+
+    def create(self, settings: ConversationSettings) -> records.Conversation | Outdated:
+        """Settings that `check_settings` has let pass.
+
+        The tokens of a declared prefix are there already, but may have to be made anew.
+        """
+        self._check_storage(settings.tenant)
+        if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
+            return begun
+        return self._store.create_conversation(new_conversation(settings, self._fingerprint))
+
+    def fork(
+        self,
+        source_id: str,
+        new_id: str,
+        at_revision: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tenant: str = "",
+    ) -> records.Conversation:
+        """Its `num_tokens` first tokens are the source's."""
+        self._check_storage(tenant)
+        if at_revision is None:
+            at_revision = self._store.get_conversation(source_id, tenant=tenant).revision
+        return self._store.fork_conversation(
+            source_id, at_revision, new_id, metadata=metadata, tenant=tenant
+        )
+
+    def rewind(
+        self,
+        conversation_id: str,
+        to_revision: int,
+        expected_revision: int | None = None,
+        *,
+        tenant: str = "",
+    ) -> records.Conversation:
+        """The conversation as it is afterwards; StaleRevision unless it is at the expected revision."""
+        self._prefixes.forget(tenant, conversation_id)
+        self._store.rewind_conversation(
+            conversation_id, to_revision, expected_revision, tenant=tenant
+        )
+        return self._store.get_conversation(conversation_id, tenant=tenant)
+
+    def delete_last(
+        self, seen: records.Conversation, pending: Sequence[records.NewMessage]
+    ) -> LastDeleted:
+        """Delete the last message of a conversation that is as it was `seen`, with these pending messages."""
+        conversation_id, tenant = seen.conversation_id, seen.tenant
+        if not pending:
+            self._prefixes.forget(tenant, conversation_id)
+        return self._store.changes.delete_last(
+            conversation_id, seen.revision, seen.created_at, pending, tenant=tenant
+        )
+
+    def delete(
+        self, conversation_id: str, tenant: str = "", unused_since: int | None = None
+    ) -> Deleted:
+        """Interrupt its running turn and delete it; nothing begins in between.
+
+        With `unused_since` it is StaleRevision if a turn runs or has made another revision than that.  The
+        turn is interrupted also where the deletion fails after that, so the error is returned beside it.
+        A conversation that is gone may still have to be erased from the files.
+        """
+        try:
+            conversation = self._store.get_conversation(conversation_id, tenant=tenant)
+        except NotFound as error:
+            return Deleted(None, error, self._store.erasure.pending)
+        turn_id = conversation.running_turn_id
+        if unused_since is not None and (turn_id, conversation.revision) != (None, unused_since):
+            raise StaleRevision(unused_since, conversation.revision)
+        self.forget(tenant, conversation_id)
+        try:
+            if turn_id is not None:
+                self._store.erasure.in_reserve(lambda: self.interrupt(turn_id))
+            self._store.delete_conversation(conversation_id, tenant=tenant)
+        except ErasurePending:
+            return Deleted(turn_id, None, True)
+        except OwnedElsewhere:
+            raise  # nothing was done: it is passed on, or taken over first
+        except PensieveError as error:
+            return Deleted(turn_id, error, False)
+        return Deleted(turn_id, None, False)
+
+    def forget(self, tenant: str, conversation_id: str) -> None:
+        """What is remembered of a conversation that was deleted, or that others have written to."""
+        self._tokenized_again.discard((tenant, conversation_id))
+        self._prefixes.forget(tenant, conversation_id)
+
+    def finish_erasure(self) -> None:
+        """Of what was deleted, from the files; ErasurePending if that is not possible yet."""
+        self._store.erasure.finish()
+
+    def warm(
+        self, conversation_id: str, number: int, *, tenant: str = ""
+    ) -> SubmitTurn | Outdated | None:
+        """What brings the conversation's KV to the device, under this number; None if there is no need."""
+        self._store.claim(conversation_id, tenant=tenant)
+        conversation = self._store.get_conversation(conversation_id, tenant=tenant)
+        if conversation.fingerprint != self._fingerprint:
+            return self._outdated(conversation)
+        length = conversation.num_tokens
+        if not length or conversation.running_turn_id is not None:
+            return None
+        key = cache_key(tenant, conversation_id)
+        prefix_of, prefix_tokens = self.declared.shared(conversation)
+        return SubmitTurn(
+            *(number, key, b"", length),
+            warm=True,
+            first_position=length,
+            prefix_of=prefix_of,
+            prefix_tokens=prefix_tokens,
+        )
+
+    def log_for(self, needed: LogNeeded) -> ProvideLog:
+        """The tokens that the engine does not know.
+
+        It wants them before it runs a turn, and the log of a running turn's conversation does not change
+        unless that turn is given up; a warm's conversation may change at any time.
+        """
+        tenant, conversation_id = names_of(needed.conversation_id)
+        try:
+            log = self._store.log(conversation_id, needed.num_tokens, tenant=tenant)
+        except NotFound:
+            log = array("I")
+        if len(log) != needed.num_tokens:
+            raise TurnInterrupted("the conversation changed before the turn could run")
+        return ProvideLog(needed.turn_id, log.tobytes())
+
+    # -- a turn begins --
+
+    def known(self, ask: Ask) -> Known | None:
+        """The turn of this request, if it runs or has its reply; nothing is begun."""
+        stored = self._store.find_turn(ask.conversation_id, ask.request_id, tenant=ask.tenant)
+        return self._known_as(ask, stored)
+
+    def _known_as(self, ask: Ask, stored: records.StoredTurn | None) -> Known | None:
+        if stored is None or stored.state not in records.KNOWN_STATES:
+            return None
+        request = self._request(ask, ask.request_id)
+        begun = self._store.begin_turn(ask.conversation_id, request, tenant=ask.tenant)
+        if begun.must_run and begun.turn.attempts != stored.attempts:  # it had ended meanwhile
+            self._store.interrupt_turn(begun.turn.turn_id, begun.turn.attempts)
+        return self._known(begun.turn)
+
+    def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft | Outdated:
+        """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
+        drafted = self.draft(ask)
+        if not isinstance(drafted, Draft) or not (
+            self._constraints.knows(ask.options) and drafted.num_characters <= short_characters
+        ):
+            return drafted
+        return self.begin(drafted, drafted.prompt())
+
+    def draft(self, ask: Ask) -> Draft | Known | Outdated:
+        """Look up what a turn goes on from; the turn itself where its request_id is known already."""
+        self._check(ask)
+        conversation_id, tenant = ask.conversation_id, ask.tenant
+        try:
+            conversation, stored, log_end = self._store.look_up(
+                conversation_id, ask.request_id, PROMPT_TAIL_TOKENS, tenant=tenant
+            )
+        except NotFound:
+            if not ask.create_if_missing:
+                raise
+            return self._draft_opening(ask)
+        if conversation.fingerprint != self._fingerprint:
+            return self._outdated(conversation)
+        known = self._known_as(ask, stored)
+        if known is not None:
+            return known
+        if conversation.running_turn_id is not None:
+            raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+        if ask.expected_revision not in (None, conversation.revision):
+            raise StaleRevision(ask.expected_revision, conversation.revision)
+        self._check_storage(tenant)
+        head = list[records.Message]()
+        if conversation.num_messages and not self.declared.has_turns(conversation):
+            head = self._store.messages(conversation_id, tenant=tenant)
+        return Draft(ask, conversation, log_end, head, *self._texts)
+
+    def _draft_opening(self, ask: Ask) -> Draft | Known | Outdated:
+        """Of a conversation that is created with its first turn, once that is known to be a turn."""
+        self._check_storage(ask.tenant)
+        if ask.expected_revision not in (None, 0):
+            raise StaleRevision(ask.expected_revision, 0)
+        settings = ask.settings or ConversationSettings(ask.conversation_id, tenant=ask.tenant)
+        if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
+            return begun if isinstance(begun, Outdated) else self.draft(ask)
+        new, conversation, head = planned_conversation(
+            settings, self._fingerprint, self._store.now()
+        )
+        return Draft(ask, conversation, array("I"), head, *self._texts, new)
+
+    def renew(self, outdated: Outdated, tokens: Sequence[Sequence[int]]) -> None:
+        """Take the new tokens of its messages; it may have changed since, and is then looked at again."""
+        conversation = outdated.conversation
+        conversation_id, tenant = conversation.conversation_id, conversation.tenant
+        if self._store.get_conversation(conversation_id, tenant=tenant) != conversation:
+            return
+        self._store.replace_log(conversation_id, self._fingerprint, tokens, tenant=tenant)
+        self._tokenized_again.add((tenant, conversation_id))
+        self._prefixes.forget(tenant, conversation_id)
+        self._report(
+            f"conversation {conversation_id} was written under another tokenizer or template; "
+            f"its {len(tokens)} messages were tokenized again"
+        )
+
+    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> Begun | Known:
+        """Commit the turn as `running`; StaleRevision if the conversation has moved on meanwhile."""
+        ask, conversation = draft.ask, draft.conversation
+        conversation_id, tenant = conversation.conversation_id, conversation.tenant
+        tokens = array("I")
+        for token_ids in prompt:
+            tokens.extend(token_ids)
+        history_tokens = conversation.num_tokens
+        if history_tokens + len(tokens) >= self._context_max:
+            raise ContextFull(history_tokens + len(tokens) + 1, self._context_max)
+        if draft.new is not None:
+            try:
+                self._store.create_conversation(draft.new)
+            except PrefixTaken:
+                raise
+            except AlreadyExists:  # another one has its name, for which the draft is stale
+                pass
+        request_id = ask.request_id or f"{self._random_bits(128):032x}"
+        request = replace(
+            self._request(ask, request_id, prompt),
+            expected_revision=conversation.revision,
+            expected_created_at=conversation.created_at,
+        )
+        # Read before the commit: an error behind it would leave a turn that nobody runs.
+        prefix_of, prefix_tokens = self.declared.shared(conversation)
+        is_hint = conversation.prefix_id and not prefix_tokens
+        beginning = self._beginning(conversation, tokens) if is_hint else None
+        begun = self._store.begin_turn(conversation_id, request, tenant=tenant)
+        if not begun.must_run:
+            return self._known(begun.turn)
+        if beginning is not None:
+            self._beginnings[begun.turn.turn_id] = beginning
+            shared = self._prefixes.shared(tenant, conversation.prefix_id, beginning.tokens)
+            if shared is not None and not history_tokens:
+                prefix_of, prefix_tokens = cache_key(tenant, shared[0]), shared[1]
+        elif prefix_tokens and prefix_tokens == history_tokens:
+            self.declared.begun(begun.turn.turn_id, conversation)
+        if ask.shared_prompt is not None and not history_tokens:
+            lent = ask.shared_prompt.begin(cache_key(tenant, conversation_id), tokens)
+            prefix_of, prefix_tokens = lent or (prefix_of, prefix_tokens)
+        key = (tenant, conversation_id)
+        is_tokenized_again = key in self._tokenized_again
+        self._tokenized_again.discard(key)
+        sampling = replace(ask.options.sampling, seed=begun.turn.seed)
+        return Begun(
+            begun.turn,
+            ask,
+            SubmitTurn(
+                UNNUMBERED,
+                cache_key(tenant, conversation.conversation_id),
+                tokens.tobytes(),
+                history_tokens,
+                replace(ask.options, sampling=sampling),
+                first_position=history_tokens,
+                prefix_of=prefix_of,
+                prefix_tokens=prefix_tokens,
+            ),
+            conversation.revision,
+            (draft.log_end + tokens)[-PROMPT_TAIL_TOKENS:],
+            conversation.updated_at,
+            is_tokenized_again,
+        )
+
+    # -- a turn ends --
+
+    def finish(self, reply: Reply) -> Committed:
+        """Append the turn's messages and its reply to the log; on the disk when this returns."""
+        beginning = self._beginnings.pop(reply.turn_id, None)
+        text = reply.text
+        if reply.is_cut:
+            text = self._template.tokenizer.decode(list(reply.token_ids))
+        message = records.NewMessage(
+            "assistant", text, reply.token_ids, "", reply.stream, reply.logprobs
+        )
+        state = reply.state if reply.chain is None else reply.chain.state(text, reply.stream)
+        revision = self._store.finish_turn(
+            *(reply.turn_id, message, reply.finish.value, reply.figures, state, reply.response),
+            reply.attempt,
+        )
+        if beginning is not None:
+            conversation = beginning.conversation
+            self._prefixes.remember(
+                conversation.tenant,
+                conversation.prefix_id,
+                conversation.conversation_id,
+                beginning.tokens,
+            )
+        lent = self.declared.ended(reply.turn_id)
+        return Committed(revision, text[len(reply.text) :], lent)
+
+    def fail(self, turn_id: int, reason: str, attempt: int = 0) -> None:
+        self._forget(turn_id)
+        self._store.fail_turn(turn_id, reason, attempt)
+
+    def interrupt(self, turn_id: int, attempt: int = 0) -> None:
+        self._forget(turn_id)
+        self._store.interrupt_turn(turn_id, attempt)
+
+    # -- inside --
+
+    def _forget(self, turn_id: int) -> None:
+        """The turn lends its beginning to nobody."""
+        self._beginnings.pop(turn_id, None)
+        self.declared.forget(turn_id)
+
+    def _check_storage(self, tenant: str) -> None:
+        """Refuse what would store more for a tenant at its limit; what runs is stored all the same."""
+        most = self._storage.get(tenant)
+        if most is not None and (taken := self._store.stored_bytes(tenant)) >= most:
+            raise StorageFull(
+                f"this token's conversations take {taken:,} bytes of {most:,}; delete some"
+            )
+
+    def _check(self, ask: Ask) -> None:
+        if (problem := ask.options.sampling.problem(self._vocab_size)) is not None:
+            raise InvalidArgument(f"sampling.{problem[0]}", problem[1])
+        for message in ask.messages:
+            if message.role == "user" and not message.content:
+                raise InvalidArgument("content", "a message must not be empty")
+        check_length("content", ask.num_characters, self._context_max)
+
+    def _outdated(self, conversation: records.Conversation) -> Outdated:
+        conversation_id, tenant = conversation.conversation_id, conversation.tenant
+        if conversation.running_turn_id is not None:
+            raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+        messages = self._store.messages(conversation_id, tenant=tenant)
+        return Outdated(conversation, messages, self._template, self.heads)
+
+    def _request(
+        self, ask: Ask, request_id: str, prompt: Sequence[Sequence[int]] | None = None
+    ) -> records.TurnRequest:
+        return records.TurnRequest(
+            request_id,
+            stored_messages(ask.messages, prompt or [[] for _ in ask.messages], ask.metadata),
+            ask.sampling_given,
+            ask.options.sampling.seed or self._random_bits(63) + 1,
+            ask.expected_revision,
+            pending=ask.pending,
+            history_digest=ask.history_digest,
+        )
+
+    def _known(self, turn: records.StoredTurn) -> Known:
+        if turn.state is records.TurnState.RUNNING:
+            return Known(turn, None)
+        reply = self._store.turn_messages(turn.turn_id).reply
+        assert reply is not None
+        return Known(turn, reply)
+
+    def _beginning(self, conversation: records.Conversation, prompt: array[int]) -> Beginning:
+        """Of a conversation with this prompt behind it: as much as may be shared."""
+        log = array("I")
+        if conversation.num_tokens:
+            log = self._store.log(
+                conversation.conversation_id, SHARED_TOKENS_MAX, tenant=conversation.tenant
+            )
+        return Beginning(conversation, (log + prompt)[:SHARED_TOKENS_MAX])
+
+
+class PrefixHistory:
+    """Declared prefixes: what is shared, and by whom.
+
+    The engine knows a prefix by the `cache_key` of the conversation that it is stored as.  Its KV comes from
+    a warm, or from the first turn of a conversation under it, of which it then becomes a fork (`ended`).
+    Every message that names a prefix follows a job here that has found both to hold the same messages, so the
+    engine never shares tokens of an earlier prefix of the same name.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        fingerprint: str,
+        outdated: Callable[[records.Conversation], Outdated],
+        check_storage: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._check_storage = check_storage
+        self._fingerprint = fingerprint
+        self._outdated = outdated
+        self._first_turns: dict[int, records.Conversation] = {}  # by turn id, while the turn runs
+
+    def declare(
+        self,
+        settings: PrefixSettings,
+        tokens: Sequence[Sequence[int]],
+        template_time: float,
+        prefixes_max: int,
+    ) -> records.Prefix:
+        """Store a prefix with the tokens of each of its messages; StorageFull if there are too many."""
+        self._check_storage(settings.tenant)
+        given = all_messages(settings)
+        messages = (
+            stored_messages(given, tokens) if given else [replace(STAND_IN, token_ids=tokens[0])]
+        )
+        if self._store.prefixes.num_of(settings.tenant) >= prefixes_max:
+            raise StorageFull(f"this token may have {prefixes_max} prefixes; delete some")
+        return self._store.prefixes.declare(
+            records.NewPrefix(
+                settings.prefix_id,
+                self._fingerprint,
+                messages,
+                list(settings.tools),
+                dict(settings.template_options),
+                settings.keep_warm,
+                template_time,
+                settings.tenant,
+            )
+        )
+
+    def begin(self, settings: ConversationSettings) -> records.Conversation | Outdated | None:
+        """A conversation under its declared prefix; None if no such prefix is declared.
+
+        Outdated if the prefix has tokens of another tokenizer or template.
+        """
+        found = self._store.prefixes.find(settings.prefix_id, tenant=settings.tenant)
+        if found is None:
+            return None
+        if settings.system_prompt or settings.tools or settings.template_options:
+            raise PrefixTaken(
+                f"prefix {settings.prefix_id!r} was declared with its own system prompt, tools and options"
+            )
+        if found.conversation.fingerprint != self._fingerprint:
+            return self._outdated(found.conversation)
+        return self._store.prefixes.begin(
+            records.NewConversation(
+                settings.conversation_id,
+                self._fingerprint,
+                metadata=dict(settings.metadata),
+                prefix_id=settings.prefix_id,
+                tenant=settings.tenant,
+                pending=settings.pending,
+            )
+        )
+
+    def begin_with_history(
+        self,
+        settings: ConversationSettings,
+        tokens: Sequence[Sequence[int]],
+        template_time: float,
+    ) -> records.Conversation:
+        """A conversation that begins with the messages of its settings, which have these tokens."""
+        self._check_storage(settings.tenant)
+        return self._store.create_conversation(
+            records.NewConversation(
+                settings.conversation_id,
+                self._fingerprint,
+                stored_messages(all_messages(settings), tokens),
+                list(settings.tools),
+                dict(settings.template_options),
+                dict(settings.metadata),
+                tenant=settings.tenant,
+                began_at=template_time,
+                pending=settings.pending,
+            )
+        )
+
+    def to_keep_warm(self) -> list[tuple[str, str]]:
+        """(tenant, id) of the prefixes that are to be kept warm."""
+        return self._store.prefixes.to_keep_warm()
+
+    def shared(self, conversation: records.Conversation) -> tuple[str, int]:
+        """The key of its prefix, and how many tokens the conversation has in common with that; none: 0."""
+        if conversation.began_at is None or not conversation.prefix_id:
+            return "", 0
+        num_tokens = self._store.prefixes.num_shared_tokens(conversation)
+        key = cache_key(conversation.tenant, stored_id(conversation.prefix_id))
+        return key if num_tokens else "", num_tokens
+
+    def has_turns(self, conversation: records.Conversation) -> bool:
+        """Whether its history has more than what it began with."""
+        if conversation.began_at is None:  # then that has no tokens
+            return conversation.num_tokens > 0
+        return self._store.prefixes.has_turns(conversation)
+
+    def begun(self, turn_id: int, conversation: records.Conversation) -> None:
+        """The first turn of a conversation under a prefix runs."""
+        self._first_turns[turn_id] = conversation
+
+    def forget(self, turn_id: int) -> None:
+        self._first_turns.pop(turn_id, None)
+
+    def ended(self, turn_id: int) -> ForkConversation | None:
+        """What lends the prefix the KV that this turn has computed of it, if it was such a turn."""
+        conversation = self._first_turns.pop(turn_id, None)
+        if conversation is None:
+            return None
+        key, num_tokens = self.shared(conversation)
+        if not num_tokens:
+            return None
+        source = cache_key(conversation.tenant, conversation.conversation_id)
+        return ForkConversation(source, num_tokens, key)

@@ -1,0 +1,254 @@
+"""Background work on the history while the daemon serves, and what stops changes to it.
+
+    Erasing            finish deletions whose text could not be erased from the files at once, and compact
+    start_forgetting   forget old request ids and old digests of histories
+    Scrubbing          read the whole history, a little at a time, to find damage
+    Damage             a damaged history is read, and not written to, also by the next process
+    FullDisk           while the disk is full, only reads and deletions go on
+    sweep              once a second: erasures, stalled readers, how late the loop is
+
+Each step is a job of a few milliseconds in the store's or the read thread, with pauses in between, so the
+jobs of clients come first.  Everything here belongs to the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from pensieve import gc_pause
+from pensieve.conversations.readers import Readers
+from pensieve.conversations.threads import Threads, aside
+from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreCorrupt
+from pensieve.store.backend import ErasureSteps, ScrubSteps
+from pensieve.store.remote.remote_store import Store
+
+log = logging.getLogger("pensieve")
+NOBODY = "/housekeeping"  # no tenant has this name
+ERASE_PAUSE_SECONDS = 0.02
+ERASED_SECONDS_MAX = 5.0  # that a client waits for other readers of the history to end
+FORGET_PAUSE_SECONDS = 0.05
+FORGET_PASSES = 24  # in the time that a thing is kept
+FORGET_SECONDS_MAX = 3600.0  # between two passes
+SCRUB_PAUSE_SECONDS_MIN, SCRUB_PAUSE_SECONDS_MAX = 0.02, 60.0
+FULL_SECONDS = 2.0  # between two looks for room on a full disk
+SWEEP_SECONDS = 1.0
+LATE_SECONDS = 1.0  # of the loop, that are worth a warning
+
+
+class Erasing:
+    """Finishes what deletions have left to do on the disk (store/sqlite_backend.py)."""
+
+    def __init__(self, erasure: ErasureSteps, threads: Threads) -> None:
+        self._erasure, self._threads = erasure, threads
+        self._is_at_work = False
+        self._is_late = False  # and the log says so
+
+    def sweep(self) -> None:
+        """Begin with what is due, if there is anything; called again and again."""
+        if self._erasure.due and not self._is_at_work:
+            self._is_at_work = True
+            self._threads.spawn(self._work())
+
+    async def _work(self) -> None:
+        try:
+            while await self._threads.in_store(NOBODY, self._erasure.step):
+                await asyncio.sleep(ERASE_PAUSE_SECONDS)
+        except PensieveError as error:  # the next sweep tries again
+            if not self._is_late:
+                log.warning("the history cannot be cleaned of what was deleted: %s", error)
+            self._is_late = True
+        else:
+            if self._is_late:
+                log.warning("the history is clean of what was deleted")
+            self._is_late = False
+        finally:
+            self._is_at_work = False
+
+
+async def erased(finish: Callable[[], None], threads: Threads) -> None:
+    """Wait until `finish`, a job of the store thread, has erased all; ErasurePending if it cannot in time."""
+    deadline = threads.loop.time() + ERASED_SECONDS_MAX
+    while True:
+        await asyncio.sleep(ERASE_PAUSE_SECONDS)
+        try:
+            return await threads.in_store(NOBODY, finish)
+        except ErasurePending:
+            if threads.loop.time() >= deadline:
+                raise
+
+
+def start_forgetting(
+    store: Store,
+    threads: Threads,
+    now: Callable[[], float],
+    *,
+    request_seconds: float,
+    chain_seconds: float,
+) -> None:
+    """Forget request ids and histories' digests after so long; 0: never.  `now`: the clock of the records."""
+
+    async def work(name: str, step: Callable[[float], bool], keep_seconds: float) -> None:
+        while keep_seconds:
+            try:
+                before = now() - keep_seconds
+                while await threads.in_store(NOBODY, step, before):
+                    await asyncio.sleep(FORGET_PAUSE_SECONDS)
+                await threads.in_store(NOBODY, store.erasure.resume)
+            except PensieveError as error:  # the next pass tries again
+                log.warning("old %s could not be forgotten: %s", name, error)
+            await asyncio.sleep(min(FORGET_SECONDS_MAX, keep_seconds / FORGET_PASSES))
+
+    threads.spawn(work("requests", store.forgetting.step, request_seconds))
+    threads.spawn(work("chains", store.chains.forget, chain_seconds))
+
+
+class Scrubbing:
+    """Has the whole history read in about `seconds` (store/verify.py), again and again; 0: never.
+
+    It pauses while deleted text waits to be erased, and ends with the first damage, which an operator must
+    mend.
+    """
+
+    def __init__(
+        self,
+        scrub: ScrubSteps,
+        threads: Threads,
+        seconds: float,
+        is_pending: Callable[[], bool],
+        on_damage: Callable[[Sequence[str]], Awaitable[None]],
+    ) -> None:
+        self._scrub, self._threads, self._seconds = scrub, threads, seconds
+        self._is_pending, self._on_damage = is_pending, on_damage
+        self._is_late = False  # and the log says so
+
+    @property
+    def num_passes(self) -> int:
+        return self._scrub.num_passes
+
+    def start(self) -> None:
+        if self._seconds:
+            self._threads.spawn(self._work())
+
+    async def _work(self) -> None:
+        least, most = SCRUB_PAUSE_SECONDS_MIN, SCRUB_PAUSE_SECONDS_MAX
+        while True:
+            num_passes, pause_seconds = self.num_passes, most
+            try:
+                num_steps = await self._threads.in_reader(NOBODY, self._scrub.num_steps)
+                pause_seconds = min(max(self._seconds / num_steps, least), most)
+                while num_passes == self.num_passes:
+                    await asyncio.sleep(pause_seconds)
+                    if self._is_pending():
+                        continue
+                    if problems := await self._threads.in_reader(NOBODY, self._scrub.step):
+                        return await self._on_damage(problems)
+                    self._is_late = False
+            except PensieveError as error:  # a sector that cannot be read, or no descriptor
+                if not self._is_late:
+                    log.error("the history could not be looked through: %s", error)
+                self._is_late = True
+                await asyncio.sleep(pause_seconds)
+
+
+class Damage:
+    """Whether the history is damaged; a check that finds nothing ends it."""
+
+    def __init__(self, store: Store, threads: Threads, changed: Callable[[], None]) -> None:
+        before = "it was when it was looked at before"
+        self.problems: tuple[str, ...] = (before,) if store.marks.is_damaged else ()
+        self._store, self._threads, self._changed = store, threads, changed
+
+    @property
+    def refusal(self) -> StoreCorrupt | None:
+        """Of whatever would change the history."""
+        if not self.problems:
+            return None
+        return StoreCorrupt(
+            "the history is damaged and takes no changes; it can be read. The operator's log says more"
+        )
+
+    def check(self, report: Callable[[str], None]) -> None:
+        """After an unclean stop: run SQLite's own check beside the serving."""
+
+        async def check() -> None:
+            try:
+                problems = await aside(self._store.integrity_check)
+            except StoreCorrupt as error:
+                problems = [str(error)]
+            except PensieveError as error:  # the next start tries again
+                log.error("the history could not be checked: %s", error)
+                return
+            if problems:
+                await self.found(problems)
+            else:
+                report("the history is sound")
+                self.problems = ()
+                self._changed()
+
+        self._threads.spawn(check())
+
+    async def found(self, problems: Sequence[str]) -> None:
+        log.error("the history is damaged: %s", problems[0])
+        self.problems = tuple(problems)
+        self._store.integrity_check_due = True
+        self._changed()
+        try:
+            await asyncio.to_thread(self._store.marks.mark_damaged, True)
+        except PensieveError as error:  # this process knows it, and the next one looks again
+            log.error("that the history is damaged could not be written down: %s", error)
+
+
+class FullDisk:
+    """Whether the disk of the history is full: any write may find that, and a small one that it is over."""
+
+    def __init__(self, store: Store, threads: Threads, changed: Callable[[], None]) -> None:
+        self.is_full = False
+        self._store, self._threads, self._changed = store, threads, changed
+        store.figures.on_full = self._report
+
+    @property
+    def refusal(self) -> DiskFull | None:
+        """Of whatever would store more."""
+        return DiskFull("the disk of the history is full") if self.is_full else None
+
+    def _report(self) -> None:
+        """Called in the store thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._threads.loop.call_soon_threadsafe(self._found)
+
+    def _found(self) -> None:
+        if self.is_full:
+            return
+        self.is_full = True
+        log.error("the disk of the history is full: %s", self._store.folder.path)
+        self._changed()
+        self._threads.spawn(self._wait_for_room())
+
+    async def _wait_for_room(self) -> None:
+        while self.is_full:
+            await asyncio.sleep(FULL_SECONDS)
+            with contextlib.suppress(PensieveError):
+                has_room = await self._threads.in_store(NOBODY, self._store.erasure.has_room)
+                self.is_full = not has_room
+        log.warning("the disk of the history has room again")
+        self._changed()
+
+
+async def sweep(num_turns: Callable[[], int], readers: Readers, erasing: Erasing) -> None:
+    loop = asyncio.get_running_loop()
+    has_collected, before = False, loop.time()
+    while True:
+        await asyncio.sleep(SWEEP_SECONDS)
+        late = loop.time() - before - SWEEP_SECONDS
+        if late > LATE_SECONDS:
+            log.warning("the service stood still for %.1f s: every stream waited", late)
+        before = loop.time()
+        is_idle = not num_turns()
+        if is_idle and not has_collected:
+            gc_pause.collect()
+        has_collected = is_idle
+        readers.cancel_stalled()
+        erasing.sweep()

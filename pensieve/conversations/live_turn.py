@@ -1,0 +1,265 @@
+"""A turn while it runs, and the values that store thread and loop exchange about it.
+
+    store thread                         loop
+    Begun    committed as `running`  ──>  LiveTurn, followed by its readers
+    Known    its request_id came before ─>  attach to the LiveTurn, or replay the stored reply
+    Committed  <── Reply             ───  the engine has ended it
+
+An unstored turn (unstored.py) begins and ends in the loop alone.  All but `LiveTurn` are frozen.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Any, NamedTuple
+
+from pensieve.conversations.binding.chain import ChainEnd
+from pensieve.conversations.draft import Ask
+from pensieve.conversations.logprobs import PackedLogprobs, Row, pack
+from pensieve.core.iteration import SampledToken
+from pensieve.core.turn import FinishReason, Usage
+from pensieve.engine.messages import ForkConversation, SubmitTurn
+from pensieve.errors import PensieveError
+from pensieve.store import records
+from pensieve.store.responses import StoredResponse
+from pensieve.text import Part, PartMarker
+
+
+class RecomputeReason(StrEnum):
+    DROPPED = "dropped"  # both tiers were full of more valuable chunks
+    ENGINE_RESTARTED = "engine_restarted"
+    FINGERPRINT_CHANGED = "fingerprint_changed"
+
+
+class Phase(Enum):
+    """How far a live turn is; `turns.py` says who moves it on."""
+
+    RUNNING = "running"  # the engine has it
+    COMMITTING = "committing"  # the engine has ended it; the store writes its end
+    INTERRUPTING = "interrupting"  # it is given up; the store writes that
+    ENDED = "ended"  # `finish` is set
+
+
+LEGAL_TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
+    Phase.RUNNING: frozenset({Phase.COMMITTING, Phase.INTERRUPTING}),
+    Phase.COMMITTING: frozenset({Phase.ENDED}),
+    Phase.INTERRUPTING: frozenset({Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A turn that the store holds as `running`: what the engine and its readers need of it."""
+
+    turn: records.StoredTurn
+    ask: Ask
+    submit: SubmitTurn  # without the number that the engine will know it by
+    first_revision: int  # of the conversation before it
+    prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
+    changed_at: float  # when the conversation was last changed
+    is_tokenized_again: bool  # since its last turn, under another tokenizer or template
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    turn: records.StoredTurn
+    reply: records.NewMessage | None  # None while it runs
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a turn has come to, to be committed."""
+
+    turn_id: int
+    token_ids: tuple[int, ...]
+    text: str
+    stream: Mapping[str, Any]  # what its deltas say beside that; see `stream_of`
+    finish: FinishReason
+    figures: Mapping[str, Any]  # usage, as it is stored
+    is_cut: bool = False  # a cancel cut it: what was withheld as a possible stop string is text
+    logprobs: bytes = b""  # packed
+    chain: ChainEnd | None = None  # of its client's history before it
+    state: records.ChainState | None = None  # or what follows from that and the reply
+    response: StoredResponse | None = None  # that it is to a client of that API
+    attempt: int = 0  # of the turn
+
+
+class Committed(NamedTuple):
+    revision: int
+    tail: str  # text after what the readers were given: what a cancelled turn had withheld
+    lent: ForkConversation | None = None  # gives its declared prefix the KV that it has computed
+
+
+@dataclass(slots=True)
+class LiveTurn:
+    """A turn as its reader sees it; complete when `finish` is set, which therefore comes last.
+
+    Its tokens lie in columns of plain values, not in an object for each: a thousand turns of a
+    thousand tokens are a few thousand objects for the garbage collector (see `pensieve.gc_pause`).
+    """
+
+    turn_id: int
+    conversation_id: str
+    history_tokens: int
+    prompt_tokens: int  # of the delta
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # that each token released
+    parts: list[Part] = field(default_factory=list)  # that each token belongs to
+    logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
+    ask: Ask | None = None  # that began it here; None of one that was completed before
+    arrived_at: float = 0.0  # when its request was admitted, by the loop's clock
+    begun_at: float = 0.0  # when the store had it
+    admitted: bool = False  # the engine has room for it; before that it waits
+    cached_tokens: int = 0  # of its context, that had KV then
+    phase: Phase = Phase.RUNNING
+    finish: FinishReason | None = None
+    failure: PensieveError | None = None
+    usage: Usage | None = None
+    revision: int | None = None
+    replayed: bool = False
+    cancelled: bool = False
+    kept: int | None = None  # of its tokens; a cancel has cut the others
+    tenant: str = ""
+    number: int = 0  # what the engine knows it by: another one for each attempt
+    request_id: str = ""
+    first_revision: int = 0  # of the conversation before it
+    attempt: int = 1
+    recompute_reason: str = ""  # should something be recomputed
+    figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
+    marker: PartMarker | None = None
+    tail: str = ""  # text after the last token: what a cancelled turn had withheld
+    token_at: float = 0.0  # when its latest tokens came, by the loop's clock
+    num_timed: int = 0  # of its tokens, in the latencies
+    weight: float = 1.0  # of its tenant's share
+    priority: int = 0
+    shared_from: str = ""  # the conversation whose KV it may begin with
+    prompt_seconds: float = 0.0  # that its prompt takes by itself, as predicted
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the store has it: an unstored turn has a negative id."""
+        return self.turn_id >= 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts[: self.kept])
+
+    @property
+    def num_tokens(self) -> int:
+        """Without those that a cancel has cut."""
+        return len(self.token_ids) if self.kept is None else self.kept
+
+    @property
+    def num_charged_tokens(self) -> int:
+        """That its tenant has used: those it brought, once they were computed, and those of its reply."""
+        if self.figures and self.usage is not None:  # all that were sampled, also those cut off
+            return self.usage.new_tokens + self.usage.output_tokens
+        return self.num_tokens + (self.prompt_tokens if self.admitted else 0)
+
+    def move_to(self, phase: Phase) -> None:
+        assert phase in LEGAL_TRANSITIONS[self.phase], (self.turn_id, self.phase, phase)
+        self.phase = phase
+
+    def take(self, token: SampledToken) -> None:
+        """Append one sampled token; whoever reads goes by `token_ids`, which therefore comes last."""
+        if token.logprob is not None:
+            assert isinstance(self.logprobs, dict)
+            self.logprobs[len(self.token_ids)] = (token.logprob, token.top_logprobs)
+        self.texts.append(token.text)
+        self.parts.append(self.marker.push(token.token_id) if self.marker else Part.TEXT)
+        self.token_ids.append(token.token_id)
+
+
+def stream_of(live: LiveTurn) -> dict[str, Any]:
+    """What a reply is stored with, so that its deltas can be sent again: runs of parts.
+
+    `parts` holds (part, tokens, characters) of each run; a reply that is only text has none.
+    """
+    stream: dict[str, Any] = {}
+    runs: list[list[Any]] = []
+    for part, text in zip(live.parts[: live.kept], live.texts[: live.kept], strict=True):
+        if not runs or runs[-1][0] != part.value:
+            runs.append([part.value, 0, 0])
+        runs[-1][1] += 1
+        runs[-1][2] += len(text)
+    if any(run[0] != Part.TEXT.value for run in runs):
+        stream["parts"] = runs
+    return stream
+
+
+def packed_logprobs(live: LiveTurn) -> bytes:
+    """The rest of it; of a turn that the engine has ended, in any thread."""
+    return pack(live.logprobs[number] for number in range(live.num_tokens))
+
+
+def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
+    """A turn that was completed before, as its reader sees it again."""
+    assert turn.finish_reason is not None
+    num_tokens, content = len(reply.token_ids), reply.content
+    texts, parts = [""] * num_tokens, [Part.TEXT] * num_tokens
+    runs = reply.extra.get("parts") or [[Part.TEXT.value, num_tokens, len(content)]]
+    token = character = 0
+    for part, tokens, characters in runs:
+        parts[token : token + tokens] = [Part(part)] * tokens
+        end = character + characters if token + tokens < num_tokens else len(content)
+        if tokens:
+            texts[token] = content[character:end]
+        token, character = token + tokens, end
+    return LiveTurn(
+        turn.turn_id,
+        turn.conversation_id,
+        history_tokens=0,
+        prompt_tokens=0,
+        token_ids=list(reply.token_ids),
+        texts=texts,
+        parts=parts,
+        logprobs=PackedLogprobs(reply.logprobs) if reply.logprobs else {},
+        phase=Phase.ENDED,
+        finish=FinishReason(turn.finish_reason),
+        revision=turn.revision,
+        replayed=True,
+        tenant=turn.tenant,
+        request_id=turn.request_id,
+        first_revision=(turn.revision or 1) - 1,
+        attempt=turn.attempts,
+        figures=dict(turn.usage),
+    )
+
+
+def cache_key(tenant: str, conversation_id: str) -> str:
+    """What the engine knows a conversation by; ids hold no slash, so tenants never meet."""
+    return f"{tenant}/{conversation_id}" if tenant else conversation_id
+
+
+def unstored_key(tenant: str, number: int) -> str:
+    """What the engine knows an unstored turn by: with two slashes, so no `cache_key` is like it."""
+    return f"~unstored/{tenant}/{number}"
+
+
+def names_of(key: str) -> tuple[str, str]:
+    """The tenant and the conversation's id in a `cache_key`."""
+    tenant, _, conversation_id = key.rpartition("/")
+    return tenant, conversation_id
+
+
+USAGE_COUNTS = (
+    *("prompt_tokens", "new_tokens", "device_tokens", "host_tokens", "recomputed_tokens"),
+    *("shared_tokens", "output_tokens", "suspensions"),
+)
+
+
+def usage_figures(usage: Usage) -> dict[str, float]:
+    """A turn's cost as it is stored and shown."""
+    end = usage.finished_at if usage.finished_at is not None else usage.submitted_at
+    admitted = usage.admitted_at if usage.admitted_at is not None else end
+    first = usage.first_token_at if usage.first_token_at is not None else end
+    return {
+        **{name: getattr(usage, name) for name in USAGE_COUNTS},
+        "queue_seconds": admitted - usage.submitted_at,
+        "first_token_seconds": first - usage.submitted_at,
+        "total_seconds": end - usage.submitted_at,
+    }

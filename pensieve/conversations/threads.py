@@ -1,0 +1,243 @@
+"""The loop, the store thread and the text pool, and in which order they exchange values.
+
+    the loop           live turns, their readers, the pipe to the engine
+    the store thread   the history, one job at a time
+    the read thread    what clients read of the history, on a connection of its own
+    the text pool      tokenizing long drafts; touches nothing shared
+
+Each owns its state.  The loop sends a function with values as arguments to a thread, and gets a value back.
+
+**Order.**  A tenant's jobs of the store thread run in the order of their `in_store` calls (the tenants by
+turns, `FairPool`), and the coroutines that wait for them resume in that order.  So a coroutine that
+acts on a result before it waits for anything else acts in the order of the store.
+
+**Sequences.**  Steps that must follow a job, even if the call that wanted it is gone, run in a task of their
+own (`whole`).
+
+**Failures.**  An unforeseen exception of a background task goes to `on_failure`, since something may wait for
+what the task ought to have done.
+
+Jobs that read all of a history run `aside`, in a thread that ends with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+from pensieve.conversations.figures import Waiting
+from pensieve.errors import OwnedElsewhere, PensieveError
+
+log = logging.getLogger("pensieve")
+T = TypeVar("T")
+
+
+class _OwnThreads(Executor):
+    """A thread for each call, for whose end no process waits that ends."""
+
+    def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = call(*arguments, **named)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="aside", daemon=True).start()
+        return future
+
+
+async def aside(function: Callable[..., T], /, *arguments: Any) -> T:
+    """Call it in a thread of its own, which ends with the process."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_OwnThreads(), function, *arguments)
+
+
+async def _not_taken(elsewhere: OwnedElsewhere, tenant: str) -> bool:
+    return False
+
+
+class Threads:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        text_threads: int,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.loop = loop  # also the clock, but for what is recorded
+        self._store_thread = FairPool(loop, 1, "store")
+        self._read_thread = FairPool(loop, 1, "read")
+        self._text_pool = FairPool(loop, text_threads, "text", drops_abandoned=True)
+        self._sequences: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._on_failure = on_failure
+        self.is_taken: Callable[[OwnedElsewhere, str], Awaitable[bool]] = _not_taken  # owning.py
+
+    async def in_store(
+        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
+    ) -> T:
+        """Call it in the store thread, behind what this tenant waits for there."""
+        try:
+            return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
+        except OwnedElsewhere as elsewhere:  # and it has written nothing
+            if not await self.is_taken(elsewhere, tenant):
+                raise
+        return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
+
+    @property
+    def store_waiting(self) -> Waiting:
+        return self._store_thread.waiting
+
+    async def behind_the_store(self) -> None:
+        """Until every job that waits for the store thread now is done."""
+        waits = [self.in_store(each, lambda: None) for each in ["", *self._store_thread.tenants]]
+        await asyncio.gather(*waits)
+
+    async def in_reader(
+        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
+    ) -> T:
+        return await self._read_thread.run(tenant, lambda: function(*arguments, **named))
+
+    async def in_text_pool(self, tenant: str, function: Callable[[], T]) -> T:
+        return await self._text_pool.run(tenant, function)
+
+    async def whole(self, sequence: Coroutine[Any, Any, T]) -> T:
+        """Run all of it, even if the call that waits for it is cancelled."""
+        task = self.loop.create_task(sequence)
+        self._sequences.add(task)
+        task.add_done_callback(self._sequence_ended)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # its error's traceback holds this frame: a cycle if the frame held the task
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background_ended)
+
+    async def end_tasks(self) -> None:
+        """Cancel what runs in the background, and wait for the sequences."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, *self._sequences, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Wait for the jobs of the store; no other is taken."""
+        self._text_pool.close(drop=True)
+        await asyncio.to_thread(self._read_thread.close)
+        await asyncio.to_thread(self._store_thread.close)
+
+    def _sequence_ended(self, task: asyncio.Task[Any]) -> None:
+        self._sequences.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, PensieveError):
+            log.error("a call failed unexpectedly", exc_info=error)
+
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("a task of the daemon failed", exc_info=error)
+            self._on_failure(error)
+
+
+class _Job(NamedTuple):
+    function: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
+class FairPool:
+    """Threads that tenants share: each tenant's jobs in their order, and the tenants by turns.
+
+    A tenant's next job comes after at most one job of each other tenant that waits.  For each job the threads
+    get one call of `_run_next`, which runs the job whose turn it is.  The queues are behind a lock: the loop
+    puts jobs in, and the threads take them out.  The loop alone counts those that have not ended.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        num_threads: int,
+        name: str,
+        *,
+        drops_abandoned: bool = False,
+    ) -> None:
+        """`drops_abandoned`: a job is not begun once its caller is gone."""
+        self._loop = loop
+        self._drops_abandoned = drops_abandoned
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._lock = Lock()
+        # Of the tenants that wait, whose turn it is first.
+        self._queues: dict[str, deque[_Job]] = {}
+        # The jobs that have not ended, the oldest first.
+        self._since: dict[asyncio.Future[Any], float] = {}
+
+    async def run(self, tenant: str, function: Callable[[], T]) -> T:
+        """Call it in a thread; once it has begun, to its end even if the caller is cancelled."""
+        done = self._loop.create_future()
+        self._since[done] = self._loop.time()
+        with self._lock:
+            self._queues.setdefault(tenant, deque()).append(_Job(function, done))
+        self._loop.run_in_executor(self._threads, self._run_next)
+        try:
+            result: T = await done
+        finally:
+            del done  # as in _run_next
+        return result
+
+    @property
+    def tenants(self) -> list[str]:
+        with self._lock:
+            return list(self._queues)
+
+    @property
+    def waiting(self) -> Waiting:
+        oldest = next(iter(self._since.values()), None)
+        seconds = 0.0 if oldest is None else self._loop.time() - oldest
+        return Waiting(len(self._since), seconds)
+
+    def close(self, *, drop: bool = False) -> None:
+        self._threads.shutdown(cancel_futures=drop)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            tenant = next(iter(self._queues))
+            queue = self._queues.pop(tenant)
+            job = queue.popleft()
+            if queue:
+                self._queues[tenant] = queue  # behind all others
+        try:
+            is_wanted = not (self._drops_abandoned and job.done.cancelled())
+            self._answer(job.done, job.function() if is_wanted else None, None)
+        except Exception as error:
+            self._answer(job.done, None, error)
+        finally:
+            # An error holds its frames: one that holds the future, too, would be a circle.
+            del job
+
+    def _answer(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+        """From the thread; if the loop is closed, nobody waits."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._give, done, value, error)
+
+    def _give(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+        del self._since[done]
+        if done.done():
+            return  # its caller is gone
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)

@@ -1,0 +1,367 @@
+"""The live turns, each from its beginning to an end that is committed; the loop owns them.
+
+                  take, cancel
+                   ┌────┐
+    begin ──> RUNNING <─┘──end (the engine's)──> COMMITTING ──finish──> ENDED
+                 └──────interrupt─────────────> INTERRUPTING ──fail──┘
+
+A `Turns` is plain and synchronous, and calls neither the store nor the engine: it returns the messages for
+the engine and the `Reply` to commit.  What holds:
+
+* A turn is here from the moment that the loop hears of its `running` row until its end is in the store and
+  its readers can see it: `finish` is set last.
+* In COMMITTING and INTERRUPTING the end is on the way to the store; a cancel, a deletion, the end of the
+  engine or of a reader's grace changes nothing.
+* After `cancel` no further token is taken, and the log ends at the last one that was, or sooner (`kept`).
+* Each attempt of a turn has another number, so an event of one that was given up finds nothing.
+* A warm is no live turn, but counts for its tenant from `begin_warm` until the engine has ended it, or is
+  gone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple
+
+from pensieve.conversations.draft import Ask
+from pensieve.conversations.live_turn import (
+    Begun,
+    Committed,
+    LiveTurn,
+    Phase,
+    RecomputeReason,
+    Reply,
+    names_of,
+    stream_of,
+    unstored_key,
+    usage_figures,
+)
+from pensieve.core.iteration import SampledToken
+from pensieve.core.turn import FinishReason
+from pensieve.engine.messages import TOKEN_BYTES, CancelTurn, SubmitTurn, TurnEnded
+from pensieve.errors import PensieveError, QueueFull, TurnFailed, Unavailable
+from pensieve.guard.counts import Counts
+from pensieve.text import PartMarker, Tokenizer
+
+
+class Ending(NamedTuple):
+    """The engine has ended a turn: a reply to commit, or the reason why there is none."""
+
+    live: LiveTurn
+    reply: Reply | None
+    failure: str = ""
+
+
+class _Warm(NamedTuple):
+    tenant: str
+    conversation_id: str
+    counts: bool
+
+
+class Turns:
+    def __init__(self, tokenizer: Tokenizer, engine_since: float) -> None:
+        """`engine_since`: KV of what was last changed before it is gone (wall clock)."""
+        self.tokenizer = tokenizer
+        self._engine_since = engine_since
+        self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
+        self._waiting: dict[int, LiveTurn] = {}  # those that the engine has no room for yet
+        self._begun: dict[int, LiveTurn] = {}  # admitted, and without a token
+        self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
+        self._num_of_tenant = Counts[str]()
+        self._numbers = count(1)
+        self._warms: dict[int, _Warm] = {}  # by number
+        self._num_warms = Counts[tuple[str, str]]()
+        self._num_counted = 0
+
+    # -- looking --
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_warms(self) -> int:
+        """Those that count for a tenant."""
+        return self._num_counted
+
+    @property
+    def num_own_warms(self) -> int:
+        """Those that the daemon wants by itself."""
+        return len(self._warms) - self._num_counted
+
+    def num_of_tenant(self, tenant: str, conversation_id: str = "") -> int:
+        """Its turns and warms, but for warms of this conversation, which its next turn takes over."""
+        return self._num_of_tenant[tenant] - self._num_warms[tenant, conversation_id]
+
+    @property
+    def num_waiting(self) -> int:
+        """Begun, and not admitted by the engine."""
+        return len(self._waiting)
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the one that has waited longest began."""
+        return next((live.begun_at for live in self._waiting.values()), None)
+
+    @property
+    def num_begun(self) -> int:
+        """Admitted by the engine, and without a token."""
+        return len(self._begun)
+
+    def without_token(self) -> list[LiveTurn]:
+        """Those that the engine has begun, then those that wait, as they came."""
+        return [*self._begun.values(), *self._waiting.values()]
+
+    def all_live(self) -> list[LiveTurn]:
+        return list(self._live.values())
+
+    def of_conversation(self, conversation_id: str, tenant: str = "") -> LiveTurn | None:
+        return self._first(
+            lambda live: live.conversation_id == conversation_id and live.tenant == tenant
+        )
+
+    def of_request(self, ask: Ask) -> LiveTurn | None:
+        """The turn that this request began and that still takes readers."""
+        live = self._of_request.get((ask.tenant, ask.conversation_id, ask.request_id))
+        if live is None or live.ask is None or live.phase is Phase.INTERRUPTING:
+            return None
+        return live if ask.says_the_same_as(live.ask) else None
+
+    def of_request_id(self, tenant: str, conversation_id: str, request_id: str) -> LiveTurn | None:
+        """The turn that a request began, whatever it said and however far the turn is."""
+        return self._of_request.get((tenant, conversation_id, request_id))
+
+    def of_number(self, number: int) -> LiveTurn | None:
+        return self._live.get(number)
+
+    def of_turn(self, turn_id: int) -> LiveTurn | None:
+        """In its latest attempt; one that was given up may still be on its way out."""
+        attempts = [live for live in self._live.values() if live.turn_id == turn_id]
+        return max(attempts, key=lambda live: live.attempt, default=None)
+
+    # -- a turn's life --
+
+    def begin_warm(self, conversation_id: str, tenant: str, *, counts: bool = True) -> int:
+        """The number of another warm; the engine never gets the same one twice.
+
+        It counts for its tenant, unless the daemon wants it by itself.
+        """
+        number = next(self._numbers)
+        self._warms[number] = _Warm(tenant, conversation_id, counts)
+        if counts:
+            self._num_counted += 1
+            self._num_warms[tenant, conversation_id] += 1
+            self._num_of_tenant[tenant] += 1
+        return number
+
+    def end_warm(self, number: int) -> str | None:
+        """It has ended, or was never put; whose it was, if it was one."""
+        if (warm := self._warms.pop(number, None)) is None:
+            return None
+        if warm.counts:
+            self._num_counted -= 1
+            self._num_warms[warm.tenant, warm.conversation_id] -= 1
+            self._num_of_tenant[warm.tenant] -= 1
+        return warm.tenant
+
+    def begin(self, begun: Begun, now: float, weight: float = 1.0) -> tuple[LiveTurn, SubmitTurn]:
+        """The live turn, and what submits it to the engine, with its tenant's weight."""
+        turn = begun.turn
+        submit = replace(
+            begun.submit, turn_id=next(self._numbers), share=turn.tenant, weight=weight
+        )
+        live = LiveTurn(
+            turn.turn_id,
+            turn.conversation_id,
+            submit.history_tokens,
+            len(submit.tokens) // TOKEN_BYTES,
+            ask=begun.ask,
+            begun_at=now,
+            tenant=turn.tenant,
+            weight=weight,
+            priority=submit.options.priority,
+            number=submit.turn_id,
+            request_id=turn.request_id,
+            first_revision=begun.first_revision,
+            attempt=turn.attempts,
+            recompute_reason=self._recompute_reason(begun),
+            marker=PartMarker(self.tokenizer, begun.prompt_end),
+            shared_from=names_of(submit.prefix_of)[1],
+        )
+        self._of_request[live.tenant, live.conversation_id, live.request_id] = live
+        self._add(live)
+        return live, submit
+
+    def begin_unstored(
+        self,
+        turn_id: int,
+        tenant: str,
+        submit: SubmitTurn,
+        prompt_end: array[int],
+        now: float,
+        weight: float = 1.0,
+    ) -> tuple[LiveTurn, SubmitTurn]:
+        """The same of a turn that belongs to no conversation; its id is negative.
+
+        `submit` has no name, but for one that it goes on from.
+        """
+        number = next(self._numbers)
+        submit = replace(
+            submit,
+            turn_id=number,
+            conversation_id=submit.conversation_id or unstored_key(tenant, number),
+            share=tenant,
+            weight=weight,
+        )
+        live = LiveTurn(
+            turn_id,
+            "",
+            0,  # all of it is its prompt
+            len(submit.tokens) // TOKEN_BYTES,
+            begun_at=now,
+            tenant=tenant,
+            weight=weight,
+            priority=submit.options.priority,
+            number=number,
+            recompute_reason=RecomputeReason.DROPPED,
+            marker=PartMarker(self.tokenizer, prompt_end),
+        )
+        self._add(live)
+        return live, submit
+
+    def admit(self, number: int, missing_tokens: int = 0) -> LiveTurn | None:
+        """The engine has room for it, and has to compute so much of its context; the turn, if it is known."""
+        live = self._waiting.pop(number, None)
+        if live is not None:
+            live.admitted = True
+            live.cached_tokens = live.history_tokens + live.prompt_tokens - missing_tokens
+            self._begun[number] = live
+        return live
+
+    def take(self, token: SampledToken) -> LiveTurn | None:
+        """Append a token to its turn, unless it takes none any more; the turn, if it is known."""
+        live = self._live.get(token.turn_id)
+        self._begun.pop(token.turn_id, None)
+        if live is not None and live.phase is Phase.RUNNING and not live.cancelled:
+            live.take(token)
+        return live
+
+    def cancel(self, live: LiveTurn, keep_tokens: int | None = None) -> CancelTurn | None:
+        """End a turn and keep what was taken, or so many tokens of it.
+
+        The engine will say that it has ended.  None where it was told before, or has ended the turn itself.
+        """
+        if live.phase is not Phase.RUNNING:
+            return None
+        if keep_tokens is not None:
+            live.kept = min(keep_tokens, live.num_tokens)  # never more than an earlier cancel
+        if live.cancelled:
+            return None
+        live.cancelled = True
+        return CancelTurn(live.number, live.history_tokens + live.prompt_tokens + live.num_tokens)
+
+    def interrupt(self, live: LiveTurn) -> CancelTurn | None:
+        """Begin to end a turn and keep nothing of it; None where its end is decided already.
+
+        Once the store has it, `fail` ends it.
+        """
+        if live.phase is not Phase.RUNNING:
+            return None
+        live.move_to(Phase.INTERRUPTING)
+        return CancelTurn(live.number, live.history_tokens)
+
+    def end(self, ended: TurnEnded) -> Ending | None:
+        """The engine has ended a turn; once the store has that, `finish` or `fail` ends it here."""
+        live = self._live.get(ended.turn_id)
+        if live is None or live.phase is not Phase.RUNNING:
+            return None
+        live.move_to(Phase.COMMITTING)
+        live.usage = ended.usage
+        if ended.finish is FinishReason.FAILED:
+            return Ending(live, None, ended.failure or "FAILED")
+        if ended.usage.recomputed_tokens:
+            live.figures["recompute_reason"] = live.recompute_reason
+        if ended.usage.shared_tokens:
+            live.figures["shared_from"] = live.shared_from
+        live.figures |= usage_figures(ended.usage) | {"output_tokens": live.num_tokens}
+        has_all = live.num_tokens == ended.usage.output_tokens  # else it does not end as it stopped
+        reply = Reply(
+            live.turn_id,
+            tuple(live.token_ids[: live.kept]),
+            live.text,
+            stream_of(live),
+            FinishReason.CANCELLED if live.cancelled else ended.finish,
+            dict(live.figures),
+            is_cut=live.cancelled and (ended.finish is not FinishReason.STOP or not has_all),
+            chain=None if live.ask is None else live.ask.chain,
+            attempt=live.attempt,
+        )
+        return Ending(live, reply)
+
+    def finish(self, live: LiveTurn, reply: Reply, committed: Committed) -> None:
+        live.revision, live.tail = committed.revision, committed.tail
+        self._remove(live, reply.finish)
+
+    def fail(
+        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
+    ) -> None:
+        live.failure = failure
+        self._remove(live, finish)
+
+    def engine_lost(self) -> None:
+        """Its warms are gone with it."""
+        for number in list(self._warms):
+            self.end_warm(number)
+
+    def engine_started(self, now: float) -> None:
+        """Whatever KV there was is gone."""
+        self._engine_since = now
+
+    # -- inside --
+
+    def _add(self, live: LiveTurn) -> None:
+        self._live[live.number] = self._waiting[live.number] = live
+        self._num_of_tenant[live.tenant] += 1
+
+    def _remove(self, live: LiveTurn, finish: FinishReason) -> None:
+        if self._live.pop(live.number, None) is not None:
+            self._num_of_tenant[live.tenant] -= 1
+        self._waiting.pop(live.number, None)
+        self._begun.pop(live.number, None)
+        request = (live.tenant, live.conversation_id, live.request_id)
+        if self._of_request.get(request) is live:  # not one of a conversation that was made anew
+            del self._of_request[request]
+        live.move_to(Phase.ENDED)
+        live.finish = finish
+
+    def _recompute_reason(self, begun: Begun) -> RecomputeReason:
+        """Should KV be missing: the latest thing that made it go."""
+        if begun.is_tokenized_again:
+            return RecomputeReason.FINGERPRINT_CHANGED
+        if begun.changed_at < self._engine_since:
+            return RecomputeReason.ENGINE_RESTARTED
+        return RecomputeReason.DROPPED
+
+    def _first(self, matches: Callable[[LiveTurn], bool]) -> LiveTurn | None:
+        return next((live for live in self._live.values() if matches(live)), None)
+
+
+def failure_of(reason: str) -> PensieveError:
+    """The error for a reader, by the engine's reason why it could not finish a turn."""
+    if reason == "QUEUE_FULL":
+        return QueueFull("too many turns are waiting; try again later")
+    if reason in ("ENGINE_FAILED", "TURN_RUNNING"):
+        return Unavailable("the engine could not run the turn; the conversation is unchanged")
+    text = f"the turn failed ({reason}); the conversation is unchanged"
+    if reason == "NAN_LOGITS":
+        text = "the model computed values that are not numbers; the conversation is unchanged"
+    if reason == "CONSTRAINT_FAILED":
+        text = "the reply could not be held to its constraint; the conversation is unchanged"
+    if reason == "ENGINE_DIED":
+        text = (
+            "the engine died again and again while it had this turn; the conversation is unchanged"
+        )
+    return TurnFailed(reason, text)

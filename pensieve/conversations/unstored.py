@@ -1,0 +1,255 @@
+"""Turns that leave nothing on disk: a prompt of token ids, and a reply that only its readers get.
+
+    prompt ──> checked ──> LiveTurn ──> the engine ──> its readers
+                                │
+                                └─ ended: its KV is idle in the engine, for prompts that begin like it
+
+An unstored turn belongs to no conversation.  The engine knows it by a name that no client can say
+(`unstored_key`).  To the rest of the service it is a `LiveTurn` like any other.  What differs:
+
+* The store hears nothing of it (conversations.py).
+* It brings all of its tokens and keeps them while it is suspended, so the engine never asks for its log.
+* It is not begun twice under one request: a retry gets another turn.
+* Its id is negative and a salted hash of the prompt, so a prompt that kills the engine is known when it is
+  sent again (suspects.py).
+
+**What the next one begins with** is found by digests of whole chunks (`UnstoredPrefixes`).  A prompt that
+begins with all that is known of an idle turn goes on as its next turn, cut behind those chunks; other prompts
+begin as forks.  A prompt is known with its first token, a reply when its turn has ended.  A turn that was
+given up, has failed or is no longer needed is forgotten, in the engine too.  The history is said to end one
+token behind the shared chunks, since only the tokens before a history's last one count as having KV
+(core/turn.py).
+
+All of it belongs to the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import NamedTuple
+
+from pensieve.conversations.history import PROMPT_TAIL_TOKENS, UNNUMBERED
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.readers import Readers
+from pensieve.conversations.turns import Turns
+from pensieve.core.turn import TurnOptions
+from pensieve.engine.messages import DeleteConversation, Message, RewindConversation, SubmitTurn
+from pensieve.errors import ContextFull, InvalidArgument, PensieveError
+
+ID_BITS = 62
+CHUNKS_MAX = 1 << 18  # whose digests are kept, and not more than the engine has pages
+
+
+class _Running(NamedTuple):
+    key: str  # the engine's name for it
+    chain: Chain  # of its prompt
+
+
+class UnstoredTurns:
+    def __init__(
+        self,
+        turns: Turns,
+        readers: Readers,
+        loop: asyncio.AbstractEventLoop,
+        put: Callable[[Message], None],
+        tell: Callable[[Message], bool],
+        weight_of: Callable[[str], float],
+    ) -> None:
+        """`put` raises where the engine does not take a message, `tell` does not."""
+        self._turns, self._readers, self._loop = turns, readers, loop
+        self._put, self._tell, self._weight_of = put, tell, weight_of
+        self._running: dict[int, _Running] = {}  # by number
+        self._keys: set[str] = set()  # of those that run
+        self._prefixes, self._chunk_tokens = UnstoredPrefixes(0), 1
+
+    def engine_started(self, num_pages: int, chunk_tokens: int) -> None:
+        """Nothing has KV yet."""
+        self._prefixes = UnstoredPrefixes(min(num_pages, CHUNKS_MAX))
+        self._chunk_tokens = chunk_tokens
+
+    def begin(self, prompt: array[int], options: TurnOptions, tenant: str, seed: int) -> LiveTurn:
+        """A turn of a prompt that was checked; the seed is for one that names none."""
+        sampling = replace(options.sampling, seed=options.sampling.seed or seed)
+        submit = SubmitTurn(
+            UNNUMBERED, "", prompt.tobytes(), 0, replace(options, sampling=sampling)
+        )
+        chain = Chain(tenant, self._chunk_tokens)
+        chain.extend(prompt)
+        submit = self._from_what_is_there(submit, chain, len(prompt))
+        named, prompt_end = (self._id(prompt, tenant), tenant), prompt[-PROMPT_TAIL_TOKENS:]
+        now, weight = self._loop.time(), self._weight_of(tenant)
+        live, submit = self._turns.begin_unstored(*named, submit, prompt_end, now, weight)
+        live.arrived_at = now
+        try:
+            self._put(submit)
+        except PensieveError as error:
+            self._turns.interrupt(live)  # nobody is told: the engine has not heard of it
+            self._turns.fail(live, error)
+            raise
+        self._running[live.number] = _Running(submit.conversation_id, chain)
+        self._keys.add(submit.conversation_id)
+        self._readers.start_grace(live)  # until its first reader comes
+        return live
+
+    def prompt_computed(self, live: LiveTurn) -> None:
+        """Its first token is there."""
+        if (running := self._running.get(live.number)) is not None:
+            self._register(running)
+
+    def ended(self, live: LiveTurn) -> None:
+        running = self._running.pop(live.number, None)
+        if running is None:
+            return
+        if live.failure is None and live.num_tokens:
+            reply = live.token_ids[: live.num_tokens]
+            running.chain.extend(array("I", reply[:-1]))  # the last one has no KV
+            self._register(running)
+        else:
+            self._prefixes.forget(running.key)
+        self._keys.discard(running.key)
+        if running.key not in self._prefixes:
+            self._tell(DeleteConversation(running.key))
+
+    def _from_what_is_there(self, submit: SubmitTurn, chain: Chain, num_tokens: int) -> SubmitTurn:
+        """It begins with KV that the engine may still have; at least one token is to be computed."""
+        most = (num_tokens - 1) // self._chunk_tokens
+        found = self._prefixes.find(chain.digests[:most])
+        if found is None:
+            return submit
+        shared = found.num_chunks * self._chunk_tokens
+        submit = replace(submit, history_tokens=min(shared + 1, num_tokens - 1))
+        if found.is_whole and found.holder not in self._keys:
+            self._tell(RewindConversation(found.holder, shared))
+            return replace(submit, conversation_id=found.holder)
+        return replace(submit, prefix_of=found.holder, prefix_tokens=shared)
+
+    def _register(self, running: _Running) -> None:
+        for key in self._prefixes.register(running.key, running.chain.digests):
+            if key not in self._keys:
+                self._tell(DeleteConversation(key))
+
+    def _id(self, prompt: array[int], tenant: str) -> int:
+        turn_id = -1 - hash((tenant, prompt.tobytes())) % (1 << ID_BITS)
+        while self._turns.of_turn(turn_id) is not None:
+            turn_id -= 1
+        return turn_id
+
+
+def checked(
+    prompt: Sequence[int], options: TurnOptions, vocab_size: int, context_max: int
+) -> array[int]:
+    """The tokens of a prompt that this model can be given, or our error."""
+    if (problem := options.sampling.problem(vocab_size)) is not None:
+        raise InvalidArgument(f"sampling.{problem[0]}", problem[1])
+    if not len(prompt):
+        raise InvalidArgument("prompt", "must not be empty")
+    if len(prompt) >= context_max:
+        raise ContextFull(len(prompt) + 1, context_max)
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise InvalidArgument("prompt", f"token ids must lie in 0..{vocab_size - 1}")
+    return array("I", prompt)
+
+
+DIGEST_BYTES = 16
+
+
+class Chain:
+    """The digests of a sequence's whole chunks, as far as it is known."""
+
+    def __init__(self, tenant: str, chunk_tokens: int) -> None:
+        self.digests: list[bytes] = []
+        self._size = chunk_tokens
+        self._latest = _digest(tenant.encode())
+        self._rest = array("I")  # tokens behind the last whole chunk
+
+    def extend(self, tokens: array[int]) -> None:
+        rest, size = self._rest + tokens, self._size
+        num_whole = len(rest) // size * size
+        for start in range(0, num_whole, size):
+            self._latest = _digest(self._latest + rest[start : start + size].tobytes())
+            self.digests.append(self._latest)
+        self._rest = rest[num_whole:]
+
+
+class Found(NamedTuple):
+    holder: str
+    num_chunks: int
+    is_whole: bool
+
+
+class UnstoredPrefixes:
+    """Which turn has KV of the chunks that a prompt begins with.
+
+    Each digest leads to its holder, the latest turn that has computed its chunk and all before it.  A holder
+    whose digests have all gone to later ones is no longer needed.  Of more digests than the engine has pages,
+    the holder registered first goes.  Plain values, without a clock or the engine.
+    """
+
+    def __init__(self, chunks_max: int) -> None:
+        self._chunks_max = chunks_max
+        self._holder: dict[bytes, str] = {}  # by digest
+        self._digests: OrderedDict[str, set[bytes]] = OrderedDict()  # by holder, the latest last
+        self._lengths: dict[str, int] = {}  # chunks that a holder has, shared ones included
+
+    def __contains__(self, holder: str) -> bool:
+        return holder in self._digests
+
+    def find(self, digests: Sequence[bytes]) -> Found | None:
+        num_chunks = 0
+        while num_chunks < len(digests) and digests[num_chunks] in self._holder:
+            num_chunks += 1
+        if not num_chunks:
+            return None
+        holder = self._holder[digests[num_chunks - 1]]
+        return Found(holder, num_chunks, self._lengths[holder] == num_chunks)
+
+    def register(self, holder: str, digests: Sequence[bytes]) -> list[str]:
+        """It has computed these chunks; which holders are not needed any more, perhaps this one."""
+        if not digests:
+            return []
+        left: dict[str, None] = {}
+        own = self._digests.setdefault(holder, set())
+        self._digests.move_to_end(holder)
+        self._lengths[holder] = len(digests)
+        for digest in digests:
+            before = self._holder.get(digest, holder)
+            if before != holder:
+                self._digests[before].discard(digest)
+                left[before] = None
+            self._holder[digest] = holder
+            own.add(digest)
+        gone = [each for each in left if not self._digests[each]]
+        for each in gone:
+            self.forget(each)
+        while len(self._holder) > self._chunks_max:
+            first = next(iter(self._digests))
+            self.forget(first)
+            gone.append(first)
+        return gone
+
+    def forget(self, holder: str) -> None:
+        """It has nothing any more, or is not needed."""
+        self._lengths.pop(holder, None)
+        for digest in self._digests.pop(holder, ()):
+            del self._holder[digest]
+
+    def clear(self) -> None:
+        self._holder.clear()
+        self._digests.clear()
+        self._lengths.clear()
+
+    def check(self) -> None:
+        pairs = {(digest, holder) for holder, own in self._digests.items() for digest in own}
+        assert pairs == set(self._holder.items())
+        assert all(self._digests.values()), "a holder holds nothing"
+        assert self._lengths.keys() == self._digests.keys()
+        assert len(self._holder) <= self._chunks_max
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()

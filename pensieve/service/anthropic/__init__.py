@@ -1,4 +1,0 @@
-"""Anthropic's Messages API as values, without network and clock: bodies in (`parse`), answers out (`render`).
-
-`parse` makes the Request of service/openai, so what is behind it serves both APIs.
-"""

@@ -1,0 +1,261 @@
+"""Messages and their events: what Anthropic's own client puts together of a stream is the whole answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from pensieve.api.anthropic.render import (
+    SIGNATURE,
+    Ending,
+    MessageStream,
+    blocks_of,
+    ending_of,
+    error_body,
+    message,
+    stopped_by,
+    whole_part,
+)
+from pensieve.api.openai.answer import Heading, PromptTokens, Reply
+from pensieve.core.turn import FinishReason
+from pensieve.text import Part, Tokenizer
+from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking
+from tests.text.families import QWEN_3, tokenizer_of
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+HEADING = Heading("a1", 1_700_000_000, "tiny")
+PROMPT = PromptTokens(12, 8)
+REPLY = Reply([1, 2, 3], ["Hel", "lo", ""], STOP, [Part.THINKING, Part.TEXT, Part.TEXT])
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tokenizer_of(QWEN_3)
+
+
+def streamed(pieces: Sequence[Sequence[Piece]], ending: Ending) -> list[dict[str, Any]]:
+    stream = MessageStream(HEADING, PromptTokens(12))
+    events = [event for each in pieces for event in stream.events(each)]
+    return events + stream.end(REPLY, PROMPT, ending)
+
+
+def put_together(events: Sequence[dict[str, Any]]) -> Any:
+    found: Any = None
+    buffers: dict[int, bytes] = {}
+    for each in events:
+        if each["type"] != "ping":
+            found = accumulate_event(
+                event=EVENT.validate_python(each), current_snapshot=found, json_bufs=buffers
+            )
+    return found
+
+
+def shown(found: Any) -> dict[str, Any]:
+    return {
+        "content": [each.to_dict() for each in found.content],
+        "stop_reason": found.stop_reason,
+        "stop_sequence": found.stop_sequence,
+        "usage": found.usage.to_dict(),
+        "id": found.id,
+    }
+
+
+def test_a_message() -> None:
+    pieces: list[Piece] = [Thinking("so"), Text("Hel"), Text("lo")]
+    assert message(HEADING, pieces, REPLY, PROMPT, Ending("end_turn")) == {
+        "id": "msg_a1",
+        "type": "message",
+        "role": "assistant",
+        "model": "tiny",
+        "content": [
+            {"type": "thinking", "thinking": "so", "signature": SIGNATURE},
+            {"type": "text", "text": "Hello"},
+        ],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 4,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 8,
+            "output_tokens": 3,
+            "output_tokens_details": {"thinking_tokens": 1},
+        },
+    }
+
+
+def test_calls_are_blocks_of_their_own() -> None:
+    pieces: list[Piece] = [
+        Text("I'll look."),
+        CallBegan(0, "f"),
+        CallArguments(0, '{"x"'),
+        CallArguments(0, ": [1]}"),
+        CallBegan(1, "g"),
+        CallArguments(1, "{}"),
+        Text("Done."),
+    ]
+    assert blocks_of(pieces, "a1") == [
+        {"type": "text", "text": "I'll look."},
+        {"type": "tool_use", "id": "toolu_a100", "name": "f", "input": {"x": [1]}},
+        {"type": "tool_use", "id": "toolu_a101", "name": "g", "input": {}},
+        {"type": "text", "text": "Done."},
+    ]
+
+
+def test_the_events_of_a_message() -> None:
+    pieces: list[list[Piece]] = [
+        [],
+        [Thinking("so")],
+        [Text("Hi")],
+        [CallBegan(0, "f"), CallArguments(0, "{}")],
+    ]
+    events = streamed(pieces, Ending("tool_use"))
+    assert [each["type"] for each in events] == [
+        *("message_start", "ping"),
+        *("content_block_start", "content_block_delta", "content_block_delta"),
+        "content_block_stop",
+        *("content_block_start", "content_block_delta", "content_block_stop"),
+        *("content_block_start", "content_block_delta", "content_block_stop"),
+        *("message_delta", "message_stop"),
+    ]
+    assert events[4]["delta"] == {"type": "signature_delta", "signature": SIGNATURE}
+    assert [each["index"] for each in events[2:-2]] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert events[0]["message"]["usage"]["input_tokens"] == 12
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+def test_a_reply_without_a_piece_is_a_message_without_a_block() -> None:
+    events = streamed([], Ending("end_turn"))
+    kinds = ["message_start", "ping", "message_delta", "message_stop"]
+    assert [each["type"] for each in events] == kinds
+    assert put_together(events).content == []
+
+
+WORDS = st.text(min_size=1, max_size=4)
+OBJECTS = st.dictionaries(WORDS, st.integers() | WORDS | st.lists(st.booleans()), max_size=3)
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> list[Piece]:
+    """Pieces, each text and each call's arguments cut anywhere."""
+    found: list[Piece] = []
+    num_calls = 0
+    for kind in draw(st.lists(st.sampled_from(["thinking", "text", "call"]), max_size=5)):
+        if kind == "call":
+            arguments = json.dumps(draw(OBJECTS))
+            cut = draw(st.integers(1, len(arguments)))
+            found.append(CallBegan(num_calls, "f"))
+            found += [
+                CallArguments(num_calls, each)
+                for each in (arguments[:cut], arguments[cut:])
+                if each
+            ]
+            num_calls += 1
+        else:
+            piece = Thinking if kind == "thinking" else Text
+            found += [piece(each) for each in draw(st.lists(WORDS, min_size=1, max_size=3))]
+    return found
+
+
+@given(replies(), st.data())
+def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(
+    pieces: list[Piece], data: st.DataObject
+) -> None:
+    ending = data.draw(st.sampled_from([Ending("end_turn"), Ending("stop_sequence", "x")]))
+    together: list[list[Piece]] = [[]]
+    for each in pieces:
+        if data.draw(st.booleans()):
+            together.append([])
+        together[-1].append(each)
+    whole = message(HEADING, pieces, REPLY, PROMPT, ending)
+    found = put_together(streamed(together, ending))
+    assert shown(found) == shown(Message.model_validate(whole))
+    assert [each.to_dict() for each in found.content] == whole["content"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "whole"),
+    [
+        ('{"a": 1, "b": "tw', {"a": 1}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": {"b": [1, 2', {"a": {"b": [1]}}),
+        ('{"a": "x, y", "b": [', {"a": "x, y", "b": []}),
+        ('{"a": "\\", ', {}),
+        ('{"a": 1, "b": {}', {"a": 1, "b": {}}),
+        ("{", {}),
+        ("", {}),
+        ("[1", {}),
+        ('{"a": 1}]', {"a": 1}),
+        ("[" * 100_000, {}),
+    ],
+)
+def test_of_arguments_that_break_off_the_whole_ones_stay(
+    arguments: str, whole: dict[str, Any]
+) -> None:
+    assert whole_part(arguments) == whole
+
+
+@given(OBJECTS, st.data())
+def test_the_beginning_of_arguments_says_nothing_that_they_do_not(
+    arguments: dict[str, Any], data: st.DataObject
+) -> None:
+    text = json.dumps(arguments)
+    found = whole_part(text[: data.draw(st.integers(0, len(text)))])
+    assert list(found) == list(arguments)[: len(found)]
+    for name, value in found.items():
+        of = arguments[name]
+        assert value == of or (isinstance(of, list) and value == of[: len(value)])
+
+
+# -- endings --
+
+
+def test_why_a_reply_ended() -> None:
+    assert ending_of(STOP, False, None) == Ending("end_turn")
+    assert ending_of(STOP, True, None) == Ending("tool_use")
+    assert ending_of(LENGTH, True, None) == Ending("max_tokens")
+    assert ending_of(STOP, True, "x") == Ending("stop_sequence", "x")
+
+
+@pytest.mark.parametrize(
+    ("released", "sampled", "stops", "found"),
+    [
+        ("one ", "one two", ("two", "three"), "two"),
+        ("one ", "one two", ("three", "tw"), "tw"),
+        ("one two", "one two", ("three",), None),
+        ("one two", "one two", (), None),
+        ("one", "one, two", (",", ", two"), ","),
+        ("", "one", ("one",), "one"),
+        ("é", "éñ", ("ñ",), "ñ"),
+    ],
+)
+def test_the_stop_string_is_known_by_the_text_that_was_withheld(
+    tokenizer: Tokenizer, released: str, sampled: str, stops: tuple[str, ...], found: str
+) -> None:
+    ids = tokenizer.encode_literal(sampled)
+    texts = [released, *[""] * (len(ids) - 1)]
+    assert stopped_by(Reply(ids, texts, STOP), tokenizer, stops) == found
+    assert stopped_by(Reply(ids, texts, LENGTH), tokenizer, stops) is None
+
+
+def test_an_end_of_turn_is_no_stop_string(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_literal("one<|im_end|>")
+    assert stopped_by(Reply(ids, ["one"], STOP), tokenizer, ("<|im_end|>", "x")) is None
+
+
+def test_errors_go_by_their_status() -> None:
+    assert error_body(404, "gone") == {
+        "type": "error",
+        "error": {"type": "not_found_error", "message": "gone"},
+    }
+    kinds = {400: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error"}
+    kinds |= {500: "api_error", 503: "overloaded_error", 418: "api_error"}
+    assert {status: error_body(status, "")["error"]["type"] for status in kinds} == kinds

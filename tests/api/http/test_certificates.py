@@ -1,0 +1,113 @@
+"""The certificate of HTTP is replaced while the daemon runs: who connects then is shown the new one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from pensieve.api.http.listener import tls_context
+from pensieve.errors import ConfigError
+from tests.api.http.rig_http import http_rig
+from tests.conversations.rig_daemon import wait_for
+
+CERTS = Path(__file__).parents[2] / "guard" / "certs"
+
+
+class Door(NamedTuple):
+    port: int
+    cert: Path
+    key: Path
+    ca: Path
+    audit_log: Path
+
+    def connection(self, by: str = "client") -> http.client.HTTPSConnection:
+        context = ssl.create_default_context(cafile=str(CERTS / "ca.pem"))
+        context.load_cert_chain(CERTS / f"{by}.pem", CERTS / f"{by}.key")
+        return http.client.HTTPSConnection("localhost", self.port, timeout=30, context=context)
+
+    def shown(self) -> bytes:
+        """The certificate that somebody who connects now is shown, and who is answered."""
+        connection = self.connection()
+        connection.connect()
+        assert isinstance(connection.sock, ssl.SSLSocket)
+        found = connection.sock.getpeercert(binary_form=True)
+        assert found is not None
+        assert status(connection) == 200
+        connection.close()
+        return found
+
+    def outcomes(self) -> list[str]:
+        lines = [json.loads(each) for each in self.audit_log.read_text().splitlines()]
+        return [each["outcome"] for each in lines if each["event"] == "reload"]
+
+
+def status(connection: http.client.HTTPConnection) -> int:
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
+    for source, copy in (("server.pem", cert), ("server.key", key), ("ca.pem", ca)):
+        shutil.copy(CERTS / source, copy)
+    audit_log = tmp_path / "audit.jsonl"
+    tls = {"tls_cert": cert, "tls_key": key, "tls_client_ca": ca, "audit_log": audit_log}
+    with http_rig(tmp_path / "data", http=tls) as rig:
+        port = int(rig.url.rpartition(":")[2])
+        yield Door(port, cert, key, ca, audit_log)
+
+
+def test_who_connects_is_shown_the_certificate_of_the_moment(door: Door) -> None:
+    before = door.shown()
+    connected = door.connection()
+    assert status(connected) == 200
+    shutil.copy(CERTS / "client.pem", door.cert)  # the key of another certificate, for a moment
+    assert door.shown() == before
+    shutil.copy(CERTS / "client.key", door.key)
+    after = door.shown()
+    assert after == ssl.PEM_cert_to_DER_cert((CERTS / "client.pem").read_text())
+    assert after != before
+    assert status(connected) == 200
+    connected.close()
+    door.cert.unlink()
+    assert door.shown() == after
+    wait_for(lambda: len(door.outcomes()) == 3)
+    first, second, third = door.outcomes()
+    assert first.startswith("cannot use ")
+    assert second == "OK"
+    assert third.startswith("cannot use ")
+
+
+def test_clients_are_those_of_the_authority_of_the_moment(door: Door) -> None:
+    shown = door.shown()
+    door.ca.write_text("no certificate")
+    assert door.shown() == shown
+    shutil.copy(CERTS / "server.pem", door.ca)  # which has signed nobody's but its own
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        door.shown()
+    shutil.copy(CERTS / "ca.pem", door.ca)
+    assert door.shown() == shown
+
+
+@pytest.mark.parametrize("broken", ["cert", "key", "ca"])
+def test_a_daemon_does_not_begin_with_files_that_cannot_be_used(
+    tmp_path: Path, broken: str
+) -> None:
+    paths = {"cert": CERTS / "server.pem", "key": CERTS / "server.key", "ca": CERTS / "ca.pem"}
+    tls_context(paths["cert"], paths["key"], paths["ca"])
+    paths[broken] = tmp_path / "broken.pem"
+    for text in (None, "no certificate"):
+        if text is not None:
+            paths[broken].write_text(text)
+        with pytest.raises(ConfigError, match="cannot use"):
+            tls_context(paths["cert"], paths["key"], paths["ca"])

@@ -1,0 +1,375 @@
+"""What every request of HTTP passes: Host and Origin, tokens, limits, bodies, silent connections."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.api.grpc import auth
+from pensieve.api.http import connections as connections_module
+from pensieve.api.http import exchange as exchange_module
+from pensieve.api.http.listener import bound_socket
+from pensieve.guard.limits import Limits
+from tests.api.http.rig_http import MODEL, HttpRig, http_rig
+from tests.conversations.rig_daemon import wait_for
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[HttpRig]:
+    with http_rig(tmp_path / "data") as found:
+        yield found
+
+
+def raw(door: HttpRig, data: bytes) -> bytes:
+    """What a connection answers until it is closed."""
+    with connected(door) as sock:
+        sock.sendall(data)
+        return received(sock)
+
+
+def connected(door: HttpRig) -> socket.socket:
+    host, _, port = door.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def received(sock: socket.socket) -> bytes:
+    found = b""
+    while chunk := sock.recv(65536):
+        found += chunk
+    return found
+
+
+def test_only_this_machines_names_are_served_where_no_token_is_needed(door: HttpRig) -> None:
+    assert door.ask("GET", "/v1/models").status == 200
+    assert door.ask("GET", "/v1/models", headers={"host": "LOCALHOST:80"}).status == 200
+    rebound = door.ask("GET", "/v1/models", headers={"host": "evil.example"})
+    assert (rebound.status, rebound.error["type"]) == (403, "permission_error")
+    assert raw(door, b"GET /v1/models HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 403")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example", 403),
+        ("192-168-1-5.evil.example:8000", 403),
+        ("", 403),
+        ("192.168.1.5:8000", 200),
+        ("[fd00::1]:8000", 200),
+        ("localhost", 200),
+        ("MyBox", 200),
+        ("mybox.lan:8000", 200),
+        ("mybox.local", 200),
+        ("otherbox.local", 403),
+        ("chat.example", 200),
+    ],
+)
+def test_without_tokens_a_name_from_elsewhere_is_refused_on_every_interface(
+    insecure: HttpRig, host: str, status: int
+) -> None:
+    """A page that rebinds its own name to the daemon's address reads nothing."""
+    answer = insecure.ask("GET", "/v1/models", headers={"host": host})
+    assert answer.status == status
+    if status == 403:
+        assert "IP address" in answer.error["message"]
+        assert "--http-hosts" in answer.error["message"]
+
+
+@pytest.fixture(scope="module")
+def insecure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+    """A daemon that every interface reaches, on a machine called mybox.lan."""
+    listening = {"http": "0.0.0.0:0", "insecure": True, "http_hosts": frozenset({"Chat.example"})}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "MyBox.lan")
+        with http_rig(Path(tmp_path_factory.mktemp("http")) / "data", http=listening) as found:
+            yield found
+
+
+def test_pages_of_other_sites_are_refused_and_get_no_headers(door: HttpRig) -> None:
+    answer = door.ask("GET", "/v1/models", headers={"origin": "https://evil.example"})
+    assert answer.status == 403
+    assert "access-control-allow-origin" not in answer.headers
+    assert door.ask("GET", "/v1/models", headers={"origin": "null"}).status == 403
+    same = door.ask("GET", "/v1/models", headers={"origin": f"http://{door.address}"})
+    assert same.status == 200
+    assert "access-control-allow-origin" not in same.headers
+
+
+def test_sites_and_names_that_are_allowed_are_served(tmp_path: Path) -> None:
+    site = "https://chat.example"
+    allowed = {"http_origins": frozenset({site}), "http_hosts": frozenset({"box.example"})}
+    with http_rig(tmp_path / "data", http=allowed) as door:
+        headers = {"origin": site, "host": "box.example:8000"}
+        answer = door.ask("GET", "/v1/models", headers=headers)
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, site)
+        asked = {**headers, "access-control-request-headers": "authorization, x-session-id"}
+        preflight = door.ask("OPTIONS", CHAT, headers=asked)
+        assert preflight.status == 204
+        assert "x-session-id" in preflight.headers["access-control-allow-headers"]
+        wrong = door.ask("POST", CHAT, {}, headers)
+        assert (wrong.status, wrong.headers["access-control-allow-origin"]) == (400, site)
+
+
+def test_with_tokens_everything_but_health_needs_one(tmp_path: Path) -> None:
+    given, entry = auth.new_token("red", admin=False)
+    other, _ = auth.new_token("red", admin=False)
+    tokens = auth.tokens_of(tmp_path / "tokens", entry.encode())
+    with http_rig(tmp_path / "data", http={"tokens": tokens}) as door:
+        assert door.ask("GET", "/health", headers={"host": "any.example"}).status == 200
+        assert door.ask("GET", "/version").status == 200
+        for path in ("/v1/models", CHAT, "/nowhere"):
+            answer = door.ask("GET", path)
+            assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        wrong = {"authorization": f"Bearer {other}"}
+        assert door.ask("GET", "/v1/models", headers=wrong).status == 401
+        for headers in ({"authorization": f"bearer {given}"}, {"x-api-key": given}):
+            assert door.ask("GET", "/v1/models", headers=headers).status == 200
+        answer = door.chat("Hello", headers={"x-api-key": given})
+        named = answer.headers["x-pensieve-conversation-id"]
+        threads, reader = door.rig.daemon.threads, door.rig.daemon.reader
+        look = threads.in_reader("red", reader.get_conversation, named, tenant="red")
+        found = door.rig.call(look)
+        assert found.num_messages == 2
+
+
+def test_a_tenants_limits_are_told_with_the_time_to_wait(tmp_path: Path) -> None:
+    given, entry = auth.new_token("red", admin=False)
+    (token,) = auth.tokens_of(tmp_path / "tokens", entry.encode())
+    slow = auth.Token(token.sha256, "red", limits=Limits(requests_per_second=0.01))
+    with http_rig(tmp_path / "data", http={"tokens": (slow,)}, limits={"red": slow.limits}) as door:
+        headers = {"x-api-key": given}
+        assert door.ask("GET", "/v1/models", headers=headers).status == 200
+        answer = door.ask("GET", "/v1/models", headers=headers)
+        assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
+        assert 1 <= int(answer.headers["retry-after"]) <= 100
+        assert int(answer.headers["retry-after-ms"]) > 1000
+
+
+def test_bodies_have_a_limit_and_must_be_json(door: HttpRig) -> None:
+    large = door.ask("POST", CHAT, b" " * (exchange_module.BODY_BYTES_MAX + 1))
+    assert (large.status, large.error["code"]) == (413, "request_too_large")
+    for body, code in (
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b'{"model": 1, "model": 2}', "invalid_json"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b"[]", "invalid_type"),
+        (b'"\xff"', "invalid_json"),
+    ):
+        answer = door.ask("POST", CHAT, body)
+        assert (answer.status, answer.error["code"]) == (400, code), body[:20]
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert door.ask("POST", CHAT, b"{}", form).status == 400
+
+
+def test_a_chunked_body_has_the_same_limit(door: HttpRig) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: {door.address}\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+    with connected(door) as sock:
+        sock.sendall(head.encode())
+        answer = b""
+
+        def send() -> None:
+            try:
+                for _ in range(20):
+                    sock.sendall(chunk)
+            except OSError:
+                return  # it was closed
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        while b"request_too_large" not in answer:
+            answer += sock.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 413")
+    sending.join()
+
+
+def test_a_large_body_that_nobody_wants_is_passed_over_up_to_a_limit(door: HttpRig) -> None:
+    connection = door.connection()
+    most = b" " * connections_module.UNWANTED_BYTES_MAX
+    connection.request("POST", CHAT, most[: -(1 << 20)], {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 413
+    answer.read()
+    connection.request("GET", "/version")  # on the same connection
+    assert connection.getresponse().status == 200
+    connection.close()
+    with closing(door.connection()) as another, pytest.raises(ConnectionError):
+        another.request("POST", CHAT, most * 2, {"content-type": "application/json"})
+
+
+def test_a_connection_serves_many_requests(door: HttpRig) -> None:
+    connection = door.connection()
+    for _ in range(3):
+        connection.request("GET", "/v1/models")
+        assert json.loads(connection.getresponse().read())["object"] == "list"
+    connection.request("POST", CHAT, b"{}", {"content-type": "application/json"})
+    assert connection.getresponse().read()
+    connection.request("HEAD", "/v1/models")
+    answer = connection.getresponse()
+    assert (answer.status, answer.read()) == (200, b"")
+    connection.close()
+
+
+def test_requests_that_come_together_are_answered_in_order(door: HttpRig) -> None:
+    one = f"GET /version HTTP/1.1\r\nhost: {door.address}\r\n\r\n".encode()
+    last = f"GET /v1/models HTTP/1.1\r\nhost: {door.address}\r\nconnection: close\r\n\r\n".encode()
+    answer = raw(door, one + one + last)
+    assert answer.count(b"HTTP/1.1 200") == 3
+    assert answer.index(b'"version"') < answer.index(b'"list"')
+
+
+def test_a_slow_head_is_cut_off_and_idle_connections_are_not(
+    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
+    with connected(door) as slow, connected(door) as idle:
+        slow.sendall(b"GET /v1/models HTTP/1.1\r\n")
+        assert received(slow) == b""  # closed
+        idle.sendall(f"GET /version HTTP/1.0\r\nhost: {door.address}\r\n\r\n".encode())
+        assert received(idle).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_nobody_wants_does_not_keep_its_connection(
+    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.3)
+    with connected(door) as sock:
+        head = f"POST /nowhere HTTP/1.1\r\nhost: {door.address}\r\ncontent-length: 100\r\n\r\n"
+        sock.sendall(head.encode() + b"x")
+        answer = received(sock)
+        assert answer.startswith(b"HTTP/1.1 404")
+
+
+def test_a_stream_that_waits_says_that_it_lives(
+    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "KEEP_ALIVE_SECONDS", 0.1)
+    engine = door.rig.daemon.engine
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    connection = door.connection()
+    held: list[Any] = []
+
+    async def hold() -> None:
+        held.append(engine.put)
+        engine.put = lambda message: held.append(message)  # type: ignore[method-assign]
+
+    async def release() -> None:
+        engine.put = held[0]  # type: ignore[method-assign]
+        for message in held[1:]:
+            engine.put(message)
+
+    door.rig.call(hold())
+    connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert answer.readline() == exchange_module.KEEP_ALIVE.split(b"\n")[0] + b"\n"
+    door.rig.call(release())
+    rest = answer.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+    connection.close()
+
+
+def test_a_client_that_leaves_ends_its_turn_and_keeps_what_it_was_sent(door: HttpRig) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 2000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    connection = door.connection()
+    connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    named = answer.headers["x-pensieve-conversation-id"]
+    text = ""
+    while text.count(" ") < 3:
+        line = answer.readline()
+        if line.startswith(b"data: {"):
+            delta = json.loads(line[6:])["choices"][0]["delta"]
+            text += delta.get("content") or ""
+    answer.close()
+    connection.close()
+    wait_for(lambda: door.rig.num_live == 0)
+    _, reply = door.rig.messages(named)
+    assert reply.content.startswith(text)
+    assert reply.num_tokens < 2000
+
+
+def test_a_client_that_leaves_before_the_first_word_leaves_nothing(door: HttpRig) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3000}
+    connection = door.connection()
+    connection.request(
+        "POST",
+        CHAT,
+        json.dumps({**body, "ignore_eos": True}),
+        {"content-type": "application/json"},
+    )
+    wait_for(lambda: door.rig.num_live == 1)
+    connection.close()
+    wait_for(lambda: door.rig.num_live == 0)
+
+    async def conversations() -> Any:
+        daemon = door.rig.daemon
+        return await daemon.threads.in_reader("", daemon.reader.list_conversations, 10, "")
+
+    found = door.rig.call(conversations()).conversations
+    assert all(each.num_messages == 0 for each in found)
+
+
+def test_a_client_that_takes_nothing_is_cut_off(
+    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "STALL_SECONDS", 0.3)
+    one = f"GET /v1/models HTTP/1.1\r\nhost: {door.address}\r\n\r\n".encode()
+    host, _, port = door.address.rpartition(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(60)
+        sock.connect((host, int(port)))
+        with pytest.raises(ConnectionError):  # once the daemon reads no more, and gives it up
+            sock.sendall(one * 1_000_000)
+    assert door.ask("GET", "/v1/models").status == 200
+
+
+def test_what_clients_have_not_read_is_limited(tmp_path: Path) -> None:
+    given, entry = auth.new_token("red", admin=False)
+    (token,) = auth.tokens_of(tmp_path / "tokens", entry.encode())
+    little = auth.Token(token.sha256, "red", limits=Limits(unread_bytes=100))
+    with http_rig(
+        tmp_path / "data", http={"tokens": (little,)}, limits={"red": little.limits}
+    ) as door:
+        headers = {"x-api-key": given}
+        assert door.ask("GET", "/version", headers=headers).status == 200
+        answer = door.ask("GET", "/v1/models", headers=headers)
+        assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
+        assert "bytes to read first" in answer.error["message"]
+
+        async def unread() -> int:
+            return door.rig.daemon.allowance("red").num_unread_bytes
+
+        wait_for(lambda: door.rig.call(unread()) == 0)
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://", "x", "//", "\x80"])
+def test_an_origin_that_is_none_is_refused(door: HttpRig, origin: str) -> None:
+    assert door.ask("GET", "/v1/models", headers={"origin": origin}).status == 403
+
+
+def test_no_packet_of_a_reply_waits_for_the_acknowledgement_of_the_one_before_it() -> None:
+    """asyncio leaves TCP_NODELAY out for sockets of `socket.create_server`."""
+    with bound_socket("127.0.0.1:0") as listening:
+        with socket.create_connection(listening.getsockname()):
+            accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -1,0 +1,241 @@
+"""Items that two clients delete or add at once, and a daemon that is killed meanwhile.
+
+Each race is made by hand: the first request has read the conversation, and waits before its write while the
+second one is served from its beginning to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.store import ConversationStore
+from tests.api.http.rig_http import MODEL, Answer, HttpRig, http_rig
+
+WRITES = ("rewind", "change_pending", "delete_last")  # jobs of the store thread
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+    with http_rig(Path(tmp_path_factory.mktemp("races")) / "data") as found:
+        yield found
+
+
+class Talk:
+    """A conversation over HTTP."""
+
+    def __init__(self, door: HttpRig, *texts: str) -> None:
+        self.door = door
+        made = door.ask("POST", "/v1/conversations", {"items": [_user(each) for each in texts]})
+        self.id = made.value["id"]
+        self.path = f"/v1/conversations/{self.id}"
+
+    def respond(self, text: str) -> Answer:
+        body = {"model": MODEL, "input": text, "conversation": self.id, "max_output_tokens": 8}
+        return self.door.ask("POST", "/v1/responses", body)
+
+    def add(self, text: str) -> Answer:
+        return self.door.ask("POST", f"{self.path}/items", {"items": [_user(text)]})
+
+    def delete(self, item_id: str) -> Answer:
+        return self.door.ask("DELETE", f"{self.path}/items/{item_id}")
+
+    def items(self) -> list[tuple[str, str]]:
+        """Ids and texts."""
+        found = self.door.ask("GET", f"{self.path}/items?order=asc").value["data"]
+        return [(each["id"], each["content"][0]["text"]) for each in found]
+
+    def texts(self) -> list[str]:
+        return [text for _, text in self.items()]
+
+    def last(self) -> str:
+        return self.items()[-1][0]
+
+    def stored(self) -> list[str]:
+        """What is in the history; the rest of the items is pending."""
+        return [each.content for each in self.door.rig.messages(self.id)]
+
+
+def _user(text: str) -> Any:
+    return {"type": "message", "role": "user", "content": text}
+
+
+@contextmanager
+def overtaken(door: HttpRig, request: Callable[[], Answer]) -> Iterator[Callable[[], Answer]]:
+    """A request that has read and waits before its first write; yields what lets it go on."""
+    threads = door.rig.daemon.threads
+    in_store, waits, goes_on = threads.in_store, threading.Event(), threading.Event()
+
+    async def held(tenant: str, function: Any, /, *given: Any, **named: Any) -> Any:
+        if function.__name__ in WRITES and not waits.is_set():
+            waits.set()
+            await asyncio.to_thread(goes_on.wait)
+        return await in_store(tenant, function, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(threads, "in_store", held)
+        answer = pool.submit(request)
+        assert waits.wait(60), "nothing was written"
+
+        def finish() -> Answer:
+            goes_on.set()
+            return answer.result(60)
+
+        try:
+            yield finish
+        finally:
+            goes_on.set()
+
+
+def test_a_turn_that_overtakes_the_deletion_of_a_reply_stays(door: HttpRig) -> None:
+    talk = Talk(door)
+    talk.respond("One.")
+    reply = talk.last()
+    with overtaken(door, lambda: talk.delete(reply)) as deleted:
+        answered = talk.respond("Two.")
+        assert answered.status == 200
+        refused = deleted()
+    assert (refused.status, refused.error["param"]) == (400, "item_id")
+    assert "only the last item" in refused.error["message"]
+    assert talk.texts() == talk.stored()
+    assert [text for text in talk.stored() if text in ("One.", "Two.")] == ["One.", "Two."]
+    assert len(talk.stored()) == 4
+    assert door.ask("GET", f"/v1/responses/{answered.value['id']}").status == 200
+
+
+def test_two_who_delete_the_same_pending_item_delete_one(door: HttpRig) -> None:
+    talk = Talk(door, "One.", "Two.", "Three.")
+    last = talk.last()
+    with overtaken(door, lambda: talk.delete(last)) as deleted:
+        assert talk.delete(last).status == 200
+        assert deleted().status == 404
+    assert talk.texts() == ["One.", "Two."]
+    assert talk.delete(last).status == 404
+
+
+def test_an_item_that_is_added_meanwhile_is_not_deleted(door: HttpRig) -> None:
+    talk = Talk(door, "One.", "Two.")
+    last = talk.last()
+    with overtaken(door, lambda: talk.delete(last)) as deleted:
+        assert talk.add("Three.").status == 200
+        refused = deleted()
+    assert (refused.status, refused.error["param"]) == (400, "item_id")
+    assert talk.texts() == ["One.", "Two.", "Three."]
+
+
+def test_an_item_that_has_got_the_id_of_a_deleted_one_is_not_deleted(door: HttpRig) -> None:
+    talk = Talk(door, "One.", "Two.")
+    last = talk.last()
+    with overtaken(door, lambda: talk.delete(last)) as deleted:
+        assert talk.delete(last).status == 200
+        assert talk.add("Three.").value["data"][0]["id"] == last
+        assert deleted().status == 404
+    assert talk.texts() == ["One.", "Three."]
+
+
+def test_a_reply_in_the_place_of_a_deleted_one_is_not_deleted(door: HttpRig) -> None:
+    talk = Talk(door)
+    talk.respond("One.")
+    (question, _), (reply, _) = talk.items()
+    with overtaken(door, lambda: talk.delete(reply)) as deleted:
+        for each in (reply, question):
+            assert talk.delete(each).status == 200
+        talk.respond("One.")
+        assert talk.last() == reply
+        assert deleted().status == 404
+    assert talk.texts() == talk.stored()
+    assert len(talk.stored()) == 2
+
+
+def test_a_question_whose_reply_two_delete_waits_once(door: HttpRig) -> None:
+    talk = Talk(door)
+    talk.respond("One.")
+    reply = talk.last()
+    with overtaken(door, lambda: talk.delete(reply)) as deleted:
+        assert talk.delete(reply).status == 200
+        assert deleted().status == 404
+    assert (talk.texts(), talk.stored()) == (["One."], [])
+    again = talk.respond("Two.")
+    assert talk.texts() == talk.stored()
+    assert talk.stored()[:2] == ["One.", "Two."]
+    assert again.status == 200
+
+
+def test_an_item_that_a_turn_has_brought_meanwhile_stays(door: HttpRig) -> None:
+    talk = Talk(door, "One.")
+    last = talk.last()
+    with overtaken(door, lambda: talk.delete(last)) as deleted:
+        assert talk.respond("Two.").status == 200
+        assert deleted().status == 400
+    assert talk.texts() == talk.stored()
+    assert talk.stored()[:2] == ["One.", "Two."]
+
+
+# -- killed --
+
+
+@contextmanager
+def snapshots(door: HttpRig, folder: Path) -> Iterator[list[Path]]:
+    """The files of the history as each commit leaves them: what a daemon finds that is killed then."""
+    figures, data = door.rig.daemon.store.figures, door.rig.daemon.store.folder.path
+    copies: list[Path] = []
+
+    def copy(seconds: float) -> None:
+        copies.append(folder / str(len(copies)))
+        copies[-1].mkdir(parents=True)
+        for each in data.glob("conversations.db*"):
+            if not each.name.endswith("-shm"):
+                shutil.copy(each, copies[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "on_commit", copy)
+        yield copies
+
+
+def found_after(copy: Path, conversation_id: str) -> list[str] | None:
+    """The texts of a conversation, pending ones too; None if there is no such conversation."""
+    with ConversationStore.open(copy, "pensieve test") as store:
+        assert store.verify() == []
+        names = [each.conversation_id for each in store.list_conversations().conversations]
+        if conversation_id not in names:
+            return None
+        reader = store.reader()
+        try:
+            pending = reader.with_pending(conversation_id)[1].messages
+        finally:
+            reader.close()
+        messages = store.messages(conversation_id)
+        return [each.content for each in messages] + [each.content for each in pending]
+
+
+def test_a_daemon_that_is_killed_while_a_reply_is_deleted_keeps_the_question(
+    door: HttpRig, tmp_path: Path
+) -> None:
+    talk = Talk(door)
+    talk.respond("One.")
+    before = talk.texts()
+    with snapshots(door, tmp_path) as copies:
+        assert talk.delete(talk.last()).status == 200
+    seen = [found_after(each, talk.id) for each in copies]
+    assert seen
+    assert all(each in (before, ["One."]) for each in seen)
+    assert seen[-1] == ["One."]
+
+
+def test_a_daemon_that_is_killed_has_made_a_conversation_with_its_items_or_none(
+    door: HttpRig, tmp_path: Path
+) -> None:
+    with snapshots(door, tmp_path) as copies:
+        talk = Talk(door, "One.", "Two.")
+    seen = [found_after(each, talk.id) for each in copies]
+    assert seen
+    assert all(each in (None, ["One.", "Two."]) for each in seen)
+    assert seen[-1] == ["One.", "Two."]

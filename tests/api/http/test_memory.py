@@ -1,0 +1,161 @@
+"""What a client that sends its whole history again does not pay for twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pensieve.conversations import conversations
+from tests.api.http.rig_http import MODEL, HttpRig, http_rig
+from tests.conversations.rig_daemon import wait_for
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
+    with http_rig(Path(tmp_path_factory.mktemp("http")) / "data", model=True) as found:
+        yield found
+
+
+@pytest.fixture
+def client(rig: HttpRig) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_twenty_turns_compute_what_is_new_and_nothing_else(
+    client: openai.OpenAI, rig: HttpRig
+) -> None:
+    messages: list[Any] = [{"role": "system", "content": "You are brief."}]
+    named, recomputed = set(), 0
+    for turn in range(20):
+        messages.append({"role": "user", "content": f"This is message {turn}."})
+        raw = client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=messages, max_tokens=10
+        )
+        reply = raw.parse()
+        messages.append(reply.choices[0].message)
+        named.add(raw.headers["x-pensieve-conversation-id"])
+        recomputed += int(raw.headers["x-pensieve-recomputed-tokens"])
+        usage: Any = reply.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert cached == usage.prompt_tokens - int(raw.headers["x-pensieve-new-tokens"])
+        assert (cached > 0) == (turn > 0)
+        assert raw.headers["x-pensieve-bound"] == ("appended" if turn else "new")
+    assert len(named) == 1
+    assert recomputed == 0
+    (name,) = named
+    stored = rig.rig.messages(name)
+    assert [each.content for each in stored[1::2]] == [
+        each["content"] for each in messages if isinstance(each, dict) and each["role"] == "user"
+    ]
+
+
+def test_a_long_reply_is_read_beside_the_store_thread(
+    rig: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "READ_CHARACTERS_MAX", 0)
+    text = rig.chat("A long one.").value["choices"][0]["message"]["content"]
+    assert rig.chat("A long one.", text, "And?").headers["x-pensieve-bound"] == "appended"
+
+
+def test_who_edits_what_it_said_gets_a_fork_that_shares_what_came_before(
+    client: openai.OpenAI, rig: HttpRig
+) -> None:
+    messages: list[Any] = []
+    for text in ("First.", "Second.", "Third."):
+        messages.append({"role": "user", "content": text})
+        reply = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=10)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    edited = [*messages[:4], {"role": "user", "content": "Not the third."}]
+    raw = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=edited, max_tokens=10
+    )
+    assert raw.headers["x-pensieve-bound"] == "forked"
+    assert raw.headers["x-pensieve-known-messages"] == "4"
+    assert raw.headers["x-pensieve-recomputed-tokens"] == "0"
+    assert int(raw.headers["x-pensieve-device-tokens"]) > 0
+    again = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=[*messages, {"role": "user", "content": "Fourth."}], max_tokens=10
+    )
+    assert again.headers["x-pensieve-bound"] == "appended"
+
+
+def test_sessions_are_kept_apart(rig: HttpRig) -> None:
+    first = rig.chat("Hello there.", headers={"x-session-id": "one"})
+    reply = first.value["choices"][0]["message"]["content"]
+    names = {first.headers["x-pensieve-conversation-id"]}
+    history = ("Hello there.", reply, "Go on.")
+    for headers, how in (
+        ({"x-session-id": "two"}, "forked"),
+        ({"x-openwebui-chat-id": "one"}, "appended"),
+        ({}, "forked"),
+    ):
+        answer = rig.chat(*history, headers=headers)
+        assert answer.headers["x-pensieve-bound"] == how, headers
+        names.add(answer.headers["x-pensieve-conversation-id"])
+    assert len(names) == 3
+    keyed = rig.chat(*history, prompt_cache_key="three")
+    assert keyed.headers["x-pensieve-bound"] == "forked"
+
+
+def test_the_same_request_again_computes_nothing(rig: HttpRig) -> None:
+    headers = {"idempotency-key": "a retry / of mine"}
+    first = rig.chat("Once only.", headers=headers, temperature=20.0)
+    again = rig.chat("Once only.", headers=headers, temperature=20.0)
+    assert again.value["choices"] == first.value["choices"]
+    assert again.value["id"] == first.value["id"]
+    assert again.headers["x-pensieve-bound"] == "known"
+    streamed = rig.chat("Once only.", headers=headers, temperature=20.0, stream=True)
+    text = "".join(
+        each["choices"][0]["delta"].get("content") or "" for each in streamed.events[:-1]
+    )
+    assert text == first.value["choices"][0]["message"]["content"]
+
+
+def test_a_key_with_an_unrelated_body_is_refused(rig: HttpRig) -> None:
+    reply = rig.chat("A beginning.").value["choices"][0]["message"]["content"]
+    headers = {"idempotency-key": "of a second turn"}
+    first = rig.chat("A beginning.", reply, "Go on.", headers=headers)
+    assert first.headers["x-pensieve-bound"] == "appended"
+    for contents in (("Unrelated.",), ("Another.", "Beginning.", "Go on.")):
+        other = rig.chat(*contents, headers=headers)
+        assert (other.status, other.error["param"]) == (400, "idempotency-key")
+        assert "used before with another request" in other.error["message"]
+    again = rig.chat("A beginning.", reply, "Go on.", headers=headers)
+    assert again.value["choices"] == first.value["choices"]
+
+
+def test_choices_are_branches_that_a_client_may_go_on_with(rig: HttpRig) -> None:
+    answer = rig.chat("Pick one.", n=3, temperature=20.0).value
+    texts = [each["message"]["content"] for each in answer["choices"]]
+    for text in texts:
+        after = rig.chat("Pick one.", text, "Why?")
+        assert after.headers["x-pensieve-bound"] == "appended"
+        assert after.headers["x-pensieve-known-messages"] == "2"
+        assert after.headers["x-pensieve-recomputed-tokens"] == "0"
+
+
+def test_what_was_cancelled_in_the_middle_is_known_again(rig: HttpRig) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Talk."}], "stream": True}
+    text = json.dumps({**body, "max_tokens": 3000, "ignore_eos": True})
+    connection = rig.connection()
+    kind = {"content-type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", text, kind)
+    answer, said = connection.getresponse(), ""
+    while said.count(" ") < 3:
+        line = answer.readline()
+        if line.startswith(b"data: {"):
+            said += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+    name = answer.headers["x-pensieve-conversation-id"]
+    answer.close()
+    connection.close()
+    wait_for(lambda: rig.rig.num_live == 0)
+    kept = rig.rig.messages(name)[1].content
+    assert kept.startswith(said)
+    after = rig.chat("Talk.", kept, "Go on.")
+    assert after.headers["x-pensieve-bound"] == "appended"

@@ -1,0 +1,45 @@
+"""What the tests of this folder share: what is served, and how a refusal is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pensieve.api.openai.fields import Refusal
+from pensieve.api.openai.request import Request, RequestKind, Served, parse
+from pensieve.core.sampling import Sampling
+from pensieve.errors import InvalidArgument
+
+SERVED = Served(
+    Sampling(temperature=0.6, top_p=0.95, max_tokens=512),
+    models=frozenset({"tiny"}),
+    vocab_size=1000,
+    template_options=frozenset({"enable_thinking"}),
+)
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**members: Any) -> Request:
+    return parse(RequestKind.CHAT, {"model": "tiny", "messages": [USER], **members}, SERVED)
+
+
+def completion(**members: Any) -> Request:
+    return parse(RequestKind.COMPLETION, {"model": "tiny", "prompt": "Once", **members}, SERVED)
+
+
+def response(**members: Any) -> Request:
+    return parse(RequestKind.RESPONSE, {"model": "tiny", "input": "hi", **members}, SERVED)
+
+
+def refused(ask: Any, *given: Any, **members: Any) -> tuple[str, str]:
+    """(the parameter, what is wrong with it)"""
+    with pytest.raises(InvalidArgument) as caught:
+        ask(*given, **members)
+    return caught.value.field, caught.value.problem
+
+
+def code_of(ask: Any, **members: Any) -> str:
+    with pytest.raises(Refusal) as caught:
+        ask(**members)
+    return caught.value.code

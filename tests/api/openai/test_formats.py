@@ -1,0 +1,105 @@
+"""What a body says of its reply's form becomes a constraint, or is refused by its name there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pensieve.api.openai.request import Request
+from pensieve.core.constraint import OBJECTS_MAX, TEXT_BYTES_MAX, Constraint, ConstraintKind
+from tests.api.openai.bodies import chat, completion, refused, response
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OF_SCHEMA = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA))
+NAMED = {"name": "answer", "schema": SCHEMA}
+
+
+def of_chat(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_schema_is_a_constraint_strict_or_not(strict: bool | None) -> None:
+    described = {**NAMED, "strict": strict, "description": "of an answer"}
+    assert chat(**of_chat(described)).constraint == OF_SCHEMA
+    assert completion(**of_chat(described)).constraint == OF_SCHEMA
+    text = {"format": {"type": "json_schema", **described}, "verbosity": "medium"}
+    given = response(text=text)
+    assert given.constraint == OF_SCHEMA
+    assert given.echoed["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Constraint(ConstraintKind.JSON_OBJECT)),
+        ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, OF_SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, Constraint(ConstraintKind.JSON_OBJECT)),
+        ({"structured_outputs": {"json_object": False}}, None),
+        ({"structured_outputs": {"regex": "a+"}}, Constraint(ConstraintKind.REGEX, "a+")),
+        ({"structured_outputs": {"choice": ["b"]}}, Constraint(ConstraintKind.CHOICE, '["b"]')),
+        (
+            {"structured_outputs": {"grammar": 'start: "c"'}},
+            Constraint(ConstraintKind.GRAMMAR, 'start: "c"'),
+        ),
+        ({"guided_json": SCHEMA}, OF_SCHEMA),
+        ({"guided_regex": "a+"}, Constraint(ConstraintKind.REGEX, "a+")),
+        ({"guided_choice": ["b"]}, Constraint(ConstraintKind.CHOICE, '["b"]')),
+        ({"guided_grammar": 'start: "c"'}, Constraint(ConstraintKind.GRAMMAR, 'start: "c"')),
+    ],
+)
+@pytest.mark.parametrize("kind", [chat, completion])
+def test_each_name_of_a_constraint(
+    kind: Callable[..., Request], members: dict[str, Any], expected: Constraint | None
+) -> None:
+    assert kind(**members).constraint == expected
+
+
+INNER = "response_format.json_schema"
+
+
+@pytest.mark.parametrize(
+    ("members", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, INNER),
+        (of_chat({"schema": SCHEMA}), f"{INNER}.name"),
+        (of_chat({"name": "a"}), f"{INNER}.schema"),
+        (of_chat({"name": "a", "schema": "no"}), f"{INNER}.schema"),
+        (of_chat({**NAMED, "more": 1}), f"{INNER}.more"),
+        (of_chat({"name": "a", "schema": {"enum": ["x" * TEXT_BYTES_MAX]}}), f"{INNER}.schema"),
+        (
+            of_chat({"name": "a", "schema": {"anyOf": [{}] * OBJECTS_MAX}}),
+            f"{INNER}.schema",
+        ),
+        ({"guided_choice": ["a", 7]}, "guided_choice"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "7"}, "guided_json"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": 7}, "guided_regex"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_what_cannot_be_a_constraint_is_refused_by_its_name(
+    members: dict[str, Any], param: str
+) -> None:
+    assert refused(chat, **members)[0] == param
+
+
+def test_what_only_the_compiler_finds_has_the_name_of_the_body() -> None:
+    """The service refuses it later, by our own name of the field."""
+    assert chat(**of_chat(NAMED)).param("constraint.json_schema") == f"{INNER}.schema"
+    assert chat(guided_regex="(").param("constraint.regex") == "guided_regex"
+    given = response(text={"format": {"type": "json_schema", **NAMED}})
+    assert given.param("constraint.json_schema") == "text.format.schema"

@@ -1,0 +1,198 @@
+"""The parameters that decide how tokens are chosen: read exactly, or refused by the name of the body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pensieve.api.openai.request import Request, RequestKind, parse
+from pensieve.core.sampling import Sampling
+from tests.api.openai.bodies import SERVED, chat, code_of, completion, refused, response
+
+DEFAULTS = SERVED.defaults
+
+
+def test_a_body_that_sets_nothing_has_the_defaults() -> None:
+    for request in (chat(), completion(), response()):
+        assert request.sampling == DEFAULTS
+        assert request.given == frozenset()
+        assert not request.max_tokens_given
+
+
+def test_what_a_body_sets_stands_in_place_of_the_defaults() -> None:
+    request = chat(
+        temperature=1,
+        top_p=0.5,
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-2,
+        frequency_penalty=2.0,
+        seed=7,
+        max_completion_tokens=9,
+        min_tokens=3,
+        stop=["a", "b"],
+        stop_token_ids=[5, 6],
+        ignore_eos=True,
+        logprobs=True,
+        top_logprobs=2,
+        logit_bias={"50": -100, "7": 1.5},
+    )
+    assert request.sampling == Sampling(
+        temperature=1.0,
+        top_p=0.5,
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        seed=7,
+        max_tokens=9,
+        min_tokens=3,
+        stop=("a", "b"),
+        stop_token_ids=(5, 6),
+        ignore_eos=True,
+        logprobs=2,
+        logit_bias=((7, 1.5), (50, -100.0)),
+    )
+    assert len(request.given) == 15  # all that there are
+    assert type(request.sampling.temperature) is float
+
+
+def test_null_is_absent() -> None:
+    request = chat(temperature=None, stop=None, seed=None, n=None, logit_bias=None, tools=None)
+    assert request.sampling == DEFAULTS
+    assert request.given == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("ask", "name"),
+    [
+        (chat, "max_tokens"),
+        (chat, "max_completion_tokens"),
+        (completion, "max_tokens"),
+        (response, "max_output_tokens"),
+    ],
+)
+def test_the_length_goes_by_the_name_of_the_endpoint(
+    ask: Callable[..., Request], name: str
+) -> None:
+    request = ask(**{name: 5})
+    assert request.sampling.max_tokens == 5
+    assert request.max_tokens_given
+    assert refused(ask, **{name: 0}) == (name, "must be at least 1")
+    assert refused(ask, **{name: True}) == (name, "must be an integer")
+
+
+def test_both_names_of_a_chats_length_may_be_given_if_they_agree() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=5).sampling.max_tokens == 5
+    assert refused(chat, max_tokens=5, max_completion_tokens=6) == (
+        "max_tokens",
+        "differs from max_completion_tokens: give one of them",
+    )
+
+
+def test_min_tokens_alone_lengthens_the_default() -> None:
+    assert chat(min_tokens=600).sampling.max_tokens == 600
+    assert not chat(min_tokens=600).max_tokens_given
+    assert refused(chat, min_tokens=6, max_tokens=5)[0] == "min_tokens"
+
+
+def test_stop_is_a_string_or_several() -> None:
+    assert chat(stop="END").sampling.stop == ("END",)
+    assert chat(stop=[]).sampling.stop == ()
+    assert refused(chat, stop=5) == ("stop", "must be a string or a list of strings")
+    assert refused(chat, stop=["a", None])[0] == "stop"
+    assert refused(chat, stop="") == ("stop", "a stop string must not be empty")
+    assert refused(chat, stop=["a"] * 17) == ("stop", "at most 16 strings")
+    assert refused(chat, stop="x" * 129) == ("stop", "at most 128 characters each")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("temperature", True, "must be a number"),
+        ("temperature", "1", "must be a number"),
+        ("temperature", -0.1, "must lie in 0..100"),
+        ("temperature", math.nan, "holds a number that is too large, or none"),
+        ("temperature", math.inf, "holds a number that is too large, or none"),
+        ("temperature", 10**400, "holds a number that is too large, or none"),
+        ("top_p", 0, "must lie in (0, 1]"),
+        ("top_k", 1.0, "must be an integer"),
+        ("top_k", 2**31, "must be 0 (no limit) or positive"),
+        ("min_p", 1.5, "must lie in 0..1"),
+        ("presence_penalty", 2.1, "must lie in -2..2"),
+        ("frequency_penalty", -2.1, "must lie in -2..2"),
+        ("repetition_penalty", 0, "must lie in 0.01..100"),
+        ("seed", -1, "must lie in 0..2^64-1"),
+        ("seed", 2**64, "must lie in 0..2^64-1"),
+        ("ignore_eos", 1, "must be true or false"),
+        ("stop_token_ids", [1000], "token ids must lie in 0..999"),
+        ("stop_token_ids", [1.0], "must be a list of token ids"),
+        ("stop_token_ids", [True], "must be a list of token ids"),
+        ("stop_token_ids", 5, "must be a list"),
+        ("stop_token_ids", list(range(65)), "at most 64 ids"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, problem: str) -> None:
+    for ask in (chat, completion, response):
+        assert refused(ask, **{name: value}) == (name, problem)
+
+
+@pytest.mark.parametrize(
+    ("bias", "param", "problem"),
+    [
+        ({"5": 101}, "logit_bias", "each bias must lie in -100..100"),
+        ({"5": "1"}, "logit_bias.'5'", "must be a number"),
+        ({"5": True}, "logit_bias.'5'", "must be a number"),
+        ({"1000": 1}, "logit_bias", "token ids must lie in 0..999"),
+        ({"05": 1}, "logit_bias", "the key '05' is no token id"),
+        ({"-5": 1}, "logit_bias", "the key '-5' is no token id"),
+        ({"٥": 1}, "logit_bias", "the key '\\u0665' is no token id"),
+        ({"": 1}, "logit_bias", "the key '' is no token id"),
+        ({"9" * 5000: 1}, "logit_bias", f"the key '{'9' * 80}...' is no token id"),
+        ([5], "logit_bias", "must be an object"),
+        ({str(n): 0 for n in range(1025)}, "logit_bias", "at most 1024 entries"),
+    ],
+)
+def test_a_bias_has_token_ids_for_keys(bias: Any, param: str, problem: str) -> None:
+    assert refused(chat, logit_bias=bias) == (param, problem)
+
+
+def test_logprobs_of_a_chat_are_switched_on_and_then_counted() -> None:
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).sampling.logprobs == 20
+    assert chat(logprobs=False, top_logprobs=0).sampling.logprobs is None
+    assert refused(chat, top_logprobs=3) == ("top_logprobs", "needs logprobs: true")
+    assert refused(chat, logprobs=3) == ("logprobs", "must be true or false")
+    assert refused(chat, logprobs=True, top_logprobs=21) == ("top_logprobs", "must lie in 0..20")
+    assert refused(chat, logprobs=True, top_logprobs=True)[0] == "top_logprobs"
+
+
+def test_logprobs_of_a_completion_are_a_number() -> None:
+    assert completion(logprobs=0).sampling.logprobs == 0
+    assert completion(logprobs=5).sampling.logprobs == 5
+    assert refused(completion, logprobs=True) == ("logprobs", "must be an integer")
+    assert refused(completion, logprobs=21) == ("logprobs", "must lie in 0..20")
+    assert refused(completion, top_logprobs=2) == ("top_logprobs", "is not supported")
+
+
+def test_logprobs_of_a_response_are_included() -> None:
+    included = ["message.output_text.logprobs"]
+    assert response(include=included).sampling.logprobs == 0
+    assert response(include=included, top_logprobs=4).sampling.logprobs == 4
+    assert response(include=["reasoning.encrypted_content"]).sampling.logprobs is None
+    assert refused(response, top_logprobs=4)[0] == "top_logprobs"
+    assert refused(response, include=["file_search_call.results"])[0] == "include[0]"
+    assert code_of(response, include=[{}]) == "unsupported_parameter"
+
+
+def test_logprobs_are_never_a_default() -> None:
+    served = SERVED._replace(defaults=replace(DEFAULTS, logprobs=5, ignore_eos=True))
+    request = parse(RequestKind.COMPLETION, {"model": "tiny", "prompt": "a"}, served)
+    assert request.sampling.logprobs is None
+    assert not request.sampling.ignore_eos

@@ -1,0 +1,172 @@
+"""Calls of tools in answers: apart from the text, with ids that stay, in the shapes of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pensieve.api.openai.answer import Heading, PromptTokens, Reply, answer
+from pensieve.core.turn import FinishReason
+from pensieve.text import CallStyle, Message, PartMarker, ToolCall, style_of
+from tests.api.openai.bodies import USER, chat, response
+from tests.text.families import QWEN_3, template_of, tokenizer_of
+
+HEADING = Heading("a1", 1_700_000_000, "tiny")
+CALLS = (
+    '<tool_call>\n{"name": "f", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+)
+FUNCTIONS = [{"name": "f"}, {"name": "g"}]
+CHAT_TOOLS = [{"type": "function", "function": each} for each in FUNCTIONS]
+RESPONSE_TOOLS = [{"type": "function", **each} for each in FUNCTIONS]
+
+
+@pytest.fixture(scope="module")
+def style() -> CallStyle | None:
+    return style_of(template_of(QWEN_3))
+
+
+def sampled(text: str, finish: FinishReason = FinishReason.STOP) -> Reply:
+    tokenizer = tokenizer_of(QWEN_3)
+    ids = tokenizer.encode_literal(text)
+    marker = PartMarker(tokenizer)
+    texts = ["" if tokenizer.is_silent(each) else tokenizer.token_text(each) for each in ids]
+    return Reply(ids, texts, finish, [marker.push(each) for each in ids])
+
+
+def choice_of(style: Any, reply: Reply, **members: Any) -> dict[str, Any]:
+    request = chat(**{"tools": CHAT_TOOLS, **members})
+    (choice,) = answer(request, [reply], PromptTokens(12), HEADING, style=style)["choices"]
+    return choice
+
+
+def output_of(style: Any, reply: Reply) -> list[dict[str, Any]]:
+    body = answer(response(tools=RESPONSE_TOOLS), [reply], PromptTokens(12), HEADING, style=style)
+    return body["output"]
+
+
+def test_a_message_that_only_calls(style: CallStyle) -> None:
+    choice = choice_of(style, sampled(f"{CALLS}<|im_end|>"))
+    assert choice == {
+        "index": 0,
+        "message": {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "tool_calls": [
+                {
+                    "id": "call_b90547f25f3197bfd5770fad",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": '{"city": "Paris"}'},
+                },
+                {
+                    "id": "call_c2347d94ee0848bfbb813269",
+                    "type": "function",
+                    "function": {"name": "g", "arguments": "{}"},
+                },
+            ],
+        },
+        "logprobs": None,
+        "finish_reason": "tool_calls",
+    }
+
+
+def test_a_message_that_thinks_speaks_and_calls(style: CallStyle) -> None:
+    choice = choice_of(style, sampled(f"<think>\nhm\n</think>\n\nI look.\n{CALLS}\n<|im_end|>"))
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "I look.")
+    assert [each["function"]["name"] for each in message["tool_calls"]] == ["f", "g"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_each_choice_has_ids_of_its_own_and_they_stay(style: CallStyle) -> None:
+    request = chat(tools=CHAT_TOOLS, n=2)
+    replies = [sampled(CALLS)] * 2
+
+    def ids() -> list[str]:
+        choices = answer(request, replies, PromptTokens(12), HEADING, style=style)["choices"]
+        return [call["id"] for each in choices for call in each["message"]["tool_calls"]]
+
+    assert len(set(ids())) == 4
+    assert ids() == ids()
+
+
+def test_a_reply_that_goes_on_behind_its_calls_has_ended_by_itself(style: CallStyle) -> None:
+    choice = choice_of(style, sampled(f"{CALLS}\nSo.<|im_end|>"))
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("So.", "stop")
+    assert len(choice["message"]["tool_calls"]) == 2
+
+
+def test_a_call_that_is_cut_off_stays_as_it_is(style: CallStyle) -> None:
+    text = CALLS[: CALLS.index("Paris") + 3]
+    choice = choice_of(style, sampled(text, FinishReason.LENGTH))
+    assert choice["finish_reason"] == "length"
+    assert [each["function"] for each in choice["message"]["tool_calls"]] == [
+        {"name": "f", "arguments": '{"city": "Par'}
+    ]
+    (item,) = output_of(style, sampled(text, FinishReason.LENGTH))
+    assert (item["type"], item["status"]) == ("function_call", "incomplete")
+
+
+def test_a_reply_as_long_as_it_may_be_says_so_even_if_it_ends_with_a_call(style: CallStyle) -> None:
+    choice = choice_of(style, sampled(CALLS, FinishReason.LENGTH))
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("length", 2)
+
+
+@pytest.mark.parametrize("members", [{"tools": None}, {"tool_choice": "none"}])
+def test_calls_are_looked_for_where_tools_were_given(
+    style: CallStyle, members: dict[str, Any]
+) -> None:
+    choice = choice_of(style, sampled(CALLS), **members)
+    assert choice["message"] == {"role": "assistant", "content": CALLS, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_calls_stay_text_where_nothing_is_known_of_how_the_model_writes_them() -> None:
+    choice = choice_of(None, sampled(CALLS))
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALLS, "stop")
+
+
+def test_a_tool_that_was_not_given_is_not_called(style: CallStyle) -> None:
+    text = '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call>'
+    choice = choice_of(style, sampled(text))
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+
+
+def test_the_items_of_a_response(style: CallStyle) -> None:
+    items = output_of(style, sampled(f"<think>hm</think>I look.{CALLS}<|im_end|>"))
+    assert [each["type"] for each in items] == ["reasoning", "message", *["function_call"] * 2]
+    assert [each["status"] for each in items] == ["completed"] * 4
+    assert items[2] == {
+        "id": "fc_b90547f25f3197bfd5770fad",
+        "type": "function_call",
+        "call_id": "call_b90547f25f3197bfd5770fad",
+        "name": "f",
+        "arguments": '{"city": "Paris"}',
+        "status": "completed",
+    }
+    only_calls = output_of(style, sampled(CALLS))
+    assert [each["type"] for each in only_calls] == ["function_call"] * 2
+
+
+def test_an_answer_that_is_sent_back_is_understood(style: CallStyle) -> None:
+    """As the history of the next request, in both forms."""
+    reply = sampled(f"I look.{CALLS}")
+    message = choice_of(style, reply)["message"]
+    ids = [each["id"] for each in message["tool_calls"]]
+    calls = (ToolCall("f", {"city": "Paris"}, ids[0]), ToolCall("g", {}, ids[1]))
+    result = {"role": "tool", "tool_call_id": ids[0], "content": "sunny"}
+    assert chat(messages=[USER, message, result]).messages == (
+        Message("user", "hi"),
+        Message("assistant", "I look.", tool_calls=calls),
+        Message("tool", "sunny", tool_call_id=ids[0]),
+    )
+    items = output_of(style, reply)
+    output = {"type": "function_call_output", "call_id": ids[0], "output": "sunny"}
+    assert (
+        response(input=[USER, *items, output]).messages
+        == chat(messages=[USER, message, result]).messages
+    )
+    json.dumps(items, allow_nan=False)

@@ -1,0 +1,717 @@
+"""Clients that send their whole history each time find their conversation again, and pay for what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.conversations.binding.binder import Binder, Bound, Chat, How
+from pensieve.conversations.binding.chain import Piece
+from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.core.constraint import Constraint, ConstraintKind
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import InvalidArgument, PensieveError, QueueFull, TurnInterrupted
+from pensieve.store import ConversationStore
+from pensieve.store.remote.remote_store import Store
+from pensieve.text import Message, Part, ToolCall
+from pensieve.v1 import conversation_pb2 as pb
+from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
+from tests.store.faulty import writer_of
+
+SHORT = TurnOptions(Sampling(max_tokens=4, ignore_eos=True))
+SLOW = (*ECHO, "--seconds=0.02")
+
+
+async def take_nothing(start: int, stop: int) -> None:
+    """Of the tokens, as a reader that waits for the end alone."""
+
+
+class Bindings:
+    """A daemon with a binder, and clients without state in front of it."""
+
+    def __init__(self, data: Path, **options: Any) -> None:
+        self.rig = DaemonRig(data, **options)
+
+    def __enter__(self) -> Bindings:
+        self.rig.__enter__()
+
+        async def make() -> Binder:
+            return Binder(self.rig.daemon)
+
+        self.binder: Binder = self.rig.call(make())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.rig.__exit__(*error)
+
+    def begin(self, chat: Chat, seconds_left: float | None = None) -> list[Bound]:
+        """Its turns run; each has a reader until it has ended."""
+
+        async def begin() -> list[Bound]:
+            found = await self.binder.begin(chat, seconds_left)
+            for each in found:
+                self.rig.daemon.threads.spawn(self._follow(each))
+            return found
+
+        bound: list[Bound] = self.rig.call(begin())
+        return bound
+
+    async def _follow(self, bound: Bound) -> None:
+        try:
+            await self.rig.daemon.conversations.follow(bound.live, take_nothing)
+        except PensieveError:
+            assert bound.live.failure is not None
+
+    def all_of(self, chat: Chat) -> list[Bound]:
+        found = self.begin(chat)
+        for each in found:
+            wait_for(lambda live=each.live: live.finish is not None)
+        return found
+
+    def one(self, chat: Chat) -> Bound:
+        (found,) = self.all_of(chat)
+        assert found.live.failure is None
+        return found
+
+    def leave(self, bound: Bound) -> None:
+        async def drop() -> None:
+            await self.rig.daemon.conversations.drop(bound.live)
+
+        self.rig.call(drop())
+
+    @property
+    def ids(self) -> list[str]:
+        request = pb.ListConversationsRequest(page_size=1000)
+        listed = self.rig.stub.ListConversations(request).conversations
+        return sorted(each.conversation_id for each in listed)
+
+    def texts(self, conversation_id: str) -> list[str]:
+        return [each.content for each in self.rig.messages(conversation_id)]
+
+    def token_ids(self, conversation_id: str) -> list[int]:
+        return [token for each in self.rig.messages(conversation_id) for token in each.token_ids]
+
+    def check(self) -> None:
+        assert self.rig.call(self.rig.daemon.check()) == []
+
+
+@dataclass
+class Talk:
+    """What a client without state has: its history."""
+
+    bindings: Bindings
+    chat: Chat = field(default_factory=lambda: Chat((), SHORT))
+    messages: list[Message] = field(default_factory=list)
+
+    def say(self, text: str, **options: Any) -> Bound:
+        self.messages.append(Message("user", text))
+        chat = replace(self.chat, messages=tuple(self.messages), **options)
+        bound = self.bindings.one(chat)
+        self.messages.append(Message("assistant", f" {bound.live.text}\n"))
+        return bound
+
+
+@contextmanager
+def bindings_over(data: Path, **options: Any) -> Iterator[Bindings]:
+    with Bindings(data, **options) as bindings:
+        yield bindings
+        bindings.check()
+
+
+@pytest.fixture
+def bindings(tmp_path: Path) -> Iterator[Bindings]:
+    with bindings_over(tmp_path / "data") as bindings:
+        yield bindings
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Bindings]:
+    with bindings_over(tmp_path / "data", program=SLOW) as bindings:
+        yield bindings
+
+
+def test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice(
+    bindings: Bindings,
+) -> None:
+    talk = Talk(bindings)
+    talk.messages.append(Message("system", "Be brief."))
+    history = 0
+    for number in range(20):
+        bound = talk.say(f"Question {number}")
+        usage = bound.live.usage
+        assert usage is not None
+        assert usage.recomputed_tokens == usage.host_tokens == 0
+        assert usage.device_tokens == max(history - 1, 0)
+        assert bound.how is (How.APPENDED if number else How.NEW)
+        assert bound.num_known_messages == (2 * number + 1 if number else 0)
+        history = len(bindings.token_ids(bound.conversation_id))
+    assert bindings.ids == [bound.conversation_id]
+    assert bindings.binder.num_bound == {How.NEW: 1, How.APPENDED: 19}
+    assert bindings.texts(bound.conversation_id)[:2] == ["Be brief.", "Question 0"]
+
+
+def test_the_log_is_that_of_the_same_talk_by_its_conversations_id(bindings: Bindings) -> None:
+    """Token for token: the echo engine's replies follow from every token before them."""
+    bindings.rig.stub.CreateConversation(
+        pb.CreateConversationRequest(conversation_id="named", system_prompt="Be brief.")
+    )
+    talk = Talk(bindings, messages=[Message("system", "Be brief.")])
+    for number in range(6):
+        bound = talk.say(f"Question {number}")
+        sampling = pb.Sampling(max_tokens=4, ignore_eos=True)
+        said = bindings.rig.ask("named", f"Question {number}", sampling=sampling)
+        assert list(bound.live.token_ids) == said.token_ids
+    assert bindings.token_ids(bound.conversation_id) == bindings.token_ids("named")
+
+
+def test_an_edited_message_is_a_fork_that_shares_what_is_before_it(bindings: Bindings) -> None:
+    talk = Talk(bindings)
+    first = talk.say("One")
+    talk.say("Two")
+    third = talk.say("Three")
+    assert third.conversation_id == first.conversation_id
+    edited = Talk(bindings, messages=talk.messages[:2])
+    bound = edited.say("Another two")
+    assert (bound.how, bound.num_known_messages) == (How.FORKED, 2)
+    assert bound.conversation_id != first.conversation_id
+    assert bound.live.usage is not None
+    assert bound.live.usage.recomputed_tokens == 0
+    texts = bindings.texts(first.conversation_id)
+    assert bindings.texts(bound.conversation_id)[:2] == texts[:2]
+    assert texts[2] == "Two"
+    assert edited.say("Go on").how is How.APPENDED
+    assert talk.say("Four").how is How.APPENDED
+    assert len(bindings.ids) == 2
+
+
+def test_a_reply_that_is_asked_for_again_is_a_fork(bindings: Bindings) -> None:
+    talk = Talk(bindings)
+    talk.say("One")
+    talk.say("Two")
+    again = Talk(bindings, messages=talk.messages[:2])
+    bound = again.say("Two")
+    assert (bound.how, bound.num_known_messages) == (How.FORKED, 2)
+    assert again.messages == talk.messages  # it is greedy
+    assert talk.say("Three").how is How.APPENDED
+    assert again.say("Three").how is How.APPENDED
+    first_again = Talk(bindings).say("One")
+    assert (first_again.how, first_again.num_known_messages) == (How.NEW, 0)
+
+
+def test_an_edited_reply_is_behind_what_is_known(bindings: Bindings) -> None:
+    talk = Talk(bindings)
+    talk.say("One")
+    talk.say("Two")
+    talk.messages[3] = Message("assistant", "What I never wrote")
+    bound = talk.say("Three")
+    assert (bound.how, bound.num_known_messages) == (How.FORKED, 2)
+    assert bindings.texts(bound.conversation_id)[2:5] == ["Two", "What I never wrote", "Three"]
+    assert talk.say("Four").how is How.APPENDED
+
+
+def test_two_clients_with_the_same_history_get_a_conversation_each(slow: Bindings) -> None:
+    talk = Talk(slow)
+    talk.say("One")
+    chat = replace(talk.chat, messages=(*talk.messages, Message("user", "Two")))
+    one, other = slow.begin(chat)[0], slow.begin(chat)[0]
+    assert [one.how, other.how] == [How.APPENDED, How.FORKED]
+    wait_for(lambda: one.live.finish and other.live.finish)
+    assert one.live.text == other.live.text
+    assert one.conversation_id != other.conversation_id
+
+
+def test_sessions_keep_apart_what_has_the_same_history(bindings: Bindings) -> None:
+    tabs = [Talk(bindings, Chat((), SHORT, session_key=f"tab {number}")) for number in (1, 2)]
+    for round_number, text in enumerate(("One", "Two", "Three")):
+        bounds = [tab.say(text) for tab in tabs]
+        expected = How.APPENDED if round_number else How.NEW
+        assert [each.how for each in bounds] == [expected, expected]
+        assert bounds[0].conversation_id != bounds[1].conversation_id
+    assert len(bindings.ids) == 2
+    moved = Talk(bindings, messages=list(tabs[0].messages)).say("Four")  # without a session
+    assert (moved.how, moved.num_known_messages) == (How.FORKED, 6)
+
+
+def test_other_tools_or_options_begin_anew_and_tenants_never_meet(bindings: Bindings) -> None:
+    talk = Talk(bindings)
+    talk.say("One")
+    other = Talk(bindings, replace(talk.chat, tenant="another"), list(talk.messages))
+    assert other.say("Two").how is How.NEW
+    assert talk.say("Two").how is How.APPENDED
+
+
+def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: Bindings) -> None:
+    talk = Talk(slow)
+    talk.say("One")
+    sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
+    messages = (*talk.messages, Message("user", "Two"))
+    chat = Chat(messages, TurnOptions(sampling), num_choices=3)
+    bounds = slow.all_of(chat)
+    assert [each.how for each in bounds] == [How.APPENDED, How.FORKED, How.FORKED]
+    assert len({each.conversation_id for each in bounds}) == 3
+    assert {each.num_known_messages for each in bounds} == {2}
+    seeds = [each.live.ask.options.sampling.seed for each in bounds if each.live.ask]
+    assert seeds[0] == 7
+    assert len({*seeds}) == 3
+    last = Message("assistant", bounds[2].live.text)
+    go_on = slow.one(Chat((*messages, last, Message("user", "Three")), SHORT))
+    assert go_on.how is How.APPENDED
+    assert go_on.conversation_id in {each.conversation_id for each in bounds}
+    fresh = slow.all_of(Chat((Message("user", "New"),), SHORT, num_choices=2))
+    assert [each.how for each in fresh] == [How.NEW, How.NEW]
+
+
+def test_choices_without_a_known_history_share_the_prompt(slow: Bindings) -> None:
+    """The first computes it; the others begin behind that, as forks of it."""
+    sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
+    messages = (Message("system", "Be brief."), Message("user", "word " * 300))
+    bounds = slow.all_of(Chat(messages, TurnOptions(sampling), num_choices=4))
+    usages = [each.live.figures for each in bounds]
+    prompt = usages[0]["prompt_tokens"]
+    assert (usages[0]["new_tokens"], usages[0]["device_tokens"]) == (prompt, 0)
+    for each in usages[1:]:
+        assert each["prompt_tokens"] == prompt == each["device_tokens"] + each["new_tokens"]
+        assert 1 <= each["new_tokens"] <= 32, "no more than what fills no chunk"
+    logs = [slow.token_ids(each.conversation_id)[:prompt] for each in bounds]
+    assert logs == [logs[0]] * 4
+    slow.check()
+
+
+def test_a_client_that_leaves_before_the_prompt_is_computed_gets_no_choices(
+    tmp_path: Path,
+) -> None:
+    with Bindings(tmp_path / "data", program=(*ECHO, "--seconds=0.2")) as found:
+        sampling = Sampling(max_tokens=1000, ignore_eos=True)
+        chat = Chat((Message("user", "word " * 300),), TurnOptions(sampling), num_choices=4)
+
+        async def leave() -> None:
+            waiting = asyncio.ensure_future(found.binder.begin(chat))
+            while not found.rig.daemon.conversations.turns.num_live:
+                await asyncio.sleep(0.001)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+        found.rig.call(leave())
+        wait_for(lambda: found.rig.num_live == 0)
+        wait_for(lambda: found.ids == [])
+        found.check()
+
+
+def test_a_request_that_is_refused_creates_no_conversation(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created: list[str] = []
+    create = ConversationStore.create_conversation
+
+    def note(store: ConversationStore, new: Any) -> Any:
+        created.append(new.conversation_id)
+        return create(store, new)
+
+    monkeypatch.setattr(ConversationStore, "create_conversation", note)
+    nothing = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "nothing"}')
+    long = "word " * 20_000
+    system = Message("system", "Be brief.")
+    for messages, options in (
+        ((system, Message("user", "Hello")), TurnOptions(SHORT.sampling, constraint=nothing)),
+        ((system, Message("user", long)), TurnOptions(SHORT.sampling, constraint=nothing)),
+        ((Message("user", "word " * 200_000),), SHORT),
+        ((Message("user", ""),), SHORT),
+    ):
+        with pytest.raises(PensieveError):
+            bindings.begin(Chat(messages, options))
+    assert created == []
+    assert bindings.ids == []
+    assert bindings.one(Chat((system, Message("user", "Hello")), SHORT)).how is How.NEW
+    assert len(created) == 1
+
+
+def calls_reader(pieces: Sequence[Piece]) -> Message:
+    """As if each reply were a call of the tool, whose arguments are its length."""
+    text = "".join(text for _, text in pieces)
+    return Message("assistant", text, tool_calls=(ToolCall("f", {"n": len(text)}, "server-id"),))
+
+
+def test_an_agents_calls_are_found_though_it_writes_them_anew(bindings: Bindings) -> None:
+    chat = Chat((), SHORT, reply_reader=calls_reader)
+    messages = [Message("system", "Act."), Message("user", "Go")]
+    for number in range(5):
+        bound = bindings.one(replace(chat, messages=tuple(messages)))
+        assert bound.how is (How.APPENDED if number else How.NEW)
+        assert bound.num_known_messages == (len(messages) - 1 if number else 0)
+        made = ToolCall("f", {"n": float(len(bound.live.text))}, f"own-{number}")
+        messages.append(Message("assistant", "", "dropped", (made,)))
+        messages.append(Message("tool", "", tool_call_id=f"own-{number}"))
+    assert bindings.ids == [bound.conversation_id]
+
+
+def test_thinking_that_a_client_drops_does_not_lose_the_history(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second token is marked as thinking, as a model's marks would do."""
+    numbers = iter(range(10**6))
+    monkeypatch.setattr(
+        "pensieve.text.parts.PartMarker.push",
+        lambda self, token_id: Part.THINKING if next(numbers) % 2 else Part.TEXT,
+    )
+    messages: list[Message] = []
+    for number in range(4):
+        messages.append(Message("user", f"Question {number}"))
+        bound = bindings.one(Chat(tuple(messages), SHORT))
+        assert bound.how is (How.APPENDED if number else How.NEW)
+        live = bound.live
+        shown = [text for text, part in zip(live.texts, live.parts, strict=True) if part == "text"]
+        assert "".join(shown) != live.text
+        messages.append(Message("assistant", "".join(shown)))
+
+
+def test_conversations_with_the_same_beginning_share_kv(bindings: Bindings) -> None:
+    prompt = Message("system", "Be brief and kind. " * 20)
+    bindings.one(Chat((prompt, Message("user", "One")), SHORT))
+    bound = bindings.one(Chat((prompt, Message("user", "Another")), SHORT))
+    assert bound.how is How.NEW
+    assert bound.live.usage is not None
+    assert bound.live.usage.shared_tokens > 40
+    spaced = replace(prompt, content=prompt.content + " ")
+    bindings.one(Chat((spaced, Message("user", "Third")), SHORT))
+
+
+def test_a_prefix_of_the_tenants_own_with_such_a_name_harms_nobody(bindings: Bindings) -> None:
+    from pensieve.conversations.binding.chain import prefix_id
+
+    name = prefix_id("Be brief.", ())
+    bindings.rig.stub.CreateConversation(
+        pb.CreateConversationRequest(conversation_id="c", system_prompt="Be long.", prefix_id=name)
+    )
+    messages = (Message("system", "Be brief."), Message("user", "One"))
+    assert bindings.one(Chat(messages, SHORT)).how is How.NEW
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_restart_loses_no_history(tmp_path: Path, is_killed: bool) -> None:
+    data = tmp_path / "data"
+    with bindings_over(data) as bindings:
+        talk = Talk(bindings)
+        first = talk.say("One")
+        talk.say("Two")
+        if is_killed:  # what a process leaves that ends here
+            sockets = shutil.ignore_patterns("*.sock")
+            data = Path(shutil.copytree(data, tmp_path / "left", ignore=sockets))
+    with bindings_over(data) as bindings:
+        talk.bindings = bindings
+        bound = talk.say("Three")
+        assert (bound.how, bound.num_known_messages) == (How.APPENDED, 4)
+        assert bound.conversation_id == first.conversation_id
+
+
+def test_a_turn_that_is_given_up_leaves_no_conversation_behind(slow: Bindings) -> None:
+    talk = Talk(slow)
+    kept = talk.say("One").conversation_id
+    long = TurnOptions(Sampling(max_tokens=1000, ignore_eos=True))
+    edited = Message("user", "Two")
+    talk.say("Other two")
+    for messages in ((edited,), (*talk.messages[:2], edited)):
+        (bound,) = slow.begin(Chat(messages, long))
+        assert len(slow.ids) == 2
+        slow.leave(bound)
+        wait_for(lambda: slow.ids == [kept])
+        assert isinstance(bound.live.failure, TurnInterrupted)
+    assert talk.say("Three").conversation_id == kept
+
+
+def test_a_request_that_is_refused_leaves_no_conversation_behind(bindings: Bindings) -> None:
+    talk = Talk(bindings)
+    kept = talk.say("One").conversation_id
+    refused = [
+        Chat((), SHORT),
+        Chat((Message("user", ""),), SHORT),
+        Chat((*talk.messages, Message("user", "")), SHORT),
+        Chat((Message("user", "Hi"),), SHORT, template_options={"no_such": 1}),
+        Chat((Message("user", "Hi"),), TurnOptions(Sampling(top_p=7.0))),
+        Chat((Message("user", "x" * 10**7),), SHORT),
+        Chat((Message("user", "\ud800"),), SHORT),
+        Chat((Message("system", "\ud800"), Message("user", "Hi")), SHORT),
+    ]
+    for chat in refused:
+        with pytest.raises(InvalidArgument):
+            bindings.begin(chat)
+    wait_for(lambda: bindings.ids == [kept])
+    assert not bindings.binder._unused
+    assert not bindings.binder._num_lookups[""]
+
+
+def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_answered(
+    tmp_path: Path,
+) -> None:
+    config = DaemonConfig(turns_max=1, grace_seconds=0.2)
+    long = TurnOptions(Sampling(max_tokens=100_000, ignore_eos=True))
+    with bindings_over(tmp_path / "data", program=SLOW, config=config) as bindings:
+        known = Chat((Message("user", "One"),), SHORT, request_id="again")
+        answered = bindings.one(known)
+        (running,) = bindings.begin(Chat((Message("user", "Long"),), long))
+        with pytest.raises(QueueFull):
+            bindings.begin(Chat((Message("user", "Two"),), SHORT))
+        with pytest.raises(QueueFull):
+            bindings.begin(Chat((Message("user", "Two"),), SHORT, request_id="new"))
+        again = bindings.one(known)
+        assert (again.how, again.live.text) == (How.KNOWN, answered.live.text)
+        bindings.leave(running)
+        wait_for(lambda: bindings.ids == [answered.conversation_id])
+
+
+def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
+    """New, appended and forked; while it runs, and when it has ended."""
+    opening = Chat((Message("user", "One"),), SHORT, request_id="first / ünïcode", num_choices=2)
+    runs, attached = slow.begin(opening), slow.begin(opening)
+    assert [each.how for each in attached] == [How.KNOWN, How.KNOWN]
+    assert [each.live for each in attached] == [each.live for each in runs]
+    wait_for(lambda: all(each.live.finish for each in runs))
+    history = (*opening.messages, Message("assistant", runs[0].live.text))
+    hows = {"Two": How.APPENDED, "Other two": How.APPENDED, "Third two": How.FORKED}
+    for text, how in hows.items():  # both choices said the same
+        chat = Chat((*history, Message("user", text)), SHORT, request_id=f"r {text}")
+        first = slow.one(chat)
+        ids = slow.ids
+        again = slow.one(chat)
+        assert (first.how, again.how) == (how, How.KNOWN)
+        assert again.live.replayed
+        assert again.live.token_ids == first.live.token_ids
+        assert again.conversation_id == first.conversation_id
+        assert again.num_known_messages == first.num_known_messages == 2
+        assert slow.ids == ids
+    replayed = slow.all_of(opening)
+    assert [each.live.text for each in replayed] == [each.live.text for each in runs]
+    with pytest.raises(InvalidArgument):
+        slow.begin(replace(opening, messages=(Message("user", "Something else"),)))
+
+
+@pytest.mark.parametrize("how", [How.NEW, How.APPENDED, How.FORKED])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
+    slow: Bindings, how: How, is_running: bool
+) -> None:
+    talk = Talk(slow)
+    if how is not How.NEW:
+        talk.say("One")
+    if how is How.FORKED:
+        before = list(talk.messages)
+        talk.say("Two")
+        talk.messages = before
+    options = TurnOptions(Sampling(max_tokens=100_000 if is_running else 4, ignore_eos=True))
+    last = Message("user", "Go on")
+    keyed = Chat((*talk.messages, last), options, request_id="key")
+    (first,) = slow.begin(keyed) if is_running else slow.all_of(keyed)
+    assert first.how is how
+    ids = slow.ids
+    beginnings = ((), (Message("user", "Other"), Message("assistant", "other")), talk.messages)
+    others = [Message("user", "Else"), *([] if is_running else [last])]
+    for beginning in beginnings:
+        for message in others:
+            other = replace(keyed, messages=(*beginning, message))
+            if other == keyed:
+                continue
+            with pytest.raises(InvalidArgument, match="used before with other content"):
+                slow.begin(other)
+    assert slow.ids == ids
+    (again,) = slow.begin(keyed)
+    assert (again.how, again.live.turn_id) == (How.KNOWN, first.live.turn_id)
+    if is_running:
+        slow.leave(first)
+
+
+def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
+    chat = Chat((Message("user", "One"),), SHORT, request_id="r")
+
+    async def both() -> list[list[Bound]]:
+        return list(await asyncio.gather(*(slow.binder.begin(chat) for _ in range(3))))
+
+    found = slow.rig.call(both())
+    assert len({each.live.number for (each,) in found}) == 1
+    assert sorted(each.how for (each,) in found) == [How.KNOWN, How.KNOWN, How.NEW]
+    assert len(slow.ids) == 1
+    assert not slow.binder._beginning
+
+
+def test_an_interrupted_request_begins_again(slow: Bindings) -> None:
+    talk = Talk(slow)
+    talk.say("One")
+    long = TurnOptions(Sampling(max_tokens=30, ignore_eos=True))
+    for messages in ((Message("user", "New"),), (*talk.messages, Message("user", "Two"))):
+        chat = Chat(messages, long, request_id=f"r{len(messages)}")
+        (bound,) = slow.begin(chat)
+        slow.leave(bound)
+        again = slow.one(chat)
+        assert again.how is bound.how
+        assert again.live.num_tokens == 30
+
+
+def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) -> None:
+    """Whoever comes first is appended, the others are forks; each has its own question in its history."""
+    talk = Talk(bindings)
+    talk.say("One")
+
+    async def everybody() -> list[Bound]:
+        chats = [
+            Chat((*talk.messages, Message("user", f"Two {number}")), SHORT) for number in range(20)
+        ]
+        found = await asyncio.gather(*(bindings.binder.begin(chat) for chat in chats))
+        lives = [each for (each,) in found]
+        follow = bindings.rig.daemon.conversations.follow
+        await asyncio.gather(*(follow(each.live, take_nothing) for each in lives))
+        return lives
+
+    found = bindings.rig.call(everybody())
+    assert [each.how for each in found].count(How.APPENDED) == 1
+    assert [each.how for each in found].count(How.FORKED) == 19
+    for number, each in enumerate(found):
+        assert bindings.texts(each.conversation_id)[2] == f"Two {number}"
+
+
+def test_a_conversation_that_goes_between_the_look_and_the_turn(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is looked for again: here in vain, so that all of it is new."""
+    talk = Talk(bindings)
+    first = talk.say("One").conversation_id
+    begin = bindings.rig.daemon.begin
+    deletions: list[Any] = []
+
+    async def begin_late(ask: Any, seconds_left: float | None = None) -> Any:
+        if not deletions:
+            deletions.append(first)
+            await bindings.rig.daemon.conversations.delete(first)
+        return await begin(ask, seconds_left)
+
+    monkeypatch.setattr(bindings.rig.daemon, "begin", begin_late)
+    bound = talk.say("Two")
+    assert deletions == [first]
+    assert (bound.how, bound.num_known_messages) == (How.NEW, 0)
+    assert bindings.texts(bound.conversation_id)[0] == "One"
+
+
+def test_a_turn_that_comes_between_the_look_and_the_turn(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk(bindings)
+    first = talk.say("One").conversation_id
+    begin = bindings.rig.daemon.begin
+    came = threading.Event()
+
+    async def begin_late(ask: Any, seconds_left: float | None = None) -> Any:
+        if not came.is_set():
+            came.set()
+            other = replace(ask, messages=(Message("user", "By gRPC"),), chain=None)
+            live = await begin(other, seconds_left)
+            await bindings.rig.daemon.conversations.follow(live, take_nothing)
+        return await begin(ask, seconds_left)
+
+    monkeypatch.setattr(bindings.rig.daemon, "begin", begin_late)
+    bound = talk.say("Two")
+    assert (bound.how, bound.num_known_messages) == (How.FORKED, 2)
+    assert bindings.texts(first)[2] == "By gRPC"
+    assert bindings.texts(bound.conversation_id)[2] == "Two"
+
+
+@pytest.mark.parametrize("request_id", ["", "again"])
+def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch, request_id: str
+) -> None:
+    """The other request has the same history, and would find the fork idle."""
+    talk = Talk(bindings)
+    talk.say("One")
+    shared = tuple(talk.messages)
+    talk.say("Two")
+    daemon = bindings.rig.daemon
+    begin = daemon.begin
+    others: list[Bound] = []
+    is_first = True
+
+    async def begin_late(ask: Any, seconds_left: float | None = None) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            chat = Chat((*shared, Message("user", "Four")), SHORT)
+            others.extend(await bindings.binder.begin(chat))
+            await daemon.conversations.follow(others[0].live, take_nothing)
+        return await begin(ask, seconds_left)
+
+    monkeypatch.setattr(daemon, "begin", begin_late)
+    chat = Chat((*shared, Message("user", "Three")), SHORT, request_id=request_id)
+    bound = bindings.one(chat)
+    (other,) = others
+    assert (bound.how, other.how) == (How.FORKED, How.FORKED)
+    assert bindings.texts(bound.conversation_id)[2] == "Three"
+    assert bindings.texts(other.conversation_id)[2] == "Four"
+
+
+def test_a_deleted_conversation_is_found_no_more(bindings: Bindings) -> None:
+    talk = Talk(bindings)
+    first = talk.say("One").conversation_id
+    bindings.rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=first))
+    assert talk.say("Two").how is How.NEW
+    assert bindings.ids == [talk.say("Three").conversation_id]
+
+
+def test_chains_grow_old(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with bindings_over(
+        data, config=DaemonConfig(grace_seconds=0.2, chain_keep_seconds=3600.0)
+    ) as bindings:
+        talk = Talk(bindings)
+        talk.say("One")
+        assert talk.say("Two").how is How.APPENDED
+    with bindings_over(
+        data, config=DaemonConfig(grace_seconds=0.2, chain_keep_seconds=0.2)
+    ) as bindings:
+        wait_for(lambda: not num_chains(bindings.rig.daemon.store))
+        talk.bindings = bindings
+        assert talk.say("Three").how is How.NEW
+
+
+def num_chains(store: Store) -> int:
+    from pensieve.store.connection import read_only
+
+    with read_only(store.folder.database_path, writer_of(store).driver) as conn:
+        count: int = conn.execute("SELECT count(*) FROM chains").fetchone()[0]
+        return count
+
+
+def test_a_reply_that_cannot_be_read_is_stored_and_not_found(bindings: Bindings) -> None:
+    def fails(pieces: Sequence[Piece]) -> Message:
+        raise ValueError("not like that")
+
+    talk = Talk(bindings, Chat((), SHORT, reply_reader=fails))
+    first = talk.say("One")
+    assert bindings.texts(first.conversation_id)[1] == first.live.text
+    assert talk.say("Two").how is How.NEW
+
+
+def test_a_long_history_is_imported(bindings: Bindings) -> None:
+    """Of messages that we never made: with calls, answers and empty texts."""
+    made = ToolCall("f", {"a": 1}, "x")
+    exchange = [
+        Message("user", "Hi"),
+        Message("assistant", "Let me see.", tool_calls=(made,)),
+        Message("tool", "", tool_call_id="x"),
+        Message("assistant", ""),
+    ]
+    messages = [Message("system", "Act."), *exchange * 300]
+    bound = bindings.one(Chat((*messages, Message("user", "Now?")), SHORT))
+    assert bound.how is How.NEW
+    request = pb.GetConversationRequest(conversation_id=bound.conversation_id)
+    assert bindings.rig.stub.GetConversation(request).conversation.num_messages == len(messages) + 2
+    reply = Message("assistant", bound.live.text)
+    longer = (*messages, Message("user", "Now?"), reply, Message("user", "And?"))
+    again = bindings.one(Chat(longer, SHORT))
+    assert (again.how, again.num_known_messages) == (How.APPENDED, len(longer) - 1)
+    too_many = (Message("user", "Hi"), Message("assistant", "Yes")) * 2049
+    with pytest.raises(InvalidArgument):
+        bindings.begin(Chat(too_many, SHORT))

@@ -1,0 +1,244 @@
+"""What clients change when they send a history back changes no digest, and everything else does."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pensieve.conversations.binding.chain import (
+    ChainEnd,
+    Piece,
+    after,
+    digests,
+    pieces_of,
+    plain_reply,
+    prefix_id,
+    session_digest,
+)
+from pensieve.errors import InvalidArgument
+from pensieve.text import Message, Part, ToolCall
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"a": 1, "b": [2.0]}}}
+TEXT = st.text(string.ascii_letters + ' \n\u00e9{}":,', max_size=8)
+SCALAR = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e9, 1e9) | TEXT
+JSON = st.recursive(
+    SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+)
+CALL = st.builds(ToolCall, TEXT, st.dictionaries(TEXT, JSON, max_size=3), st.none() | TEXT)
+MESSAGE = st.one_of(
+    st.builds(Message, st.sampled_from(("system", "developer", "user")), TEXT),
+    st.builds(
+        Message,
+        st.just("assistant"),
+        TEXT,
+        st.none() | TEXT,
+        st.lists(CALL, max_size=2).map(tuple),
+    ),
+    st.builds(Message, st.just("tool"), TEXT, tool_call_id=st.none() | TEXT),
+)
+HISTORY = st.lists(MESSAGE, min_size=1, max_size=5)
+
+
+def whole(messages: list[Message]) -> bytes:
+    return digests([TOOL], {"thinking": True}, messages)[-1]
+
+
+def written_again(value: Any, order: random.Random) -> Any:
+    """As another library writes the same JSON."""
+    if isinstance(value, dict):
+        items = [(key, written_again(item, order)) for key, item in value.items()]
+        order.shuffle(items)
+        return dict(items)
+    if isinstance(value, list):
+        return [written_again(item, order) for item in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def sent_back(message: Message, number: int, order: random.Random) -> Message:
+    """As a client sends it that drops and changes whatever clients do."""
+    calls = tuple(
+        ToolCall(call.name, written_again(dict(call.arguments), order), f"own-{number}-{place}")
+        for place, call in enumerate(message.tool_calls)
+    )
+    return Message(
+        message.role,
+        "" if calls else f" \n{message.content}\t",
+        None,
+        calls,
+        message.tool_call_id,
+        "weather" if message.role == "tool" else None,
+    )
+
+
+@given(HISTORY, st.randoms())
+def test_what_clients_change_when_they_send_it_back_changes_no_digest(
+    messages: list[Message], order: random.Random
+) -> None:
+    messages = [replace(each, tool_call_id=None) for each in messages]
+    again = [sent_back(each, number, order) for number, each in enumerate(messages)]
+    assert digests([TOOL], {"a": 1, "b": 2}, messages) == digests(
+        [written_again(TOOL, order)], {"b": 2.0, "a": 1}, again
+    )
+
+
+def meaning(message: Message) -> Any:
+    """What has to be the same, said in another way than the chain does."""
+    if message.role == "tool":
+        return ["tool", message.content.strip()]
+    if message.tool_calls:
+        calls = [
+            [call.name.strip(), plain_json(dict(call.arguments))] for call in message.tool_calls
+        ]
+        return [message.role, "calls", calls]
+    return [message.role, "text", message.content.strip()]
+
+
+def plain_json(value: Any) -> Any:
+    """1.0 is 1, and true is not."""
+    if isinstance(value, dict):
+        return {key: plain_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_json(item) for item in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return ["number", Fraction(value)]
+    return [type(value).__name__, value]
+
+
+@given(HISTORY, HISTORY)
+def test_histories_that_say_something_else_have_other_digests(
+    one: list[Message], other: list[Message]
+) -> None:
+    one = [replace(each, tool_call_id=None) for each in one]
+    other = [replace(each, tool_call_id=None) for each in other]
+    if [meaning(each) for each in one] != [meaning(each) for each in other]:
+        assert whole(one) != whole(other)
+
+
+@given(HISTORY, st.integers(0, 4), MESSAGE)
+def test_a_message_more_or_less_or_in_another_place_is_another_history(
+    messages: list[Message], place: int, extra: Message
+) -> None:
+    place %= len(messages)
+    longer = [*messages[:place], extra, *messages[place:]]
+    assert whole(longer) != whole(messages)
+    assert len(set(digests([], {}, longer))) == len(longer) + 1
+
+
+@given(HISTORY)
+def test_each_digest_is_that_of_a_beginning_and_the_next_message(messages: list[Message]) -> None:
+    found = digests([TOOL], {}, messages)
+    for length in range(len(messages) + 1):
+        assert found[: length + 1] == digests([TOOL], {}, messages[:length])
+    reply = Message("assistant", "Yes.")
+    assert after(found[-1], reply) == digests([TOOL], {}, [*messages, reply])[-1]
+
+
+QUESTION = Message("user", "Rain?")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [Message("user", "Rain!")],
+        [Message("system", "Rain?")],
+        [Message("user", "Ra in?")],
+        [Message("user", "Rain?", name="Ada")],
+        [QUESTION, Message("assistant", "")],
+        [Message("user", ""), QUESTION],
+        [Message("assistant", "", tool_calls=(ToolCall("Rain?", {}),))],
+        [Message("tool", "Rain?")],
+    ],
+)
+def test_what_counts(other: list[Message]) -> None:
+    assert whole(other) != whole([QUESTION])
+
+
+def calls(*arguments: Any) -> Message:
+    made = tuple(ToolCall("f", each, f"id{place}") for place, each in enumerate(arguments))
+    return Message("assistant", "Let me see.", tool_calls=made)
+
+
+def test_numbers_and_truth_in_arguments() -> None:
+    assert whole([calls({"a": 1})]) == whole([calls({"a": 1.0})])
+    assert whole([calls({"a": 1})]) != whole([calls({"a": True})])
+    assert whole([calls({"a": 1})]) != whole([calls({"a": "1"})])
+    assert whole([calls({"a": 1.5})]) != whole([calls({"a": 1})])
+    assert whole([calls({"a": 10**22})]) == whole([calls({"a": 1e22})])
+    assert whole([calls({"a": [1, 2]})]) != whole([calls({"a": [2, 1]})])
+    assert whole([calls({"a": None})]) != whole([calls({})])
+
+
+def test_an_answer_is_that_of_the_call_in_its_place_whatever_the_ids_are() -> None:
+    def answered(ids: tuple[str, str], order: tuple[int, int]) -> bytes:
+        made = tuple(ToolCall("f", {"a": place}, each) for place, each in enumerate(ids))
+        answers = [Message("tool", "same", tool_call_id=ids[place]) for place in order]
+        return whole([QUESTION, Message("assistant", "", tool_calls=made), *answers])
+
+    assert answered(("x", "y"), (0, 1)) == answered(("call_1", "call_2"), (0, 1))
+    assert answered(("x", "y"), (0, 1)) != answered(("x", "y"), (1, 0))
+    assert answered(("x", "y"), (0, 0)) != answered(("x", "y"), (0, 1))
+
+
+def test_tools_and_template_options_begin_the_chain() -> None:
+    plain = digests([], {}, [QUESTION])
+    assert not set(plain) & set(digests([TOOL], {}, [QUESTION]))
+    assert not set(plain) & set(digests([], {"thinking": False}, [QUESTION]))
+    assert digests([TOOL], {}, [])[0] != digests([TOOL, TOOL], {}, [])[0]
+
+
+def test_text_that_utf8_cannot_carry_and_deep_arguments_are_no_crash() -> None:
+    assert whole([Message("user", "\ud800")]) != whole([Message("user", "\udfff")])
+    deep: Any = {}
+    for _ in range(500):
+        deep = {"a": deep}
+    with pytest.raises(InvalidArgument):
+        whole([calls(deep)])
+
+
+def test_a_reply_by_its_parts() -> None:
+    text = "I think. Hello!<call>"
+    parts = [["thinking", 3, 9], ["text", 2, 6], ["tool_call", 1, 2]]
+    pieces = [(Part.THINKING, "I think. "), (Part.TEXT, "Hello!"), (Part.TOOL_CALL, "<call>")]
+    assert pieces_of(text, {"parts": parts}) == pieces
+    assert pieces_of(text, {}) == [(Part.TEXT, text)]
+    assert plain_reply(pieces) == Message("assistant", "Hello!<call>")
+
+
+def test_the_state_after_a_reply_is_the_digest_of_what_the_client_sends_back() -> None:
+    before = digests([], {}, [QUESTION])[-1]
+    stream = {"parts": [["thinking", 3, 4], ["text", 2, 6]]}
+    state = ChainEnd(before, session_digest("tab 1")).state("hmm\nIt is.", stream)
+    assert state is not None
+    sent = [QUESTION, Message("assistant", "It is.", thinking="hmm")]
+    assert state.digest == digests([], {}, sent)[-1]
+    assert state.session == session_digest("tab 1") != session_digest("tab 2")
+    assert session_digest("") == b""
+
+
+def test_a_reply_that_cannot_be_read_is_only_not_found_again() -> None:
+    def fails(pieces: Sequence[Piece]) -> Message:
+        raise RecursionError(pieces)
+
+    assert ChainEnd(b"", b"", fails).state("text", {}) is None
+
+
+def test_a_prefix_is_named_by_exactly_its_text_and_tools() -> None:
+    assert prefix_id("", []) == ""
+    names = [
+        prefix_id("Hi.", []),
+        prefix_id("Hi. ", []),
+        prefix_id("Hi.", [TOOL]),
+        prefix_id("", [TOOL]),
+    ]
+    assert len({*names}) == 4
+    assert all(len(each) <= 128 for each in names)

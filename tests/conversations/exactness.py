@@ -1,0 +1,393 @@
+"""Play crowds over a real model in tiers that are too small, and hold each token against plain transformers.
+
+    Story          lives of a process in the test's own thread, whose order a seed decides
+    House          a `pensieve serve` that can be killed, or its engine, behind connections that can be broken
+    SdkGuest       a client in a thread of its own: the SDK over gRPC
+    HttpGuest      the same over OpenAI's chat completions and responses, and Anthropic's messages
+
+A client tries a request again that a fault has ended, as its user would.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import threading
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from pensieve import errors
+from pensieve.client import Client, Retry
+from pensieve.client.admin import Admin
+from pensieve.engine.messages import CheckIntegrity
+from tests.conversations.in_process import Runtime
+from tests.conversations.proxy import Proxy
+from tests.conversations.rig import Reference, figures, query, started
+from tests.conversations.rig_daemon import ServeProcess, wait_for
+from tests.newcomer import free_port
+
+WORDS = ("Oslo", "rain", "Grüße", "日本")
+LENGTHS = (2, 12, 40)
+MESSAGES_MAX = 14
+PATIENCE_SECONDS = 200.0
+PASSING = r"^(429|5\d\d) |^lost: "  # errors that a fault may cause
+TOO_LONG = re.compile("context_length_exceeded|prompt is too long")
+Counts = tuple[int, int, int]  # sampled tokens, wrong ones, ties
+T = TypeVar("T")
+
+
+def assert_exact(counts: Iterable[Counts], at_least: int) -> None:
+    found = list(counts)
+    sampled, wrong, ties = (sum(column) for column in zip(*found, strict=True))
+    print(f"{sampled} sampled tokens of {len(found)} conversations: {wrong} wrong, {ties} ties")
+    assert sampled > at_least
+    assert wrong == 0
+
+
+class Story:
+    """Lives of a process; the history stays."""
+
+    def __init__(
+        self, folder: Path, data: Path, settings: Mapping[str, str], depth: int = 1
+    ) -> None:
+        self.folder, self.data = folder, data
+        self.total: Counter[str] = Counter()  # figures of all lives
+        self.largest: dict[str, float] = defaultdict(float)
+        self._depth, self._settings = depth, settings
+
+    def started(self) -> Runtime:
+        return started(self.folder, self.data, **self._settings)
+
+    @contextmanager
+    def life(self) -> Iterator[Runtime]:
+        with self.started() as runtime:
+            runtime.engine.executor.depth = self._depth  # type: ignore[misc]
+            yield runtime
+            now = figures(runtime)
+            assert query(runtime, CheckIntegrity(2)).problems == ()
+            assert runtime.store.verify() == []
+        for name, value in now.items():
+            self.total[name] += int(value)
+            self.largest[name] = max(self.largest[name], value)
+
+    def assert_fired(self, *names: str) -> None:
+        missing = [name for name in names if not self.total[name]]
+        assert not missing, f"never happened: {missing}"
+
+    def assert_exact(self, names: Sequence[str], at_least: int) -> None:
+        reference = Reference(self.folder)
+        with self.started() as runtime:
+            assert_exact([reference.wrong_tokens(runtime, name) for name in names], at_least)
+
+
+class House:
+    """A daemon process; clients connect to `address` and `http`, whose connections `reset` breaks."""
+
+    def __init__(self, data: Path, folder: Path, *arguments: str, **settings: str) -> None:
+        address, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        self.total: Counter[str] = Counter()
+        self._process = ServeProcess(
+            data,
+            *(str(folder), *arguments, "--http", http, "--address", address),
+            engine="model",
+            parameters={"settings": settings},
+        )
+        self.admin = Admin(f"unix:{data / 'admin.sock'}", retry=Retry(retries=0))
+        self._proxies = (Proxy(address), Proxy(http))
+        self.address, self.http = (each.address for each in self._proxies)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.admin.close()
+        for proxy in self._proxies:
+            proxy.close()
+        assert self._process.stop() == 0
+
+    def look(self) -> None:
+        """Add what has happened since the process or its engine started to `total`."""
+        self.total.update({name: int(value) for name, value in self.admin.stats().more.items()})
+
+    def strike(self, fault: str) -> None:
+        if fault == "connection":
+            for _ in range(3):
+                for proxy in self._proxies:
+                    proxy.reset()
+                time.sleep(0.2)
+            return
+        self.look()
+        if fault == "engine":
+            pid = self._process.engine_pid()
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: self._process.engine_pid() not in (None, pid))
+        else:
+            self._process.kill()
+            self._process.start()
+
+
+class Guest(threading.Thread):
+    """A client that does whatever clients do, in conversations of its own."""
+
+    def __init__(self, number: int, num_actions: int) -> None:
+        super().__init__(daemon=True)
+        self.counts: Counter[str] = Counter()
+        self.read: list[tuple[str, str]] = []  # conversation, and a reply's whole text
+        self.num_done = 0
+        self.failure: BaseException | None = None
+        self._num_actions, self._random = num_actions, random.Random(number)
+
+    def run(self) -> None:
+        try:
+            while self.num_done < self._num_actions:
+                self.act()
+                self.num_done += 1
+        except BaseException as error:
+            self.failure = error
+
+    def act(self) -> None:
+        raise NotImplementedError
+
+    def words(self) -> str:
+        return " ".join(self._random.choice(WORDS) for _ in range(5))
+
+
+def play(guests: Sequence[Guest], befalls: Callable[[], None] | None = None) -> Counter[str]:
+    """Let all of them act at once; `befalls` is called when they have done about half of it."""
+    half = sum(guest._num_actions for guest in guests) // 2
+    for guest in guests:
+        guest.start()
+    if befalls is not None:
+        wait_for(lambda: sum(guest.num_done for guest in guests) >= half)
+        befalls()
+    for guest in guests:
+        guest.join(PATIENCE_SECONDS)
+        assert not guest.is_alive()
+        if guest.failure is not None:
+            raise guest.failure
+    return sum((guest.counts for guest in guests), Counter())
+
+
+class SdkGuest(Guest):
+    """Sends, cancels, forks and rewinds."""
+
+    def __init__(self, address: str, number: int, num_actions: int) -> None:
+        super().__init__(number, num_actions)
+        self._names = [f"g{number}"]
+        retry = Retry(retries=200, first_seconds=0.05, most_seconds=0.3)
+        self._client = Client(address, retry=retry)
+
+    def run(self) -> None:
+        with self._client:
+            super().run()
+
+    def act(self) -> None:
+        choose = self._random
+        conversation = self._client.conversation(choose.choice(self._names))
+        roll, name = choose.random(), conversation.conversation_id
+        try:
+            if roll < 0.7 or not self.counts["turns"] or not list(conversation.messages()):
+                length = choose.choice((2, 20, 70))
+                turn = conversation.send(self.words(), max_tokens=length, ignore_eos=True)
+                leave_at = choose.randrange(length) if choose.random() < 0.25 else None
+                for number, _ in enumerate(turn):
+                    if number == leave_at and turn.cancel():
+                        self.counts["cancels"] += 1
+                self.counts["turns"] += 1
+                self.read.append((name, turn.reply.text))
+            elif roll < 0.85:
+                copy = f"{self._names[0]}-{len(self._names)}"
+                conversation.fork(conversation_id=copy)
+                self._names.append(copy)
+                self.counts["forks"] += 1
+            else:
+                self._rewind(name, choose.random())
+        except errors.ContextFull:
+            self._rewind(name, 0.0)
+        except errors.Unavailable:  # a fork or a rewind is not tried again by itself
+            self.counts["given up"] += 1
+
+    def _rewind(self, name: str, share: float) -> None:
+        self.read = [each for each in self.read if each[0] != name]
+        conversation = self._client.conversation(name)
+        revisions = [0, *(message.revision for message in conversation.messages())]
+        conversation.rewind(revisions[int(share * len(revisions))])
+        self.counts["rewinds"] += 1
+
+
+class Rusher(Guest):
+    """One of many long replies at once, so that some are suspended; then its conversation goes on."""
+
+    def __init__(self, address: str, number: int) -> None:
+        super().__init__(number, 2)
+        self._address, self._name = address, f"rush-{number}"
+
+    def act(self) -> None:
+        with Client(self._address) as client:
+            length = 4 if self.num_done else 80
+            reply = client.conversation(self._name).ask("Oslo", max_tokens=length, ignore_eos=True)
+            self.read.append((self._name, reply.text))
+
+
+class Refused(Exception):
+    """An answer that is no reply."""
+
+
+class HttpGuest(Guest):
+    """Talks in one kind of API: edits, asks for several replies, goes back to responses, hangs up."""
+
+    def __init__(
+        self, addresses: Sequence[str], number: int, num_actions: int, passing: str = "$^"
+    ) -> None:
+        """Each request goes to any address. What `passing` matches of an error is tried again."""
+        super().__init__(number, num_actions)
+        self._addresses, self._passing = addresses, re.compile(passing)
+        self._wandering = random.Random(-number)
+        self._act = (self._chat, self._respond, self._message)[number % 3]
+        self._messages: list[dict[str, str]] = []
+        self._responses: list[str] = []
+
+    def act(self) -> None:
+        try:
+            self._act()
+        except Refused as error:
+            if not TOO_LONG.search(str(error)):
+                raise
+            self._messages.clear()
+            self._responses.clear()
+
+    def _chat(self) -> None:
+        choose, sent = self._random, self._messages
+        if len(sent) >= MESSAGES_MAX:
+            sent.clear()
+        if sent and choose.random() < 0.2:
+            del sent[choose.randrange(0, len(sent), 2) :]
+            self.counts["edited"] += 1
+        sent.append({"role": "user", "content": self.words()})
+        body = {"messages": sent, "max_tokens": choose.choice(LENGTHS), "temperature": 0}
+        roll = choose.random()
+        if roll < 0.4:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            leave_at = choose.randrange(8) if choose.random() < 0.4 else None
+            name, reply = self._post("/v1/chat/completions", body, leave_at)
+            if leave_at is not None:
+                sent.pop()
+                self.counts["left"] += 1
+                return
+            self.counts["streamed"] += 1
+        elif roll < 0.55:
+            body["n"] = 2
+            name, answer = self._post("/v1/chat/completions", body)
+            replies = [each["message"]["content"] for each in answer["choices"]]
+            assert replies[0] == replies[1], "greedy replies to the same messages differ"
+            reply, name = choose.choice(replies), ""
+            self.counts["branches"] += 1
+        elif roll < 0.65:
+            body["store"] = False
+            _, answer = self._post("/v1/chat/completions", body)
+            sent.pop()
+            self.counts["unstored"] += 1
+            assert answer["choices"][0]["message"]["content"]
+            return
+        else:
+            name, answer = self._post("/v1/chat/completions", body)
+            reply = answer["choices"][0]["message"]["content"]
+        if name:
+            self.read.append((name, reply))
+        self.counts["appended"] += len(sent) > 1
+        sent.append({"role": "assistant", "content": reply})
+
+    def _respond(self) -> None:
+        choose, before = self._random, self._responses
+        body: dict[str, Any] = {
+            "input": self.words(),
+            "max_output_tokens": choose.choice(LENGTHS),
+            "temperature": 0,
+        }
+        if before and choose.random() < 0.8:
+            is_earlier = choose.random() < 0.3
+            body["previous_response_id"] = choose.choice(before) if is_earlier else before[-1]
+            self.counts["earlier"] += is_earlier
+        name, answer = self._post("/v1/responses", body)
+        parts = [
+            part["text"]
+            for item in answer["output"]
+            if item["type"] == "message"
+            for part in item["content"]
+        ]
+        if name:
+            self.read.append((name, "".join(parts)))
+        before.append(answer["id"])
+        self.counts["responses"] += 1
+
+    def _message(self) -> None:
+        choose, sent = self._random, self._messages
+        if len(sent) >= MESSAGES_MAX:
+            sent.clear()
+        sent.append({"role": "user", "content": self.words()})
+        body = {"messages": sent, "max_tokens": choose.choice(LENGTHS), "temperature": 0}
+        name, answer = self._post("/v1/messages", body)
+        reply = "".join(each["text"] for each in answer["content"] if each["type"] == "text")
+        self.read.append((name, reply))
+        if not reply:
+            sent.clear()
+            return
+        sent.append({"role": "assistant", "content": reply})
+        self.counts["anthropic"] += 1
+
+    def _post(
+        self, path: str, body: dict[str, Any], leave_at: int | None = None
+    ) -> tuple[str, Any]:
+        """Return the conversation, and the answer; of a stream, its text as far as it was read."""
+        key, deadline = uuid.uuid4().hex, time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return self._post_once(path, body, leave_at, key)
+            except (Refused, OSError, http.client.HTTPException) as error:
+                text = str(error) if isinstance(error, Refused) else f"lost: {error!r}"
+                if not self._passing.search(text) or time.monotonic() > deadline:
+                    raise
+                self.counts["again"] += 1
+                time.sleep(0.1)
+
+    def _post_once(
+        self, path: str, body: dict[str, Any], leave_at: int | None, key: str
+    ) -> tuple[str, Any]:
+        address = self._wandering.choice(self._addresses)
+        sent = json.dumps({"model": "model", **body}).encode()
+        with closing(http.client.HTTPConnection(address, timeout=PATIENCE_SECONDS)) as connection:
+            connection.request("POST", path, sent, {"Idempotency-Key": key})
+            with closing(connection.getresponse()) as response:
+                if response.status != 200:
+                    raise Refused(f"{response.status} {response.read().decode()}")
+                name = response.headers["x-pensieve-conversation-id"] or ""
+                if not body.get("stream"):
+                    return name, json.loads(response.read())
+                return name, _streamed_text(response, leave_at)
+
+
+def _streamed_text(response: http.client.HTTPResponse, leave_at: int | None) -> str:
+    text, number = "", 0
+    for line in response:
+        data = line.decode().strip().removeprefix("data: ")
+        if data == "[DONE]" or (data.startswith("{") and number == leave_at):
+            return text
+        if data.startswith("{"):
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise Refused(f"500 {data}")
+            for choice in chunk["choices"]:
+                text += choice["delta"].get("content") or ""
+            number += 1
+    raise Refused("lost: the stream broke off")

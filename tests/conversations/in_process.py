@@ -1,0 +1,212 @@
+"""A history and an engine in the test's own thread, whose order a seed decides."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from pensieve.config import Settings
+from pensieve.conversations.draft import Ask, Draft, Outdated
+from pensieve.conversations.heads import ConversationSettings, PrefixSettings
+from pensieve.conversations.history import History
+from pensieve.conversations.live_turn import Begun, Known, LiveTurn, cache_key, replayed
+from pensieve.conversations.turns import Turns, failure_of
+from pensieve.core.constraint import Constraint
+from pensieve.core.iteration import SampledToken
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.engine.mailbox import Mailbox, Outbox
+from pensieve.engine.messages import (
+    Event,
+    ForkConversation,
+    LogNeeded,
+    RewindConversation,
+    TurnEnded,
+)
+from pensieve.engine.messages import Message as EngineMessage
+from pensieve.errors import QueueFull, TurnInterrupted
+from pensieve.launch.engine import BuiltEngine, build_engine
+from pensieve.launch.model_folder import Report, load_texts, resolve_model
+from pensieve.store import records
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.text import Message
+
+
+class Conversations:
+    """What the daemon does in two threads, here in one, and at once: history, live turns, engine."""
+
+    def __init__(
+        self, history: History, turns: Turns, mailbox: Mailbox, defaults: Sampling
+    ) -> None:
+        self.history = history
+        self.turns = turns
+        self._mailbox = mailbox
+        self._defaults = defaults
+
+    def create(self, conversation_id: str, **settings: Any) -> records.Conversation:
+        created = self.history.create(ConversationSettings(conversation_id, **settings))
+        assert isinstance(created, records.Conversation)
+        return created
+
+    def declare(self, prefix_id: str, **settings: Any) -> records.Prefix:
+        declared = PrefixSettings(prefix_id, **settings)
+        tokens = self.history.heads.declared(declared, 0.0)
+        return self.history.declared.declare(declared, tokens, 0.0, 1000)
+
+    def warm(self, conversation_id: str) -> None:
+        number = self.turns.begin_warm(conversation_id, "")
+        found = self.history.warm(conversation_id, number)
+        assert not isinstance(found, Outdated)
+        self._tell(found)
+
+    def fork(self, source_id: str, new_id: str, at_revision: int) -> None:
+        fork = self.history.fork(source_id, new_id, at_revision)
+        self._tell(
+            ForkConversation(cache_key("", source_id), fork.num_tokens, cache_key("", new_id))
+        )
+
+    def rewind(self, conversation_id: str, to_revision: int) -> None:
+        rewound = self.history.rewind(conversation_id, to_revision)
+        self._tell(RewindConversation(cache_key("", conversation_id), rewound.num_tokens))
+
+    def send(
+        self,
+        conversation_id: str,
+        messages: Sequence[Message] | str,
+        *,
+        request_id: str = "",
+        sampling: Sampling | None = None,
+        priority: int = 0,
+        constraint: Constraint | None = None,
+    ) -> LiveTurn:
+        """Begin a turn; `handle` the engine's events until its `finish` is set."""
+        if isinstance(messages, str):
+            messages = [Message("user", messages)]
+        options = TurnOptions(sampling or self._defaults, priority, constraint=constraint)
+        drafted = self.history.draft(
+            Ask(conversation_id, tuple(messages), options, request_id=request_id)
+        )
+        if isinstance(drafted, Known):
+            return self._live(drafted)
+        assert isinstance(drafted, Draft)
+        return self.begin(drafted, drafted.prompt())
+
+    def draft(self, ask: Ask) -> Draft | Known:
+        drafted = self.history.draft(ask)
+        assert isinstance(drafted, Draft | Known)
+        return drafted
+
+    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
+        return self._live(self.history.begin(draft, prompt))
+
+    def _live(self, found: Begun | Known) -> LiveTurn:
+        if isinstance(found, Begun):
+            live, submit = self.turns.begin(found, 0.0)
+            self._mailbox.put(submit)
+            return live
+        if found.reply is not None:
+            return replayed(found.turn, found.reply)
+        attached = self.turns.of_turn(found.turn.turn_id)
+        assert attached is not None
+        return attached
+
+    def cancel(self, live: LiveTurn) -> None:
+        self._tell(self.turns.cancel(live))
+
+    def interrupt(self, turn_id: int) -> None:
+        live = self.turns.of_turn(turn_id)
+        assert live is not None
+        self._tell(self.turns.interrupt(live))
+        self.history.interrupt(turn_id)
+        self.turns.fail(live, TurnInterrupted("the turn was given up"), FinishReason.CANCELLED)
+
+    def handle(self, event: Event) -> None:
+        """Take in one event of the engine."""
+        if isinstance(event, SampledToken):
+            self.turns.take(event)
+        elif isinstance(event, LogNeeded):
+            self._tell(self.history.log_for(event))
+        elif isinstance(event, TurnEnded) and (ending := self.turns.end(event)) is not None:
+            if ending.reply is None:
+                self.history.fail(ending.live.turn_id, ending.failure)
+                self.turns.fail(ending.live, failure_of(ending.failure))
+            else:
+                committed = self.history.finish(ending.reply)
+                self._tell(committed.lent)
+                self.turns.finish(ending.live, ending.reply, committed)
+
+    def _tell(self, message: EngineMessage | None) -> None:
+        if message is not None:
+            with contextlib.suppress(QueueFull):
+                self._mailbox.put(message)
+
+
+class Runtime:
+    """Conversations in front of an engine; the owner calls `engine.step` itself."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: ConversationStore,
+        built: BuiltEngine,
+        conversations: Conversations,
+        mailbox: Mailbox,
+        outbox: Outbox,
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.engine = built.engine
+        self.conversations = conversations
+        self.mailbox = mailbox
+        self.outbox = outbox
+        self._built = built
+
+    def close(self) -> None:
+        """Keep the history, let go of everything else."""
+        self.mailbox.close()
+        self.outbox.close()
+        self._built.close()
+        self.store.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def start(settings: Settings, holder: str, report: Report) -> Runtime:
+    """Everything from the folder of the history to an engine to step; cleans up if it fails."""
+    store = ConversationStore.open(settings.data, holder)
+    try:
+        return _start(settings, store, report)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _start(settings: Settings, store: ConversationStore, report: Report) -> Runtime:
+    folder = resolve_model(settings.model)
+    texts = load_texts(folder, report, settings.chat_template)
+    mailbox, outbox = Mailbox(), Outbox()
+    built = build_engine(settings, folder, texts, report, mailbox, outbox)
+    history = History(
+        store,
+        texts,
+        context_max=built.context_max,
+        vocab_size=built.vocab_size,
+        random_bits=secrets.randbits,
+        report=report,
+    )
+    turns = Turns(texts.template.tokenizer, time.time())
+    conversations = Conversations(history, turns, mailbox, texts.defaults)
+    return Runtime(settings, store, built, conversations, mailbox, outbox)

@@ -1,0 +1,318 @@
+"""A daemon in a thread of the test, its engine a process of its own; and `pensieve serve` as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from pensieve.api.grpc.server import Listening, Server
+from pensieve.api.http.listener import serve_http
+from pensieve.api.jobs.batch_jobs import BatchJobs
+from pensieve.api.jobs.values import Jobs
+from pensieve.api.jobs.worker import JobsConfig
+from pensieve.builtin import MODEL_PATH
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.conversations.engine_client import EngineProgram
+from pensieve.launch.model_folder import load_texts
+from pensieve.launch.shared_history import Sharing, announce, open_store
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.job_store import JobStore
+from pensieve.store.remote.remote_store import Store
+from pensieve.text.tool_calls import style_of
+from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
+from pensieve.v1 import conversation_pb2 as pb
+from tests import fork_server
+from tests.conversations.owner_threads import OwnerThreads
+from tests.newcomer import free_port
+
+ECHO = (sys.executable, "-m", "pensieve.launch.echo_engine")
+PATIENCE_SECONDS = float(os.environ.get("PENSIEVE_TEST_PATIENCE", "120"))  # of `wait_for`
+DETAILS: dict[str, Any] = {
+    "ErrorInfo": status_pb2.ErrorInfo,
+    "BadRequest": status_pb2.BadRequest,
+    "RetryInfo": status_pb2.RetryInfo,
+}
+
+
+def wait_for(holds: Callable[..., Any], seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+class DaemonRig:
+    """The daemon behind a port of its own, with `stub` and `admin` to talk to it."""
+
+    def __init__(
+        self,
+        data: Path,
+        *,
+        config: DaemonConfig | None = None,
+        listening: Listening | None = None,
+        program: tuple[str, ...] = ECHO,
+        written: dict[str, str] | None = None,
+        jobs: Jobs | None = None,
+        batch_jobs: JobsConfig | None = None,
+        model_folder: Path = MODEL_PATH,
+        history: str = "",
+    ) -> None:
+        """`jobs` are scripted; with `batch_jobs` the daemon has those that people use.
+
+        With `history`, the address of a service, it is one of the daemons that share that history.
+        """
+        self._model_folder, self._history = model_folder, history
+        self._arguments = (data, config, listening, program, written or {})
+        self._jobs, self._batch_jobs = jobs, batch_jobs
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.lines: list[str] = []
+        self.owners = OwnerThreads(self._caller)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.call(self._start())
+        self.channel = grpc.insecure_channel(self.server.address)
+        self.stub = conversation_pb2_grpc.ConversationServiceStub(self.channel)
+        data = self._arguments[0]
+        self._local = grpc.insecure_channel(f"unix:{data / 'admin.sock'}")
+        self.admin = admin_pb2_grpc.AdminServiceStub(self._local)
+        return self
+
+    async def _start(self) -> None:
+        data, config, listening, program, written = self._arguments
+        folder = self._model_folder
+        texts = load_texts(folder, self.lines.append)
+        store: Store
+        if self._history:
+            sharing = Sharing(data.name)
+            store = open_store(data, "pensieve test", f"history://{self._history}", sharing)
+        else:
+            store = ConversationStore.open(data, "pensieve test")
+        self.daemon = Daemon(
+            store,
+            texts,
+            EngineProgram(
+                program, written, folder, "builtin" if folder == MODEL_PATH else folder.name
+            ),
+            config or DaemonConfig(grace_seconds=0.2),
+            self.lines.append,
+        )
+        listening = listening or Listening("127.0.0.1:0", data / "admin.sock")
+        if self._batch_jobs is not None:
+            self.job_store = JobStore.open(data)
+            self._jobs = BatchJobs(self.daemon, self.job_store, texts, self._batch_jobs)
+        self.server = Server(self.daemon, listening, self._jobs)
+        if listening.http:
+            serve_http(self.server, texts.template, style_of(texts.template))
+        await self.server.listen()
+        announce(self.server)
+        await self.daemon.start()
+        self.owners.watch_daemon(self.daemon)
+
+    def _caller(self) -> str:
+        present = threading.current_thread()
+        if present is self._thread:
+            return "loop"
+        return "store" if present.name.startswith("store") else present.name
+
+    def call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.channel.close()
+        self._local.close()
+        self.call(self.server.close(0.5))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        assert not self.owners.violations, self.owners.violations
+
+    # -- short words --
+
+    @property
+    def num_live(self) -> int:
+        async def look() -> int:
+            return self.daemon.conversations.turns.num_live
+
+        return int(self.call(look()))
+
+    def send(self, conversation_id: str, *contents: str, **fields: Any) -> Any:
+        messages = [pb.NewMessage(content=content) for content in contents]
+        fields.setdefault("create_if_missing", True)
+        seconds = fields.pop("seconds", 120)
+        request = pb.SendMessageRequest(
+            conversation_id=conversation_id, messages=messages, **fields
+        )
+        return self.stub.SendMessage(request, timeout=seconds)
+
+    def ask(self, conversation_id: str, *contents: str, **fields: Any) -> Said:
+        return said(self.send(conversation_id, *contents, **fields))
+
+    @property
+    def batch(self) -> Jobs:
+        assert self._jobs is not None
+        return self._jobs
+
+    def messages(self, conversation_id: str) -> list[Any]:
+        request = pb.ListMessagesRequest(
+            conversation_id=conversation_id, page_size=1000, include_token_ids=True
+        )
+        return list(self.stub.ListMessages(request).messages)
+
+
+@contextmanager
+def stopped_store(rig: DaemonRig) -> Iterator[None]:
+    """The store thread does nothing else meanwhile."""
+    began, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        gate.wait(60.0)
+
+    async def stop() -> None:
+        rig.daemon.threads.spawn(rig.daemon.threads.in_store("another", wait))
+
+    rig.call(stop())
+    assert began.wait(60.0)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+@dataclass
+class Said:
+    started: Any = None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    completed: Any = None
+    sequences: list[int] = field(default_factory=list)
+
+
+def said(events: Iterator[Any]) -> Said:
+    got = Said()
+    for event in events:
+        got.sequences.append(event.sequence)
+        match event.WhichOneof("event"):
+            case "started":
+                got.started = event.started
+            case "delta":
+                got.text += event.delta.text
+                got.token_ids += event.delta.token_ids
+            case "completed":
+                got.completed = event.completed
+    return got
+
+
+def details(error: grpc.RpcError) -> dict[str, Any]:
+    """The google.rpc details of an error, by name."""
+    metadata: Any = error.trailing_metadata()
+    packed = dict(metadata)["grpc-status-details-bin"]
+    status = status_pb2.Status.FromString(packed)
+    assert status.code == error.code().value[0]
+    found = {}
+    for each in status.details:
+        name = each.type_url.removeprefix("type.googleapis.com/google.rpc.")
+        found[name] = DETAILS[name].FromString(each.value)
+    return found
+
+
+def send_signal(pid: int | None, number: int) -> None:
+    """To the engine's process, which is there."""
+    assert pid is not None
+    os.kill(pid, number)
+
+
+class ServeProcess:
+    """`pensieve serve` as its user starts it."""
+
+    def __init__(
+        self,
+        data: Path,
+        *arguments: str,
+        engine: str = "echo",
+        environment: Mapping[str, str] | None = None,
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,  # settings; see serve_with.py
+    ) -> None:
+        self.data = data
+        self.program = ["pensieve", "serve"]
+        internal, config = dict((parameters or {}).get("settings", {})), dict(parameters or {})
+        config.pop("settings", None)
+        if config:
+            self.program = ["tests.conversations.serve_with", json.dumps(config)]
+        self.environment = {
+            **{f"PENSIEVE_{name.upper()}": value for name, value in internal.items()},
+            "PENSIEVE_ENGINE": engine,
+            **(environment or {}),
+        }
+        self.arguments = arguments
+        self.log = data.with_suffix(".log")
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self._kill_what_is_left)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    def start(self, seconds: float = 120.0) -> str:
+        ready = self.data.with_suffix(".ready")
+        ready.unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", *self.program, "--data", str(self.data)),
+                    *("--address", f"127.0.0.1:{free_port()}", "--ready-file", str(ready)),
+                    *self.arguments,
+                ],
+                stderr=log,
+                stdout=log,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(Path(__file__).parents[2]),
+                    **self.environment,
+                },
+            )
+        wait_for(lambda: ready.exists() or self.process.poll() is not None, seconds)
+        assert ready.exists(), self.log.read_text()
+        self.address = ready.read_text().strip()
+        return self.address
+
+    def _kill_what_is_left(self) -> None:
+        """A test that failed may have left it running."""
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+
+    def engine_pid(self) -> int | None:
+        children = fork_server.children_of(self.process.pid)
+        return children[0] if children else None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, seconds: float = 120.0) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)

@@ -1,0 +1,28 @@
+"""`pensieve serve` with parameters that have no setting, as JSON: fields of config or listening.
+
+python -m tests.conversations.serve_with '{"config": {"heartbeat_seconds": 2.0}}' --data DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+from pensieve.cli.main import main
+from pensieve.config import Resolved
+from pensieve.launch import daemon
+
+made = daemon.setup_to_serve
+
+
+def changed(resolved: Resolved) -> daemon.DaemonSetup:
+    setup = made(resolved)
+    fields = {part: replace(getattr(setup, part), **values) for part, values in given.items()}
+    return replace(setup, **fields)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    daemon.setup_to_serve = changed
+    sys.exit(main(["serve", *sys.argv[2:]]))

@@ -1,0 +1,348 @@
+"""Whether a turn may begin: by the present queue, and never refused because of itself."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.conversations.admission import Admission, Ahead, Load
+from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.conversations.draft import Ask
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
+from pensieve.guard.limits import Limits
+from pensieve.text import Message
+from pensieve.v1 import conversation_pb2 as pb
+from tests.conversations.rig_daemon import ECHO, DaemonRig, details, said, stopped_store, wait_for
+
+LONG = pb.Sampling(max_tokens=60, ignore_eos=True)  # 0.3 s at 5 ms a token
+
+
+def load(num_waiting: int = 0, waiting_since: float | None = None) -> Load:
+    return Load(False, True, num_waiting, num_waiting, lambda: Ahead(num_waiting), waiting_since)
+
+
+def behind(seconds: float) -> Load:
+    """Prompts of so many predicted seconds are ahead, and the engine has room for all of them."""
+    return Load(False, True, 1, 1, lambda: Ahead(0, seconds))
+
+
+# -- the estimate --
+
+
+def test_nobody_waiting_is_no_wait_whatever_was_before() -> None:
+    admission = Admission(10, {}, now=0.0)
+    for second in range(20, 120, 5):
+        admission.turn_admitted(0.0, float(second))
+    assert admission.refusal("", load(3, 118.0), 8.0, 120.0) is not None
+    assert admission.refusal("", load(), 0.001, 120.0) is None
+    assert admission.wait_seconds(load(), 120.0) == 0.0
+
+
+def test_the_wait_is_that_of_those_who_wait_now() -> None:
+    admission = Admission(10, {}, now=0.0)
+    for tenth in range(1, 200):
+        admission.turn_admitted(0.0, tenth / 10)  # ten in a second
+    for num_waiting in (1, 5, 50):
+        wait = admission.wait_seconds(load(num_waiting, 0.0), 19.9)
+        assert wait == pytest.approx(num_waiting / 10)
+    refusal = admission.refusal("", load(9, 0.0), 0.8, 19.9)
+    assert isinstance(refusal, DeadlineExceeded)
+    assert "turns wait 0.9 s at present" in str(refusal)
+    assert admission.refusal("", load(9, 0.0), 1.0, 19.9) is None
+
+
+def test_an_engine_that_admits_nobody_makes_everybody_wait() -> None:
+    admission = Admission(10, {}, now=0.0)
+    admission.turn_admitted(1.0, 1.0)
+    assert admission.wait_seconds(load(1, 50.0), 50.0) == 0.0
+    assert admission.wait_seconds(load(1, 50.0), 80.0) == 30.0
+
+
+def test_time_in_which_nobody_waited_slows_no_estimate() -> None:
+    admission = Admission(10, {}, now=0.0)
+    for hour in range(1, 10):
+        admission.turn_admitted(3600.0 * hour - 0.2, 3600.0 * hour)
+    assert admission.wait_seconds(load(1, 36_000.0), 36_000.0) <= 0.2
+
+
+def prompt(seconds: float) -> LiveTurn:
+    return LiveTurn(1, "c", 0, 0, prompt_seconds=seconds)
+
+
+def paced(seconds_per_predicted: float, **settings: float) -> Admission:
+    """Of an engine that has computed one prompt, of two predicted seconds."""
+    admission = Admission(10, {}, now=0.0, **settings)
+    admission.prompts.pace.begun(0.0, is_only=True)
+    admission.prompts.ended(prompt(2.0), 2.0 * seconds_per_predicted)
+    return admission
+
+
+def test_prompts_ahead_take_what_such_prompts_took() -> None:
+    assert Admission(10, {}, now=0.0).wait_seconds(behind(100.0), 0.0) == 0.0, "nothing is known"
+    admission = paced(1.5)
+    assert admission.wait_seconds(behind(4.0), 3.0) == pytest.approx(6.0)
+    assert admission.wait_seconds(behind(0.0), 3.0) == 0.0
+    refusal = admission.refusal("", behind(4.0), 5.0, 3.0)
+    assert isinstance(refusal, DeadlineExceeded)
+    assert refusal.retry_after_seconds == pytest.approx(1.0)
+    assert admission.refusal("", behind(4.0), 6.5, 3.0) is None
+    admission.engine_lost()
+    assert admission.wait_seconds(behind(4.0), 3.0) == 0.0
+
+
+def test_who_would_wait_longer_than_the_objective_is_refused_and_hears_when_to_come() -> None:
+    admission = paced(1.5, ttft_seconds=2.0)
+    assert admission.refusal("", behind(1.3), None, 3.0) is None
+    refusal = admission.refusal("", behind(4.0), 60.0, 3.0)
+    assert isinstance(refusal, QueueFull)
+    assert refusal.limit == ""
+    assert refusal.retry_after_seconds == pytest.approx(4.0)
+    assert "wait 6.0 s for their first token" in str(refusal)
+    assert "the objective is 2 s" in str(refusal)
+    assert admission.num_refused_for_ttft == 1
+    assert admission.refusal("", load(), None, 3.0) is None, "an idle engine refuses nobody"
+    assert paced(1.5).refusal("", behind(4.0), None, 3.0) is None, "there is no objective"
+
+
+def test_without_room_the_objective_is_held_against_the_rate_of_admissions() -> None:
+    admission = Admission(50, {}, now=0.0, ttft_seconds=0.65)
+    for tenth in range(1, 200):
+        admission.turn_admitted(0.0, tenth / 10)
+    assert admission.refusal("", load(6, 0.0), None, 19.9) is None
+    refusal = admission.refusal("", load(9, 0.0), None, 19.9)
+    assert isinstance(refusal, QueueFull)
+    assert refusal.retry_after_seconds == pytest.approx(0.25)
+
+
+# -- with a daemon --
+
+
+@pytest.fixture
+def one_by_one(tmp_path: Path) -> Iterator[DaemonRig]:
+    """Its engine has room for one turn, and takes 5 ms for a token."""
+    config = DaemonConfig(
+        grace_seconds=0.3,
+        limits={"few": Limits(turns_max=1), "slow": Limits(tokens_per_second=1.0)},
+    )
+    program, written = (*ECHO, "--seconds=0.005"), {"turns_max": "1"}
+    with DaemonRig(tmp_path / "data", config=config, program=program, written=written) as rig:
+        yield rig
+
+
+def ask(conversation_id: str, request_id: str, tenant: str = "", max_tokens: int = 60) -> Ask:
+    options = TurnOptions(Sampling(max_tokens=max_tokens, ignore_eos=True))
+    messages = (Message("user", "hello"),)
+    return Ask(conversation_id, messages, options, tenant, request_id, create_if_missing=True)
+
+
+def begin(rig: DaemonRig, *args: Any) -> LiveTurn:
+    live = rig.call(rig.daemon.begin(ask(*args)))
+    assert isinstance(live, LiveTurn)
+    return live
+
+
+def on_the_loop(rig: DaemonRig, act: Any, *args: Any) -> Any:
+    """What belongs to the loop is called there."""
+
+    async def call() -> Any:
+        answer = act(*args)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    return rig.call(call())
+
+
+def keep_the_store_busy(rig: DaemonRig, seconds: float) -> None:
+    on_the_loop(rig, rig.daemon.threads.spawn, rig.daemon.threads.in_store("", time.sleep, seconds))
+
+
+def test_after_a_burst_nobody_is_refused_for_it(one_by_one: DaemonRig) -> None:
+    rig = one_by_one
+    burst = [rig.send(f"burst{i}", "hello", sampling=LONG) for i in range(6)]
+    wait_for(lambda: rig.call(_waiting(rig)) > 3)
+    wait_for(lambda: _wait_seconds(rig) > 0.02)
+    with pytest.raises(grpc.RpcError) as error:
+        rig.ask("late", "hello", seconds=0.02)
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert all(list(stream)[-1].HasField("completed") for stream in burst)
+    assert _wait_seconds(rig) == 0.0
+    assert rig.ask("after", "hello", seconds=60).completed.revision == 1
+
+
+def _wait_seconds(rig: DaemonRig) -> float:
+    return float(on_the_loop(rig, lambda: rig.daemon.wait_seconds))
+
+
+async def _waiting(rig: DaemonRig) -> int:
+    return rig.daemon.conversations.turns.num_waiting
+
+
+def test_a_refusal_for_the_deadline_says_so(one_by_one: DaemonRig) -> None:
+    rig = one_by_one
+    endless = pb.Sampling(max_tokens=2000, ignore_eos=True)
+    turns = [rig.send(f"long{i}", "hello", sampling=endless) for i in range(2)]
+    wait_for(lambda: rig.num_live == 2 and rig.call(_waiting(rig)) == 1)
+    rig.daemon.admission.turn_admitted(0.0, rig.daemon.started_at + 10_000_000)  # a slow one
+    with pytest.raises(grpc.RpcError) as error:
+        rig.ask("late", "hello", seconds=15_000)  # longer than a test may take
+    assert details(error.value)["ErrorInfo"].reason == "DEADLINE_EXCEEDED"
+    for turn in turns:
+        turn.cancel()
+
+
+def test_nobody_is_refused_because_of_the_own_turn(one_by_one: DaemonRig) -> None:
+    """Attaching to a turn and having its reply again begin nothing, so no limit is in the way."""
+    rig = one_by_one
+    for tenant in ("few", "slow"):
+        live = begin(rig, "c", "r1", tenant)
+        assert begin(rig, "c", "r1", tenant) is live
+        with pytest.raises(InvalidArgument, match="request_id"):
+            begin(rig, "c", "r1", tenant, 7)
+        wait_for(lambda live=live: live.finish is not None or live.num_tokens > 5)
+        on_the_loop(rig, lambda live=live: rig.daemon.conversations.cancel(live))
+        wait_for(lambda live=live: live.finish is not None)
+    other = begin(rig, "d", "r2", "few")
+    with pytest.raises(QueueFull, match="1 turns at once"):
+        begin(rig, "e", "r3", "few")
+    assert begin(rig, "c", "r1", "few").replayed
+    assert begin(rig, "d", "r2", "few") is other
+    rig.daemon.draining = True
+    assert begin(rig, "d", "r2", "few") is other
+    assert begin(rig, "c", "r1", "slow").replayed
+    rig.daemon.draining = False
+
+
+def test_a_tenant_in_debt_may_still_hear_its_turn(one_by_one: DaemonRig) -> None:
+    rig = one_by_one
+    live = begin(rig, "c", "r1", "slow")
+    on_the_loop(rig, lambda: rig.daemon.conversations.follow(live, _nothing))
+    with pytest.raises(QueueFull, match="1 tokens per second"):
+        begin(rig, "c", "r2", "slow")
+    assert begin(rig, "c", "r1", "slow").token_ids == live.token_ids
+
+
+async def _nothing(start: int, stop: int) -> None:
+    pass
+
+
+# -- a grace beside a busy store --
+
+
+def test_attaching_does_not_wait_for_the_store(one_by_one: DaemonRig) -> None:
+    rig = one_by_one
+    first = rig.send("c", "hello", request_id="r1", sampling=LONG)
+    assert next(iter(first)).started.attempt == 1
+    with stopped_store(rig):
+        first.cancel()
+        again = rig.send("c", "hello", request_id="r1", sampling=LONG, seconds=30)
+        started = next(iter(again)).started
+    assert (started.attempt, started.replayed) == (1, False)
+    assert len(said(again).token_ids) == 60
+
+
+def test_a_turn_waits_for_a_reader_whom_the_store_holds_up(one_by_one: DaemonRig) -> None:
+    """Its client hung up before the turn began and asks again; the second request comes late."""
+    rig = one_by_one
+    rig.ask("c", "first")
+    keep_the_store_busy(rig, 0.3)
+    first = rig.send("c", "hello", request_id="r1", sampling=LONG)
+    wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 1)
+    first.cancel()
+    keep_the_store_busy(rig, 0.8)
+    again = rig.ask("c", "hello", request_id="r1", sampling=LONG)
+    assert again.started.attempt == 1
+    assert len(again.token_ids) == 60
+
+
+# -- quotas --
+
+
+def test_turns_about_to_begin_count_for_their_tenant(one_by_one: DaemonRig) -> None:
+    rig = one_by_one
+    keep_the_store_busy(rig, 0.5)
+    on_the_loop(rig, rig.daemon.threads.spawn, _begun(rig, ask("c", "r1", "few")))
+    wait_for(lambda: rig.daemon.conversations.arriving.num_of_tenant("few") == 1)
+    with pytest.raises(QueueFull, match="1 turns at once"):
+        begin(rig, "d", "r2", "few")
+    wait_for(lambda: rig.num_live == 0 and not rig.daemon.conversations.arriving.num_turns)
+    begin(rig, "d", "r2", "few")
+
+
+def test_turns_about_to_begin_are_ahead_of_the_next(one_by_one: DaemonRig) -> None:
+    rig = one_by_one
+
+    def num_ahead(priority: int = 0) -> float:
+        return on_the_loop(rig, lambda: rig.daemon._load(priority=priority).ahead().num_turns)
+
+    with stopped_store(rig):
+        for name in ("c", "d"):
+            on_the_loop(rig, rig.daemon.threads.spawn, _begun(rig, ask(name, "r1")))
+        wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 2)
+        assert num_ahead() == 2
+        assert num_ahead(priority=1) == 0
+    wait_for(lambda: rig.num_live == 0 and not rig.daemon.conversations.arriving.num_turns)
+    assert num_ahead() == 0
+
+
+async def _begun(rig: DaemonRig, wanted: Ask) -> None:
+    await rig.daemon.begin(wanted)
+
+
+@pytest.mark.parametrize("how", ["gone", "deleted"])
+def test_who_leaves_early_pays_for_what_was_computed(one_by_one: DaemonRig, how: str) -> None:
+    rig = one_by_one
+    live = begin(rig, "c", "r1", "slow")
+    wait_for(lambda: live.num_tokens > 15)  # ten were saved up
+    if how == "deleted":
+        on_the_loop(rig, lambda: rig.daemon.conversations.delete("c", "slow"))
+    wait_for(lambda: live.finish is not None)
+    with pytest.raises(QueueFull, match="1 tokens per second"):
+        begin(rig, "d", "r2", "slow")
+
+
+def test_a_turn_that_only_waited_costs_nothing(one_by_one: DaemonRig) -> None:
+    rig = one_by_one
+    first = begin(rig, "c", "r1")
+    waiting = begin(rig, "d", "r2", "slow")
+    on_the_loop(rig, lambda: rig.daemon.conversations.delete("d", "slow"))
+    assert waiting.num_charged_tokens == 0
+    on_the_loop(rig, lambda: rig.daemon.conversations.cancel(first))
+    begin(rig, "d", "r3", "slow")
+
+
+# -- a damaged history --
+
+
+def test_a_damaged_history_is_read_and_not_written_to(
+    one_by_one: DaemonRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, stub = one_by_one, one_by_one.stub
+    rig.ask("c", "hello", request_id="r1", sampling=pb.Sampling(max_tokens=3))
+    monkeypatch.setattr(rig.daemon.store, "integrity_check", lambda: ["page 7 is torn"])
+    on_the_loop(rig, lambda: rig.daemon.damage.check(rig.lines.append))
+    wait_for(lambda: rig.daemon.damage.problems)
+    for change in (
+        lambda: rig.ask("c", "more"),
+        lambda: rig.ask("new", "hello"),
+        lambda: stub.CreateConversation(pb.CreateConversationRequest(conversation_id="d")),
+        lambda: stub.ForkConversation(pb.ForkConversationRequest(conversation_id="c")),
+        lambda: stub.RewindConversation(pb.RewindConversationRequest(conversation_id="c")),
+        lambda: stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="c")),
+        lambda: stub.WarmConversation(pb.WarmConversationRequest(conversation_id="c")),
+    ):
+        with pytest.raises(grpc.RpcError) as error:
+            change()
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert details(error.value)["ErrorInfo"].reason == "STORE_CORRUPT"
+    assert len(rig.messages("c")) == 2
+    assert rig.ask(
+        "c", "hello", request_id="r1", sampling=pb.Sampling(max_tokens=3)
+    ).started.replayed

@@ -1,0 +1,53 @@
+"""What is called in a thread of its own, for whose end nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pensieve.conversations.threads import aside
+
+
+def test_its_result_and_its_error_come_back() -> None:
+    async def scenario() -> None:
+        assert await aside(divmod, 7, 2) == (3, 1)
+        assert (await aside(threading.current_thread)) is not threading.current_thread()
+        with pytest.raises(ZeroDivisionError):
+            await aside(divmod, 7, 0)
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_no_more_is_not_told() -> None:
+    release = threading.Event()
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(aside(release.wait, 30.0))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        release.set()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(scenario())
+
+
+def test_a_process_ends_without_it() -> None:
+    code = """
+import asyncio, time
+from pensieve.conversations.threads import aside
+async def main():
+    asyncio.create_task(aside(time.sleep, 600))
+    await asyncio.sleep(0.1)
+asyncio.run(main())
+print("ended")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout, done.stderr) == ("ended\n", "")

@@ -1,0 +1,243 @@
+"""A daemon that backs its history up: while it serves, when it stops, and with a broken folder."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.client import Client
+from pensieve.conversations import backing_up
+from pensieve.conversations.daemon_config import BackupConfig, DaemonConfig
+from pensieve.store import ConversationStore, backup
+from pensieve.store.backup import points, restore
+from pensieve.v1 import admin_pb2
+from pensieve.v1 import conversation_pb2 as pb
+from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
+
+OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
+OFTEN = "from pensieve.conversations import backing_up; backing_up.SECONDS = 0.1"
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backing_up, "SECONDS", 0.02)
+    monkeypatch.setattr(backing_up, "PAUSE_SHARE", 0.0)
+
+
+def rig_of(folder: Path, keep_seconds: float = 0.0) -> DaemonRig:
+    config = BackupConfig(folder / "backup", keep_seconds)
+    return DaemonRig(folder / "data", config=DaemonConfig(grace_seconds=0.2, backup=config))
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[DaemonRig]:
+    with rig_of(tmp_path) as rig:
+        wait_for(lambda: (tmp_path / "backup").exists() and points(tmp_path / "backup"))
+        yield rig
+
+
+def failing(rig: DaemonRig) -> bool:
+    more = rig.admin.GetStats(admin_pb2.GetStatsRequest()).stats.more
+    assert more["backup_age_seconds"] >= 0
+    return bool(more["backup_failing"])
+
+
+def delete(rig: DaemonRig, conversation_id: str) -> None:
+    rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=conversation_id))
+    assert not rig.daemon.store.erasure.pending
+    for file in rig.daemon.store.folder.path.iterdir():
+        assert not file.is_file() or b"a secret" not in file.read_bytes()
+
+
+def test_each_moment_under_load_has_exactly_the_turns_acknowledged_by_then(
+    rig: DaemonRig, tmp_path: Path
+) -> None:
+    folder, acknowledged_at = tmp_path / "backup", list[float]()
+    first = len(points(folder)[0].times)
+    while len(points(folder)[0].times) < first + 10:
+        rig.ask("tea", f"word {len(acknowledged_at)}")
+        acknowledged_at.append(time.time())
+    for at in points(folder)[0].times[first::3]:
+        assert restore(folder, tmp_path / "restored", at, replace=True).time == at
+        with ConversationStore.open(tmp_path / "restored", "test") as store:
+            assert store.integrity_check() == store.verify() == []
+            said = [each.content for each in store.messages("tea") if each.role == "user"]
+            assert said == [f"word {number}" for number in range(len(said))]
+            assert sum(when <= at for when in acknowledged_at) <= len(said)
+
+
+def test_a_clean_stop_writes_the_last_turn_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "backup"
+    process = ServeProcess(tmp_path / "data", "--backup", str(folder))
+    process.start()
+    wait_for(lambda: folder.exists() and points(folder))
+    with Client(process.address) as client:
+        client.conversation("tea").ask("hello", max_tokens=5)
+    assert process.stop() == 0
+    assert restore(folder, tmp_path / "restored").messages == 2
+    process.start()
+    wait_for(lambda: len(points(folder)) == 2)
+    process.stop()
+    process = ServeProcess(tmp_path / "restored")
+    process.start()
+    with Client(process.address) as client:
+        conversation = client.conversation("tea")
+        conversation.ask("and now", max_tokens=5)
+        assert len(list(conversation.messages())) == 4
+    process.stop()
+
+
+def test_a_full_disk_of_the_backup_is_said_and_stops_nothing(
+    rig: DaemonRig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backup, "new_file", full)
+        rig.ask("pot", "several pages " * 1000)
+        wait_for(lambda: failing(rig))
+        rig.ask("tea", "a secret")
+        rig.ask("cup", "hello")
+        delete(rig, "tea")
+    wait_for(lambda: not failing(rig))
+    lines = [record.getMessage() for record in caplog.records if "whole" in record.getMessage()]
+    assert lines == [
+        f"the backup is not whole: the backup {tmp_path / 'backup'}: No space left on device",
+        "the backup is whole again",
+    ]
+    assert restore(tmp_path / "backup", tmp_path / "restored").messages == 4
+    assert len(points(tmp_path / "backup")) == 1
+
+
+def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, answers = tmp_path / "backup", threading.Event()
+    hangs, has_ended = threading.Event(), threading.Event()
+
+    def hang(*arguments: object) -> None:
+        hangs.set()
+        answers.wait(60)
+        has_ended.set()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(backing_up, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(backing_up, "SLOW_SECONDS", 0.1)
+    with rig_of(tmp_path) as rig:
+        wait_for(lambda: folder.exists() and points(folder))
+        monkeypatch.setattr(backup, "new_file", hang)
+        rig.ask("tea", "a secret")
+        wait_for(hangs.is_set)
+        rig.ask("tea", "more")
+        delete(rig, "tea")
+        assert not has_ended.is_set()
+        wait_for(lambda: failing(rig))
+    assert not has_ended.is_set()
+    answers.set()
+
+
+def test_generations_change_and_old_ones_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backup, "GENERATION_SECONDS", 0.1)
+    folder = tmp_path / "backup"
+
+    def is_there() -> bool:
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        return any(b"a secret" in file.read_bytes() for file in files)
+
+    with rig_of(tmp_path, keep_seconds=0.3) as rig:
+        rig.ask("tea", "a secret")
+        delete(rig, "tea")
+
+        def is_dropped() -> bool:
+            rig.ask("cup", "hello")
+            return folder.exists() and [each.generation for each in points(folder)][:1] > [3]
+
+        wait_for(is_dropped)
+    assert len(points(folder)) > 1
+    assert not is_there()
+
+
+def test_the_command_copies_a_history_also_while_a_daemon_serves_it(
+    rig: DaemonRig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig.ask("tea", "hello")
+    copy, data = str(tmp_path / "copy"), ("--data", str(tmp_path / "data"))
+    assert main(["backup", copy, *data]) == 0
+    rig.ask("tea", "more")
+    assert main(["backup", copy, *data]) == 0
+    assert "generation-000002 has the history as of" in capsys.readouterr().out
+    assert main(["backup", str(tmp_path / "backup"), *data]) == 3
+    assert "another process writes to the backup" in capsys.readouterr().err
+    assert restore(tmp_path / "copy", tmp_path / "restored").messages == 4
+
+
+def test_the_command_copies_a_history_that_nobody_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DaemonRig(tmp_path / "data") as rig:
+        rig.ask("tea", "hello")
+    copy, data = str(tmp_path / "copy"), ("--data", str(tmp_path / "data"))
+    assert main(["backup", copy, *data]) == 0
+    assert "generation-000001 has the history as of" in capsys.readouterr().out
+    assert main(["restore", copy, *data]) == 3
+    assert "--replace" in capsys.readouterr().err
+    assert main(["restore", copy, *data, "--at", "1999-01-01"]) != 0
+    assert main(["restore", copy, *data, "--at", "yesterday"]) == 2
+    assert main(["restore", copy, *data, "--replace"]) == 0
+    assert "restored 1 conversations with 2 messages" in capsys.readouterr().out
+    assert main(["backup", copy, "--data", str(tmp_path / "nowhere")]) == 3
+
+
+def test_the_drill_of_the_docs_works_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Line by line, with other folders, and the echo engine."""
+    text = OPERATING.read_text(encoding="utf-8").split("### A drill", 1)[1].split("\n## ", 1)[0]
+    lines = re.findall(r"^    (.+)$", text, re.MULTILINE)
+    assert len(lines) >= 6
+    monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
+    (tmp_path / "lib").mkdir()
+    daemons: list[Any] = []
+    outputs: list[Any] = []
+    try:
+        for line in lines:
+            line = (
+                line.split("  #")[0]
+                .replace("/var/", f"{tmp_path}/")
+                .replace("/srv/", f"{tmp_path}/")
+            )
+            words = shlex.split(line)
+            if words[:2] == ["pensieve", "serve"]:
+                ready = tmp_path / f"ready-{len(daemons)}"
+                program = f"{OFTEN}; from pensieve.cli.main import main; main()"
+                words = [sys.executable, "-c", program, *words[1:], "--ready-file", str(ready)]
+                daemons.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
+                wait_for(ready.exists)
+                continue
+            if "restore" in words:
+                time.sleep(0.5)  # the minute of the docs
+            done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+            assert done.returncode == 0, (line, done.stderr)
+            outputs.append(done.stdout)
+    finally:
+        for daemon in daemons:
+            daemon.kill()
+            daemon.wait()
+    assert sum("restored 1 conversations with 2 messages" in each for each in outputs) == 1
+    assert any("nothing is wrong" in each for each in outputs)

@@ -1,0 +1,187 @@
+"""A client ends a turn: what stays of it, what it is told, and what others see."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.v1 import conversation_pb2 as pb
+from tests.conversations.rig_daemon import (
+    ECHO,
+    DaemonRig,
+    details,
+    said,
+    stopped_store,
+    wait_for,
+)
+from tests.conversations.test_daemon import wrong_tokens
+
+LONG = pb.Sampling(max_tokens=90_000, ignore_eos=True)
+SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[DaemonRig]:
+    """Its grace is so long that no turn ends by it."""
+    config = DaemonConfig(grace_seconds=3600)
+    with DaemonRig(tmp_path / "data", config=config, program=(*ECHO, "--seconds=0.005")) as rig:
+        yield rig
+
+
+def begin(rig: DaemonRig, name: str, num_tokens: int, request_id: str = "r") -> Any:
+    """A turn of which so many tokens, or more, were read."""
+    stream = rig.send(name, "hello", request_id=request_id, sampling=LONG)
+    read = 0
+    while read < num_tokens:
+        read += len(next(stream).delta.token_ids)
+    return stream
+
+
+def cancel(rig: DaemonRig, name: str, **fields: Any) -> tuple[bool, int]:
+    answer = rig.stub.CancelTurn(pb.CancelTurnRequest(conversation_id=name, **fields))
+    return answer.was_running, answer.finish_reason
+
+
+def test_so_many_tokens_stay_as_the_client_has_taken(rig: DaemonRig) -> None:
+    stream = begin(rig, "c", 10)
+    stream.cancel()
+    kept = cancel(rig, "c", request_id="r", keep_tokens=3)
+    assert kept == (True, pb.FINISH_REASON_CANCELLED)
+    assert rig.num_live == 0
+    reply = rig.messages("c")[1]
+    assert (len(reply.token_ids), reply.finish_reason) == (3, pb.FINISH_REASON_CANCELLED)
+    assert rig.ask("c", "go on", sampling=SHORT).completed.revision == 2
+    assert wrong_tokens(rig, "c") == 0
+
+
+def test_the_usage_of_a_turn_that_was_cut_is_that_of_its_reply(rig: DaemonRig) -> None:
+    stream = begin(rig, "c", 10)
+
+    async def look() -> Any:
+        return rig.daemon.conversations.turns.of_conversation("c")
+
+    live = rig.call(look())
+    cancel(rig, "c", request_id="r", keep_tokens=3)
+    with contextlib.suppress(grpc.RpcError):  # it was sent more
+        list(stream)
+    again = rig.ask("c", "hello", request_id="r", sampling=LONG)
+    assert (len(again.token_ids), again.completed.usage.output_tokens) == (3, 3)
+    assert live.figures["output_tokens"] == 3
+    assert live.num_charged_tokens >= live.prompt_tokens + 10, "what was computed is paid for"
+
+
+def test_more_than_there_are_is_all_there_is(rig: DaemonRig) -> None:
+    begin(rig, "c", 2).cancel()
+    assert cancel(rig, "c", keep_tokens=100_000)[0]
+    assert 2 <= len(rig.messages("c")[1].token_ids) < 90_000
+    assert rig.ask("c", "go on", sampling=SHORT).completed.revision == 2
+    assert wrong_tokens(rig, "c") == 0
+
+
+def test_nothing_stays_and_the_same_request_begins_again(rig: DaemonRig) -> None:
+    begin(rig, "c", 4).cancel()
+    assert cancel(rig, "c", request_id="r", keep_tokens=0) == (True, 0)
+    assert rig.messages("c") == []
+    assert rig.ask("c", "another", sampling=SHORT).completed.revision == 1
+    again = rig.send("c", "hello", request_id="r", sampling=LONG)
+    assert next(again).started.attempt == 2
+    again.cancel()
+    assert cancel(rig, "c", request_id="r", keep_tokens=0) == (True, 0)
+    assert len(rig.messages("c")) == 2
+    assert wrong_tokens(rig, "c") == 0
+
+
+def test_what_was_taken_in_another_attempt_does_not_stay(rig: DaemonRig) -> None:
+    begin(rig, "c", 4).cancel()
+    assert cancel(rig, "c", keep_tokens=4, attempt=2) == (True, 0)
+    assert rig.messages("c") == []
+
+
+def test_a_turn_that_had_ended_stays_as_it_is_and_the_client_hears_how(rig: DaemonRig) -> None:
+    turn_id = rig.ask("c", "hello", request_id="r", sampling=SHORT).started.turn_id
+    begin(rig, "d", 2).cancel()
+    cancel(rig, "d", request_id="r", keep_tokens=2)
+    for _ in range(2):
+        for by in ({"request_id": "r"}, {"turn_id": turn_id}):
+            assert cancel(rig, "c", keep_tokens=0, **by) == (False, pb.FINISH_REASON_LENGTH)
+        assert cancel(rig, "d", request_id="r", keep_tokens=0) == (
+            False,
+            pb.FINISH_REASON_CANCELLED,
+        )
+    assert len(rig.messages("c")[1].token_ids) == 5
+    assert cancel(rig, "c", request_id="unknown") == (False, 0)
+    assert cancel(rig, "d", turn_id=turn_id) == (False, 0)  # it is another conversation's
+    assert cancel(rig, "c") == (False, 0)
+    with pytest.raises(grpc.RpcError) as error:
+        cancel(rig, "nowhere", request_id="r")
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_turn_that_is_about_to_begin_is_ended_when_it_has(rig: DaemonRig) -> None:
+    rig.ask("c", "before", sampling=SHORT)
+    with ThreadPoolExecutor(1) as pool:
+        with stopped_store(rig):
+            stream = rig.send("c", "hello", request_id="r", sampling=LONG)
+            wait_for(lambda: rig.daemon.conversations.arriving.num_turns)
+            stream.cancel()
+            ended = pool.submit(cancel, rig, "c", request_id="r", keep_tokens=0)
+        assert ended.result() == (True, 0)
+    assert rig.num_live == 0
+    assert len(rig.messages("c")) == 2
+
+
+def test_an_end_that_is_on_its_way_to_the_store_is_waited_for(rig: DaemonRig) -> None:
+    stream = rig.send("c", "hello", request_id="r", sampling=SHORT)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        with stopped_store(rig):
+            wait_for(lambda: rig.daemon.threads.store_waiting.num_jobs == 2)
+            ended = pool.submit(cancel, rig, "c", request_id="r", keep_tokens=0)
+            readers = rig.daemon.conversations.readers._readers
+            wait_for(lambda: sum(map(len, readers.values())) == 2)  # the stream, and who cancels
+            assert not ended.done()
+        assert ended.result() == (True, pb.FINISH_REASON_LENGTH)
+    assert said(stream).completed.finish_reason == pb.FINISH_REASON_LENGTH
+    assert len(rig.messages("c")) == 2
+
+
+def test_another_reader_that_was_sent_more_is_told_so(rig: DaemonRig) -> None:
+    stream = begin(rig, "c", 10)
+    assert cancel(rig, "c", keep_tokens=3) == (True, pb.FINISH_REASON_CANCELLED)
+    with pytest.raises(grpc.RpcError) as error:
+        said(stream)
+    assert error.value.code() is grpc.StatusCode.ABORTED
+    assert details(error.value)["ErrorInfo"].reason == "TURN_INTERRUPTED"
+    replay = rig.ask("c", "hello", request_id="r", sampling=LONG)
+    assert (len(replay.token_ids), replay.started.replayed) == (3, True)
+
+
+def test_others_are_told_that_nothing_stays(rig: DaemonRig) -> None:
+    stream = begin(rig, "c", 3)
+    assert cancel(rig, "c", keep_tokens=0) == (True, 0)
+    with pytest.raises(grpc.RpcError) as error:
+        said(stream)
+    assert details(error.value)["ErrorInfo"].reason == "TURN_INTERRUPTED"
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"turn_id": "1", "request_id": "r"}, "request_id"),
+        ({"keep_tokens": -1}, "keep_tokens"),
+        ({"attempt": -1}, "attempt"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_its_name(
+    rig: DaemonRig, fields: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        cancel(rig, "c", **fields)
+    assert details(error.value)["BadRequest"].field_violations[0].field == name

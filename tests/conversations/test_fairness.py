@@ -1,0 +1,273 @@
+"""Tenants share the service's threads by turns, and what clients read waits for no writer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.conversations.draft import Outdated
+from pensieve.conversations.threads import FairPool, Threads
+from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.store import ConversationStore, NewConversation, NewMessage
+from pensieve.text import ChatTemplate
+from pensieve.v1 import conversation_pb2 as pb
+from tests.api.http.rig_http import http_rig
+from tests.conversations.rig_daemon import PATIENCE_SECONDS, DaemonRig, stopped_store, wait_for
+
+# -- the pool --
+
+
+def test_tenants_come_by_turns_and_each_in_its_own_order() -> None:
+    ran: list[str] = []
+
+    async def flood() -> None:
+        pool, gate = FairPool(asyncio.get_running_loop(), 1, "store"), threading.Event()
+        jobs: list[Any] = [asyncio.ensure_future(pool.run("a", gate.wait))]
+        for tenant, count in (("a", 5), ("b", 2), ("c", 3)):
+            for i in range(count):
+                work = pool.run(tenant, partial(ran.append, f"{tenant}{i}"))
+                jobs.append(asyncio.ensure_future(work))
+        await asyncio.sleep(0)
+        assert sorted(pool.tenants) == ["a", "b", "c"]
+        gate.set()
+        await asyncio.gather(*jobs)
+        assert pool.tenants == []
+        pool.close()
+
+    asyncio.run(flood())
+    assert ran == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "c2", "a3", "a4"]
+
+
+def test_callers_go_on_in_the_order_of_their_jobs_and_get_their_own_answers() -> None:
+    heard: list[int] = []
+
+    async def main() -> None:
+        pool = FairPool(asyncio.get_running_loop(), 1, "store")
+
+        async def call(i: int) -> None:
+            if i % 7 == 3:
+                with pytest.raises(InvalidArgument, match=f"number {i}"):
+                    await pool.run(str(i % 2), lambda: _refuse(i))
+            else:
+                assert await pool.run(str(i % 2), lambda: i) == i
+            heard.append(i)
+
+        await asyncio.gather(*(call(i) for i in range(50)))
+        pool.close()
+
+    asyncio.run(main())
+    assert heard == list(range(50))
+
+
+def _refuse(i: int) -> None:
+    raise InvalidArgument("i", f"number {i}")
+
+
+def test_a_refusal_is_no_garbage_that_only_a_collection_frees() -> None:
+    """Full collections are rare here (gc_pause.py), and an error's frames hold what it was about."""
+    errors: list[weakref.ref[InvalidArgument]] = []
+
+    async def main() -> None:
+        threads = Threads(asyncio.get_running_loop(), 1)
+        for i in range(4):
+            job = threads.in_store("a", _refuse, i)
+            try:
+                await (threads.whole(job) if i % 2 else job)
+            except InvalidArgument as error:
+                errors.append(weakref.ref(error))
+            del job
+        await threads.in_store("a", lambda: None)  # the thread has let go of the last one
+        await threads.close()
+        assert [error() for error in errors] == [None] * 4
+
+    with no_collections():
+        asyncio.run(main())
+
+
+def test_a_refused_turn_leaves_nothing_that_only_a_collection_frees(tmp_path: Path) -> None:
+    """Over gRPC and over HTTP; texts and tokens of what was too long would stay in memory."""
+    with http_rig(tmp_path / "data") as door:
+        rig, long = door.rig, "word " * (2 * door.rig.daemon.context_max)
+        rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
+        gc.collect()
+        with no_collections():
+            for conversation_id in ("c", "new"):
+                with pytest.raises(grpc.RpcError) as refused:
+                    rig.ask(conversation_id, long)
+                assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+            request = pb.DeleteConversationRequest(conversation_id="nobody")
+            with pytest.raises(grpc.RpcError):
+                rig.stub.DeleteConversation(request)
+            assert door.chat(long).status == 400
+            assert door.chat("hello", "yes", long).status == 400
+            wait_for(lambda: not errors_in_memory(), 10.0)
+
+
+def errors_in_memory() -> list[PensieveError]:
+    return [each for each in gc.get_objects() if isinstance(each, PensieveError)]
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_job_runs_though_its_caller_is_gone() -> None:
+    ran: list[str] = []
+
+    async def main() -> None:
+        pool, gate = FairPool(asyncio.get_running_loop(), 1, "store"), threading.Event()
+        first = asyncio.ensure_future(pool.run("a", gate.wait))
+        gone = asyncio.ensure_future(pool.run("a", lambda: ran.append("gone")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        gate.set()
+        await first
+        await pool.run("a", lambda: ran.append("next"))
+        pool.close()
+
+    asyncio.run(main())
+    assert ran == ["gone", "next"]
+
+
+# -- with a daemon --
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[DaemonRig]:
+    with DaemonRig(tmp_path / "data") as rig:
+        yield rig
+
+
+def test_reading_waits_for_nobody_who_writes(rig: DaemonRig) -> None:
+    rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4))
+    with stopped_store(rig):
+        stub, seconds = rig.stub, 20.0
+        read = stub.ListMessages(pb.ListMessagesRequest(conversation_id="c"), timeout=seconds)
+        assert len(read.messages) == 2
+        found = stub.GetConversation(
+            pb.GetConversationRequest(conversation_id="c"), timeout=seconds
+        )
+        assert found.conversation.num_messages == 2
+        listed = stub.ListConversations(pb.ListConversationsRequest(), timeout=seconds)
+        assert [each.conversation_id for each in listed.conversations] == ["c"]
+
+
+def test_a_reader_sees_what_it_has_written(rig: DaemonRig) -> None:
+    for i in range(20):
+        rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
+        assert len(rig.messages("c")) == 2 * (i + 1)
+        found = rig.stub.GetConversation(pb.GetConversationRequest(conversation_id="c"))
+        assert found.conversation.revision == i + 1
+
+
+def test_long_texts_are_tokenized_beside_the_store_thread(
+    rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a system prompt: where it is tried out, and where its tokens are made at the first turn."""
+    tokenized_by: list[str] = []
+    for name in ("opening", "delta", "behind"):
+        original = getattr(ChatTemplate, name)
+
+        def noted(*arguments: Any, original: Any = original) -> Any:
+            tokenized_by.append(threading.current_thread().name)
+            return original(*arguments)
+
+        monkeypatch.setattr(ChatTemplate, name, noted)
+    long = "word " * (rig.daemon.config.short_characters // 4)
+    request = pb.CreateConversationRequest(conversation_id="c", system_prompt=long)
+    rig.stub.CreateConversation(request)
+    rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
+    rig.ask("c", long, sampling=pb.Sampling(max_tokens=2))
+    assert len(tokenized_by) == 3
+    assert all(each.startswith("text") for each in tokenized_by)
+    rig.ask("c", "short", sampling=pb.Sampling(max_tokens=2))
+    assert tokenized_by[-1].startswith("store")
+
+
+@contextmanager
+def old_history_being_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[DaemonRig, Future[Any]]]:
+    """A turn of a conversation of another tokenizer, from when it is tokenized again until then."""
+    head = [NewMessage("system", "Be brief.")]
+    with ConversationStore.open(tmp_path / "data", "test") as store:
+        store.create_conversation(NewConversation("old", "another", head))
+    began, gate, tokens = threading.Event(), threading.Event(), Outdated.tokens
+
+    def wait(outdated: Outdated) -> list[list[int]]:
+        began.set()
+        assert gate.wait(PATIENCE_SECONDS)
+        return tokens(outdated)
+
+    monkeypatch.setattr(Outdated, "tokens", wait)
+    with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(rig.ask, "old", "hello", sampling=pb.Sampling(max_tokens=2))
+        try:
+            assert began.wait(PATIENCE_SECONDS)
+            yield rig, answer
+        finally:
+            gate.set()
+
+
+def test_a_history_of_another_tokenizer_keeps_nobody_else_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with old_history_being_tokenized(tmp_path, monkeypatch) as (rig, answer):
+        rig.ask("other", "hello", sampling=pb.Sampling(max_tokens=2))
+        assert not answer.done()
+    assert answer.result().completed.revision == 1
+
+
+def test_a_conversation_that_was_made_anew_gets_no_tokens_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with old_history_being_tokenized(tmp_path, monkeypatch) as (rig, answer):
+        rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="old"))
+        request = pb.CreateConversationRequest(conversation_id="old", system_prompt="Be long.")
+        rig.stub.CreateConversation(request)
+        monkeypatch.setattr(rig.daemon.store, "replace_log", None)  # nothing is to be replaced
+    assert answer.result().completed.revision == 1
+    with ConversationStore.open(tmp_path / "data", "test") as store:
+        assert store.messages("old")[0].content == "Be long."
+        assert store.verify() == []
+
+
+def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:
+    """Behind a hundred jobs of somebody else a turn begins after one of them."""
+    before: list[int] = []
+    done: list[int] = []
+    history = rig.daemon.conversations._history
+    start = history.start
+
+    def noted(*arguments: Any) -> Any:
+        before.append(len(done))
+        return start(*arguments)
+
+    async def flood() -> None:
+        for i in range(100):
+            rig.daemon.threads.spawn(rig.daemon.threads.in_store("noisy", done.append, i))
+
+    history.start = noted  # type: ignore[method-assign, assignment]
+    with stopped_store(rig):
+        rig.call(flood())
+        stream = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=2))
+        wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 1)
+    assert list(stream)[-1].HasField("completed")
+    assert len(before) == 1
+    assert before[0] <= 1

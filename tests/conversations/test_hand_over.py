@@ -1,0 +1,432 @@
+"""A conversation moves from one daemon to another and takes its KV along: the same replies, and no recompute.
+
+Daemon A has had all conversations; B has a copy of A's history, and nothing in its engine.  Each test uses a
+conversation of its own.  What B replies behind KV of A is held against what A replies itself, and what B
+replies behind a fork of the conversation, which it recomputes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.api.grpc import auth
+from pensieve.api.grpc.replica import KvFetcher
+from pensieve.api.grpc.server import Listening
+from pensieve.conversations import hand_over
+from pensieve.conversations.hand_over import HandOver, KvHeader, KvPart, Parts, Pulled
+from pensieve.errors import Unavailable
+from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import replica_pb2, replica_pb2_grpc
+from tests.conversations.proxy import Proxy
+from tests.conversations.rig_daemon import DaemonRig
+
+ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
+WRITTEN = {"device_cache": "4000t", "host_cache": "4000t", "threads": "1", "check_kv": "true"}
+GREEDY = pb.Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+NAMES = [f"c{number}" for number in range(20)]
+SIZE = 32
+
+
+def rig(data: Path, **written: str) -> DaemonRig:
+    listening = Listening("127.0.0.1:0", data / "admin.sock", hand_over=True)
+    return DaemonRig(data, program=ENGINE, written={**WRITTEN, **written}, listening=listening)
+
+
+@dataclass
+class Two:
+    """A, B, and which conversations no test has used yet."""
+
+    a: DaemonRig
+    b: DaemonRig
+    left: list[str] = field(default_factory=lambda: list(NAMES))
+
+    def next(self) -> str:
+        return self.left.pop()
+
+    def log_of(self, name: str) -> list[int]:
+        store = self.b.daemon.store
+        return list(self.b.call(self.b.daemon.threads.in_store("", store.log, name)))
+
+    def pull(
+        self, name: str, fetch: hand_over.Fetch | None = None, address: str = "", **options: Any
+    ) -> Pulled:
+        async def pull() -> Pulled:
+            options.setdefault("always", True)
+            pulling = HandOver(self.b.daemon, fetch or KvFetcher().fetch, **options)
+            return await pulling.pull(address or self.a.server.address, "", name)
+
+        pulled = self.b.call(pull())
+        assert isinstance(pulled, Pulled)
+        return pulled
+
+    def check_replies(self, name: str, recomputed: int | None = None) -> None:
+        """What both say, and what B says that has nothing of it; B recomputes so many tokens."""
+        text = f"And what did you say of {name}?"
+        moved = self.b.ask(name, text, sampling=GREEDY)
+        anew = self.b.ask(f"{name}-anew", text, sampling=GREEDY)
+        stayed = self.a.ask(name, text, sampling=GREEDY)
+        assert moved.token_ids == anew.token_ids == stayed.token_ids
+        assert len(moved.token_ids) == 8
+        history = len(self.log_of(name)) - 8 - moved.completed.usage.new_tokens
+        assert anew.completed.usage.recomputed_tokens == history
+        if recomputed is not None:
+            assert moved.completed.usage.recomputed_tokens == recomputed
+
+
+def talked(one: DaemonRig) -> None:
+    """Each conversation has had two turns, and there is a fork of it."""
+    for number, name in enumerate(NAMES):
+        one.ask(name, f"Tell me about {name}." + " It is one of many." * 12, sampling=GREEDY)
+        one.ask(name, f"And of {number}?" + " Say more." * (number % 5), sampling=GREEDY)
+        fork = pb.ForkConversationRequest(conversation_id=name, new_conversation_id=f"{name}-anew")
+        one.stub.ForkConversation(fork)
+
+
+def copied(source: Path, target: Path) -> Path:
+    return Path(shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.sock", "*lock*")))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    folder = tmp_path_factory.mktemp("two")
+    with rig(folder / "a") as a:
+        talked(a)
+        with rig(copied(folder / "a", folder / "b")) as b:
+            yield Two(a, b)
+
+
+def changed(change: Callable[[int, KvPart], KvPart | None]) -> hand_over.Fetch:
+    """Fetches from A, and what becomes of each part on its way; None: the connection breaks there."""
+
+    async def fetch(address: str, tenant: str, conversation_id: str, num_tokens: int) -> Parts:
+        number = 0
+        async for each in KvFetcher().fetch(address, tenant, conversation_id, num_tokens):
+            if isinstance(each, KvHeader):
+                yield each
+                continue
+            number += 1
+            part = change(number, each)
+            if part is None:
+                raise Unavailable("the connection is broken")
+            yield part
+
+    return fetch
+
+
+def flipped(part: KvPart, at: int) -> KvPart:
+    body = bytearray(part.body)
+    body[at] ^= 4
+    return part._replace(body=bytes(body))
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one chunk."""
+    monkeypatch.setattr(hand_over, "PART_BYTES", 1)
+
+
+def test_a_conversation_that_moves_takes_its_kv_along(two: Two) -> None:
+    name = two.next()
+    pulled = two.pull(name)
+    history = len(two.log_of(name)) - 1
+    assert (pulled.tokens, pulled.why_no_more) == (history, "")
+    ready = two.b.daemon.engine.ready
+    assert ready is not None
+    assert pulled.num_bytes == history * ready.page_bytes // SIZE
+    two.check_replies(name, recomputed=0)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_kv_comes_in_parts_of_a_chunk_where_that_is_their_size(two: Two) -> None:
+    name = two.next()
+    parts: list[KvPart] = []
+    two.pull(name, changed(lambda number, part: parts.append(part) or part))
+    num_chunks = -(-(len(two.log_of(name)) - 1) // SIZE)
+    assert [part.first_chunk for part in parts] == list(range(num_chunks - 1, -1, -1))
+    two.check_replies(name, recomputed=0)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_connection_that_breaks_half_way_leaves_the_end(two: Two) -> None:
+    name = two.next()
+    pulled = two.pull(name, changed(lambda number, part: part if number < 4 else None))
+    history = len(two.log_of(name)) - 1
+    num_chunks = -(-history // SIZE)
+    assert pulled.tokens == history - (num_chunks - 3) * SIZE
+    assert "broken" in pulled.why_no_more
+    two.check_replies(name, recomputed=(num_chunks - 3) * SIZE)
+
+
+def test_a_connection_that_is_reset_within_a_part_is_no_more_than_that(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, proxy = two.next(), Proxy(two.a.server.address)
+    monkeypatch.setattr("pensieve.api.grpc.replica.PIECE_BYTES", 4096)
+    num_seen = 0
+    view = hand_over._check_identity
+
+    def reset_then(*arguments: Any) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        view(*arguments)
+        proxy.freeze()
+        proxy.reset()
+
+    monkeypatch.setattr(hand_over, "_check_identity", reset_then)
+    pulled = two.pull(name, address=proxy.address)
+    assert num_seen == 1
+    assert "hands nothing over" in pulled.why_no_more
+    two.check_replies(name, len(two.log_of(name)) - 1 - pulled.tokens)
+    proxy.close()
+
+
+def test_a_chunk_whose_bytes_have_changed_is_computed_and_the_others_are_not(two: Two) -> None:
+    name = two.next()
+    pulled = two.pull(name, changed(lambda number, part: flipped(part, 0)))
+    history = len(two.log_of(name)) - 1
+    assert pulled.tokens == history - SIZE
+    assert pulled.why_no_more
+    two.check_replies(name, recomputed=SIZE)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_the_first_part_may_be_damaged_and_those_behind_it_come(two: Two) -> None:
+    name = two.next()
+    pulled = two.pull(name, changed(lambda n, part: flipped(part, 9) if n == 1 else part))
+    history = len(two.log_of(name)) - 1
+    last = (history - 1) % SIZE + 1
+    assert pulled.tokens == history - last
+    two.check_replies(name, recomputed=last)
+
+
+def test_kv_of_other_tokens_is_not_adopted(two: Two) -> None:
+    """A has gone on from another place meanwhile."""
+    name = two.next()
+    rewind = pb.RewindConversationRequest(conversation_id=name, to_revision=1)
+    two.a.stub.RewindConversation(rewind)
+    two.a.ask(name, "Something else." + " And again." * 9, sampling=GREEDY)
+    pulled = two.pull(name)
+    assert pulled.tokens == 0
+    assert pulled.why_no_more == "the other daemon has KV of other tokens"
+    said = two.b.ask(name, "Well?", sampling=GREEDY)
+    assert said.token_ids == two.b.ask(f"{name}-anew", "Well?", sampling=GREEDY).token_ids
+    assert said.completed.usage.host_tokens == 0
+
+
+@pytest.mark.parametrize("what", ["weights", "kv_heads", "chunk_tokens", "fingerprint", "new"])
+def test_kv_of_an_engine_that_differs_in_anything_is_refused(two: Two, what: str) -> None:
+    async def fetch(*arguments: Any) -> Parts:
+        async for each in KvFetcher().fetch(*arguments):
+            yield KvHeader({**each.identity, what: "x"}) if isinstance(each, KvHeader) else each
+
+    pulled = two.pull(NAMES[0], fetch)
+    assert pulled.tokens == 0
+    assert pulled.why_no_more.startswith(f"the engines differ in {what}: 'x' there")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: part._replace(slots=()),
+        lambda part: part._replace(slots=(*part.slots[:-1], 33)),
+        lambda part: part._replace(slots=(0, *part.slots[1:])),
+        lambda part: part._replace(first_chunk=part.first_chunk + 1),
+        lambda part: part._replace(first_chunk=-1),
+        lambda part: part._replace(crcs=part.crcs[1:]),
+        lambda part: part._replace(num_tokens=part.num_tokens - 1),
+        lambda part: part._replace(body=part.body[:-1]),
+        lambda part: part._replace(digest=""),
+    ],
+)
+def test_a_part_that_does_not_fit_the_log_is_refused(
+    two: Two, change: Callable[[KvPart], KvPart]
+) -> None:
+    pulled = two.pull(NAMES[0], changed(lambda number, part: change(part)))
+    assert pulled.tokens == 0
+    assert pulled.why_no_more
+
+
+def test_nothing_comes_of_what_the_other_does_not_have(two: Two) -> None:
+    two.b.ask("only-b", "Hello.", sampling=GREEDY)
+    assert two.pull("only-b").why_no_more == "the other daemon had no more"
+    assert two.pull("nowhere").why_no_more == "the conversation is not in the store"
+
+
+def test_nobody_at_the_address_costs_no_more_than_that(two: Two) -> None:
+    pulled = two.pull(NAMES[0], address="127.0.0.1:1")
+    assert pulled.tokens == 0
+    assert "UNAVAILABLE" in pulled.why_no_more
+
+
+def test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = two.next()
+    monkeypatch.setattr(hand_over, "PART_BYTES", 1)
+    monkeypatch.setattr(hand_over, "ALWAYS_SECONDS", 3.0)
+    arrived = changed(lambda number, part: part)
+
+    async def fetch(*arguments: Any) -> Parts:
+        number = 0
+        async for each in arrived(*arguments):
+            yield each
+            number += 1
+            if number == 3:
+                await asyncio.sleep(15.0)
+
+    pulled = two.pull(name, fetch)
+    assert pulled.why_no_more == "it took as long as computing would"
+    assert 0 < pulled.tokens <= 2 * SIZE
+    two.check_replies(name, len(two.log_of(name)) - 1 - pulled.tokens)
+
+
+def test_a_few_tokens_of_a_small_model_are_computed_sooner_than_fetched(two: Two) -> None:
+    pulled = two.pull(NAMES[0], always=False)
+    assert (pulled.tokens, pulled.why_no_more) == (0, "computing it is sooner")
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("deed", ["send", "rewind", "delete"])
+def test_what_a_client_does_meanwhile_ends_the_import(two: Two, deed: str) -> None:
+    name = two.next()
+    acted = False
+
+    async def fetch(*arguments: Any) -> Parts:
+        nonlocal acted
+        number = 0
+        async for each in KvFetcher().fetch(*arguments):
+            number += 1
+            if number == 4:
+                acted = True
+                await asyncio.to_thread(act)
+            yield each
+
+    def act() -> None:
+        if deed == "send":
+            two.b.ask(name, "Quick!", sampling=GREEDY)
+        elif deed == "rewind":
+            request = pb.RewindConversationRequest(conversation_id=name, to_revision=1)
+            two.b.stub.RewindConversation(request)
+        else:
+            two.b.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=name))
+
+    pulled = two.pull(name, fetch)
+    assert acted
+    assert "in use" in pulled.why_no_more
+    if deed == "rewind":  # then it says something else, and what it says is right
+        two.b.stub.RewindConversation(
+            pb.RewindConversationRequest(conversation_id=f"{name}-anew", to_revision=1)
+        )
+    if deed == "send":
+        assert two.b.ask(f"{name}-anew", "Quick!", sampling=GREEDY).completed
+    if deed == "delete":
+        said = two.b.ask(name, "Who?", sampling=GREEDY)
+        assert said.token_ids == two.b.ask("new-one", "Who?", sampling=GREEDY).token_ids
+        return
+    said = two.b.ask(name, "What then?", sampling=GREEDY)
+    anew = two.b.ask(f"{name}-anew", "What then?", sampling=GREEDY)
+    assert said.token_ids == anew.token_ids
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("seed", range(4))
+def test_replies_are_right_whatever_becomes_of_the_parts(two: Two, seed: int) -> None:
+    name, choose = two.next(), random.Random(seed)
+
+    async def fetch(*arguments: Any) -> Parts:
+        late: list[KvPart] = []
+        async for each in KvFetcher().fetch(*arguments):
+            roll = choose.random()
+            if isinstance(each, KvHeader) or roll < 0.5:
+                yield each
+            elif roll < 0.65:
+                yield flipped(each, choose.randrange(len(each.body)))
+            elif roll < 0.75:
+                yield each
+                yield each
+            elif roll < 0.9:
+                late.append(each)  # it is overtaken
+            elif roll < 0.95:
+                return
+            while late and choose.random() < 0.4:
+                yield late.pop()
+
+    pulled = two.pull(name, fetch)
+    two.check_replies(name, len(two.log_of(name)) - 1 - pulled.tokens)
+
+
+def test_a_tiny_host_tier_takes_the_end_and_the_rest_is_computed(two: Two, tmp_path: Path) -> None:
+    name = two.next()
+    data = copied(Path(two.a.daemon.store.folder.path), tmp_path / "small")
+    with rig(data, host_cache="96t") as small:
+        there = Two(two.a, small)
+        pulled = there.pull(name)
+        history = len(there.log_of(name)) - 1
+        assert pulled.tokens == 2 * SIZE + (history - 1) % SIZE + 1
+        assert "no room" in pulled.why_no_more
+        there.check_replies(name, history - pulled.tokens)
+
+
+# -- who may fetch --
+
+
+def fetched(address: str, token: str = "") -> list[Any]:
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with grpc.insecure_channel(address) as channel:
+        stub = replica_pb2_grpc.ReplicaServiceStub(channel)
+        request = replica_pb2.FetchKvRequest(conversation_id="a", num_tokens=9)
+        return list(stub.FetchKv(request, metadata=metadata, timeout=30))
+
+
+def code_of(address: str, token: str = "") -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as refused:
+        fetched(address, token)
+    code = refused.value.code()
+    assert isinstance(code, grpc.StatusCode)
+    return code
+
+
+def test_kv_is_not_offered_unless_the_operator_wants_it(tmp_path: Path) -> None:
+    with DaemonRig(tmp_path / "data") as one:
+        assert code_of(one.server.address) is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_where_tokens_are_needed_an_operators_is_needed_for_kv(tmp_path: Path) -> None:
+    made = {admin: auth.new_token("", admin=admin) for admin in (False, True)}
+    file = tmp_path / "tokens.toml"
+    file.write_text("\n".join(entry for _, entry in made.values()))
+    data = tmp_path / "data"
+    listening = Listening(
+        "127.0.0.1:0", data / "admin.sock", tokens=auth.read_tokens(file), hand_over=True
+    )
+    with DaemonRig(data, listening=listening) as one:
+        address = one.server.address
+        assert code_of(address) is grpc.StatusCode.UNAUTHENTICATED
+        assert code_of(address, made[False][0]) is grpc.StatusCode.PERMISSION_DENIED
+        # It may, but an engine without a model has no KV.
+        assert code_of(address, made[True][0]) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_request_that_names_nothing_is_refused_with_the_fields_name(two: Two) -> None:
+    with grpc.insecure_channel(two.a.server.address) as channel:
+        stub = replica_pb2_grpc.ReplicaServiceStub(channel)
+        for fields, name in (
+            ({"num_tokens": 3}, "conversation_id"),
+            ({"conversation_id": "a/b", "num_tokens": 3}, "conversation_id"),
+            ({"conversation_id": "a", "tenant": "x/y", "num_tokens": 3}, "tenant"),
+            ({"conversation_id": "a"}, "num_tokens"),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                list(stub.FetchKv(replica_pb2.FetchKvRequest(**fields), timeout=30))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert name in str(refused.value.details())

@@ -1,0 +1,267 @@
+"""What conversations begin with under a declared prefix, tokenized once, and again for another template."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.conversations.draft import Ask, Draft, Outdated
+from pensieve.conversations.heads import (
+    ConversationSettings,
+    GivenHistory,
+    Heads,
+    PrefixSettings,
+    message_of,
+    setting_of,
+)
+from pensieve.conversations.history import History
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import ContextFull, InvalidArgument
+from pensieve.store import records
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.text import ChatTemplate, Message, Setting, ToolCall
+from tests.text.families import (
+    LLAMA_3,
+    MISTRAL,
+    PHI_3,
+    QWEN_2_5,
+    QWEN_3,
+    Family,
+    template_of,
+    tokenizer_of,
+)
+from tests.text.world import TOOL, template_with
+
+SHOTS = (Message("user", "Is it raining? "), Message("assistant", "It is."))
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+class Texts:
+    defaults = Sampling()
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.recommended: dict[str, float] = {}
+        self.template = template
+        self.fingerprint = template.tokenizer.fingerprint()
+
+
+def history_of(store: ConversationStore, template: ChatTemplate) -> History:
+    return History(
+        store, Texts(template), context_max=4000, vocab_size=100_000, random_bits=lambda bits: 7
+    )
+
+
+@pytest.fixture(autouse=True)
+def _limits_as_before() -> Iterator[None]:
+    """A history sets the limit of its tokenizer, and other tests have the same tokenizers."""
+    yield
+    for family in (LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3):
+        tokenizer_of(family).tokens_max = sys.maxsize
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    with ConversationStore.open(tmp_path / "data", "a test") as store:
+        yield store
+
+
+def declare(history: History, **fields: Any) -> records.Prefix:
+    settings = PrefixSettings("rules", **fields)
+    return history.declared.declare(settings, history.heads.declared(settings, 0.0), 0.0, 10)
+
+
+def create(history: History, name: str) -> records.Conversation:
+    """The prefix is made anew where it must be, as the daemon does it."""
+    while isinstance(
+        made := history.create(ConversationSettings(name, prefix_id="rules")), Outdated
+    ):
+        history.renew(made, made.tokens())
+    return made
+
+
+def drafted(history: History, name: str, text: str) -> Draft:
+    ask = Ask(name, (Message("user", text),), TurnOptions())
+    while isinstance(found := history.draft(ask), Outdated):
+        history.renew(found, found.tokens())
+    assert isinstance(found, Draft)
+    return found
+
+
+def say(history: History, store: ConversationStore, name: str, text: str) -> None:
+    """A turn whose reply is one word."""
+    draft = drafted(history, name, text)
+    begun = history.begin(draft, draft.prompt())
+    reply = records.NewMessage("assistant", "yes", history._template.tokenizer.encode_text("yes"))
+    store.finish_turn(begun.turn.turn_id, reply, "length", {})
+
+
+def opened(template: ChatTemplate, messages: list[Message], setting: Setting) -> list[int]:
+    return template.tokenizer.encode(template.render(messages, setting), at_start=True).ids
+
+
+@pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, MISTRAL], ids=lambda each: each.name)
+def test_tools_alone_are_a_prefix(store: ConversationStore, family: Family) -> None:
+    template = template_of(family)
+    history = history_of(store, template)
+    options = {"date_string": "1 Jan 2026"} if family is LLAMA_3 else {}
+    declared = declare(history, tools=[TOOL], template_options=options)
+    assert declared.conversation.num_messages == 1
+    if family in (QWEN_2_5, QWEN_3):
+        assert declared.conversation.num_tokens > 50
+    create(history, "c")
+    log = [*store.log("c")]
+    for ids in drafted(history, "c", "Is it far?").prompt():
+        log += ids
+    tools = store.get_conversation("c").tools
+    assert tools == (TOOL,)
+    whole = opened(template, [Message("user", "Is it far?")], Setting(tools, options))
+    assert log == whole
+
+
+def test_where_nothing_is_fixed_in_front_all_comes_with_the_first_turn(
+    store: ConversationStore,
+) -> None:
+    template = template_with(PLAIN)
+    history = history_of(store, template)
+    declared = declare(history, system_prompt="Be brief.", messages=SHOTS)
+    assert (declared.conversation.num_messages, declared.conversation.num_tokens) == (3, 0)
+    create(history, "c")
+    (ids,) = drafted(history, "c", "So?").prompt()
+    before = [Message("system", "Be brief."), *SHOTS]
+    assert ids == opened(template, [*before, Message("user", "So?")], Setting())
+    say(history, store, "c", "So?")
+    store.rewind_conversation("c", 0)
+    assert drafted(history, "c", "So?").prompt() == [ids]
+
+
+@pytest.mark.parametrize("shots", [(), SHOTS])
+def test_another_template_makes_the_tokens_of_a_prefix_and_of_what_is_under_it_anew(
+    store: ConversationStore, shots: tuple[Message, ...]
+) -> None:
+    history = history_of(store, template_of(QWEN_2_5))
+    declare(history, system_prompt="Be brief.", messages=shots)
+    for name in ("said", "silent"):
+        create(history, name)
+    say(history, store, "said", "Is it far?")
+    qwen = [*store.log("said")]
+
+    other = template_of(PHI_3)
+    again = history_of(store, other)
+    create(again, "new")
+    first = [Message("system", "Be brief."), *shots]
+    head = other.head(first, Setting())
+    assert [*store.log("new")] == head.token_ids
+    for name in ("new", "silent"):
+        log = [*store.log(name)] if name == "new" else head.token_ids
+        for ids in drafted(again, name, "So?").prompt():
+            log = [*log, *ids]
+        assert log == opened(other, [*first, Message("user", "So?")], Setting())
+        assert [*store.log(name)] == head.token_ids
+    drafted(again, "said", "And now?")  # which makes its tokens anew
+    asked = opened(other, [*first, Message("user", "Is it far?")], Setting())
+    yes = other.tokenizer.encode_text("yes")
+    assert [*store.log("said")] == [*asked, *yes] != qwen
+    store.rewind_conversation("said", 0)
+    assert [*store.log("said")] == head.token_ids
+    assert store.verify() == []
+
+
+def test_a_prefix_that_another_template_cannot_write_is_refused_and_harms_nothing(
+    store: ConversationStore,
+) -> None:
+    history = history_of(store, template_of(QWEN_2_5))
+    declare(history, system_prompt="Be brief.", messages=SHOTS[:1])
+    before = store.log("prefix:rules")
+    again = history_of(store, template_of(MISTRAL))  # whose users and assistants alternate
+    with pytest.raises(InvalidArgument, match="refuses"):
+        create(again, "c")
+    assert store.log("prefix:rules") == before
+
+
+def test_what_cannot_fit_is_no_prefix(store: ConversationStore) -> None:
+    history = history_of(store, template_of(QWEN_2_5))
+    with pytest.raises(ContextFull):
+        declare(history, system_prompt="a b " * 4000)
+    with pytest.raises(InvalidArgument, match="cannot fit"):
+        declare(history, system_prompt="x" * 16 * 4000 + "x")
+
+
+def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = template_of(QWEN_2_5)
+    heads, made = Heads(template, 4000), []
+    original = ChatTemplate.head
+
+    def counted(self: ChatTemplate, messages: Any, setting: Setting) -> Any:
+        made.append(messages)
+        return original(self, messages, setting)
+
+    monkeypatch.setattr(ChatTemplate, "head", counted)
+    monkeypatch.setattr("pensieve.conversations.heads.HEADS_MAX", 2)
+    prompts = [[Message("system", f"Be brief {number}.")] for number in range(3)]
+    for each in (prompts[0], prompts[0], prompts[1], prompts[0]):
+        heads.of(each, Setting())
+    assert len(made) == 2
+    heads.of(prompts[2], Setting())  # 1 was asked for longest ago
+    assert [heads.knows(each, Setting()) for each in prompts] == [True, False, True]
+    assert not heads.knows(prompts[0], Setting(options={"a": 1}))
+
+
+def test_a_given_history_with_calls_of_tools_goes_on_as_it_was_tokenized(store: Any) -> None:
+    """Templates write arguments in the order of their keys, which the store sorts."""
+    history = history_of(store, template_of(QWEN_2_5))
+    call = ToolCall("rain", {"where": "Oslo", "days": {"to": 3, "from": 1}}, "call1")
+    settings = ConversationSettings(
+        "c",
+        tools=[TOOL],
+        messages=(
+            Message("user", "Is it raining?"),
+            Message("assistant", "I ask.", tool_calls=(call,)),
+            Message("tool", "3 mm", tool_call_id="call1"),
+            Message("assistant", "It is."),
+        ),
+    )
+    tokens = history.heads.declared(settings, 0.0)
+    made = history.declared.begin_with_history(settings, tokens, 0.0)
+    assert made.num_tokens == sum(map(len, tokens)) > 50
+    again = history_of(store, template_of(QWEN_2_5))  # which has not tokenized it
+    say(again, store, "c", "And now?")
+    messages = store.messages("c")
+    assert [each.role for each in messages] == [
+        *("user", "assistant", "tool", "assistant", "user", "assistant")
+    ]
+    first = [message_of(each) for each in messages[:5]]
+    log = list(store.log("c"))[: -messages[5].num_tokens]
+    setting = setting_of(store.get_conversation("c"))
+    assert log == opened(again._template, first, setting)
+
+
+def test_a_given_history_is_tokenized_again_for_another_template(store: Any) -> None:
+    settings = ConversationSettings("c", system_prompt="Be brief.", messages=SHOTS)
+    history = history_of(store, template_of(QWEN_2_5))
+    tokens = history.heads.declared(settings, 0.0)
+    history.declared.begin_with_history(settings, tokens, 0.0)
+    say(history, store, "c", "And now?")
+    other = history_of(store, template_of(LLAMA_3))
+    draft = drafted(other, "c", "And then?")
+    assert draft.conversation.fingerprint == other._fingerprint
+    log = list(store.log("c"))
+    first = [message_of(each) for each in store.messages("c")[:4]]
+    before = opened(other._template, first, setting_of(draft.conversation))
+    assert log[: len(before)] == before
+
+
+def test_a_history_in_pieces_is_refused_as_soon_as_it_cannot_fit() -> None:
+    history = GivenHistory(context_max=3)
+    history.extend([Message("user", ""), Message("assistant", "")])
+    history.extend([Message("user", "")])
+    with pytest.raises(InvalidArgument, match="4 messages cannot fit a context of 3 tokens"):
+        history.extend([Message("assistant", "")])
+    with pytest.raises(InvalidArgument, match="characters cannot fit a context of 3 tokens"):
+        GivenHistory(context_max=3).extend([Message("user", "x" * 1_000_000)])

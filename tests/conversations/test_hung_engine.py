@@ -1,0 +1,312 @@
+"""An engine that hangs is noticed, killed and started again; and its supervision never ends in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.client import Client
+from pensieve.client.admin import Admin
+from pensieve.conversations import engine_client
+from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.engine import pipe
+from pensieve.v1 import conversation_pb2 as pb
+from tests import fork_server
+from tests.conversations.rig_daemon import (
+    ECHO,
+    DaemonRig,
+    ServeProcess,
+    said,
+    send_signal,
+    wait_for,
+)
+
+FAULTY = (sys.executable, "-m", "tests.conversations.faulty_engine")
+SLOW = (*ECHO, "--seconds=0.02")
+SHORT = pb.Sampling(max_tokens=8, ignore_eos=True)
+LONG = pb.Sampling(max_tokens=300, ignore_eos=True)
+ROOT = Path(__file__).parents[2]
+
+
+# -- an engine that hangs --
+
+
+def test_an_engine_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
+    config = DaemonConfig(grace_seconds=30.0, heartbeat_seconds=3.0)
+    with DaemonRig(tmp_path / "data", program=SLOW, config=config) as rig:
+        with Client(rig.server.address) as client:
+            turn = client.conversation("c").send("hello", max_tokens=60, ignore_eos=True)
+            next(iter(turn))
+            send_signal(rig.daemon.engine.pid, signal.SIGSTOP)
+            for _ in turn:
+                pass
+            assert len(turn.reply.token_ids) == 60
+        assert rig.daemon.engine.num_restarts == 1
+        assert len(rig.messages("c")) == 2
+
+
+def test_an_engine_whose_main_thread_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    faults = tmp_path / "faults"
+    config = DaemonConfig(grace_seconds=30.0, iteration_seconds_max=2.0)
+    with DaemonRig(tmp_path / "data", program=(*FAULTY, str(faults)), config=config) as rig:
+        rig.ask("c", "one", sampling=SHORT)
+        faults.write_text("hang")
+        with Client(rig.server.address) as client:
+            reply = client.conversation("c").ask("two", max_tokens=8, ignore_eos=True)
+        assert len(reply.token_ids) == 8
+        assert rig.daemon.engine.num_restarts == 1
+
+
+def test_an_iteration_that_takes_longer_than_a_heartbeat_is_left_alone(tmp_path: Path) -> None:
+    config = DaemonConfig(heartbeat_seconds=2.0)
+    with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=5"), config=config) as rig:
+        one = pb.Sampling(max_tokens=1, ignore_eos=True)
+        assert rig.ask("c", "hello", sampling=one).completed.revision == 1
+        assert rig.daemon.engine.num_restarts == 0
+
+
+def test_an_idle_engine_is_left_alone(tmp_path: Path) -> None:
+    config = DaemonConfig(heartbeat_seconds=2.0, iteration_seconds_max=2.0)
+    with DaemonRig(tmp_path / "data", config=config) as rig:
+        time.sleep(5.0)
+        assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
+        assert rig.daemon.engine.num_restarts == 0
+
+
+def test_a_service_that_was_stopped_leaves_its_engine_alone(tmp_path: Path) -> None:
+    parameters = {"config": {"heartbeat_seconds": 2.0, "iteration_seconds_max": 2.0}}
+    process = ServeProcess(tmp_path / "data", parameters=parameters)
+    address = process.start()
+    with Client(address) as client, Admin(f"unix:{process.data / 'admin.sock'}") as admin:
+        conversation = client.conversation("c")
+        conversation.ask("one", max_tokens=4, ignore_eos=True)
+        process.process.send_signal(signal.SIGSTOP)
+        time.sleep(5.0)
+        process.process.send_signal(signal.SIGCONT)
+        conversation.ask("two", max_tokens=4, ignore_eos=True)
+        time.sleep(1.0)
+        assert admin.stats().engine_restarts == 0
+    assert process.stop() == 0
+
+
+def test_an_engine_that_fails_to_take_a_message_is_started_again(tmp_path: Path) -> None:
+    """Its reader thread had ended with a traceback, and nobody read the pipe any more."""
+    faults = tmp_path / "faults"
+    faults.write_text("deaf")
+    with DaemonRig(
+        tmp_path / "data",
+        program=(*FAULTY, str(faults)),
+        config=DaemonConfig(grace_seconds=30.0),
+    ) as rig:
+        with Client(rig.server.address) as client:
+            reply = client.conversation("c").ask("one", max_tokens=8, ignore_eos=True)
+        assert len(reply.token_ids) == 8
+        assert rig.daemon.engine.num_restarts == 1
+
+
+def test_a_start_without_news_is_logged_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.001)
+    with (
+        caplog.at_level(logging.WARNING, "pensieve"),
+        DaemonRig(tmp_path / "data", config=DaemonConfig(heartbeat_seconds=1.0)) as rig,
+    ):
+        assert "starts; no news for" in caplog.text
+        assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
+
+
+def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one does that waits for its device; two engines would fight for it."""
+    monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.001)
+    with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.ERROR, "pensieve"):
+        process = rig.daemon.engine._process
+        assert process is not None
+        wait = process.wait
+        killed: list[Any] = []
+
+        def lasts(timeout: float | None = None) -> int:
+            if len(killed) < 3:
+                killed.append(1)
+                raise subprocess.TimeoutExpired("engine", timeout or 0.0)
+            return int(wait(timeout))
+
+        monkeypatch.setattr(process, "wait", lasts)
+        os.kill(process.pid, signal.SIGKILL)
+        wait_for(lambda: rig.daemon.engine.num_restarts == 1)
+        assert caplog.text.count("was killed and does not end") == 3
+
+
+def test_a_daemon_stops_though_its_engine_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_client, "STOP_SECONDS", 0.1)
+
+    def lasts(timeout: float) -> int:
+        raise subprocess.TimeoutExpired("engine", timeout)
+
+    with caplog.at_level(logging.ERROR, "pensieve"), DaemonRig(tmp_path / "data") as rig:
+        process = rig.daemon.engine._process
+        assert process is not None
+        monkeypatch.setattr(process, "wait", lasts)
+    assert "was killed and does not end" in caplog.text
+    monkeypatch.undo()
+    process.wait(30)
+
+
+# -- a supervisor that cannot die quietly --
+
+
+def wrong(*arguments: Any) -> None:
+    raise ZeroDivisionError("nobody foresaw this")
+
+
+@pytest.mark.parametrize("when", ["_on_down", "_on_up", "_reap"])
+def test_a_supervisor_that_fails_ends_the_service(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.ERROR, "pensieve"),
+        DaemonRig(tmp_path / "data", program=SLOW) as rig,
+    ):
+        events = rig.send("c", "hello", sampling=LONG)
+        next(events)
+        monkeypatch.setattr(rig.daemon.engine, when, wrong)
+        send_signal(rig.daemon.engine.pid, signal.SIGKILL)
+        wait_for(rig.server.stopping.is_set)
+        assert "nobody foresaw this" in str(rig.server.failure)
+        monkeypatch.undo()
+    assert "the engine's supervisor has failed" in caplog.text
+    with pytest.raises(grpc.RpcError):
+        said(events)
+
+
+def test_an_unforeseen_failure_of_a_start_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.ERROR, "pensieve"):
+        engine, failures = rig.daemon.engine, [2]
+        spawn: Callable[[], Any] = engine._spawn
+
+        async def fail_twice() -> Any:
+            if failures[0]:
+                failures[0] -= 1
+                wrong()
+            return await spawn()
+
+        monkeypatch.setattr(engine, "_spawn", fail_twice)
+        send_signal(engine.pid, signal.SIGKILL)
+        wait_for(lambda: engine.num_restarts == 1)
+        assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
+        assert caplog.text.count("nobody foresaw this") >= 2
+
+
+def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    program = (
+        "import sys; from pensieve.conversations.daemon import Daemon; from pensieve.cli.main import main\n"
+        "def wrong(self, reason): raise ZeroDivisionError('nobody foresaw this')\n"
+        "Daemon._on_down = wrong; sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-c", program, "serve"),
+            *("--data", str(tmp_path / "data"), "--address", "127.0.0.1:0"),
+            *("--ready-file", str(ready)),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PENSIEVE_ENGINE": "echo"},
+    )
+    wait_for(lambda: ready.exists() or process.poll() is not None)
+    (engine,) = fork_server.children_of(process.pid)
+    os.kill(engine, signal.SIGKILL)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    last = told.splitlines()[-1]
+    assert last.startswith("pensieve: the service cannot go on")
+    assert "nobody foresaw this" in last
+
+
+@pytest.mark.parametrize("where", ["interrupt", "fail", "finish"])
+def test_a_turn_whose_end_fails_unforeseen_has_one(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its readers would have waited for ever."""
+    faults = tmp_path / "faults"
+    with DaemonRig(tmp_path / "data", program=(*FAULTY, str(faults))) as rig:
+        history = rig.daemon.conversations._history
+        monkeypatch.setattr(history, where, wrong)
+        if where != "interrupt":
+            monkeypatch.setattr(history, "interrupt", wrong)
+        faults.write_text({"interrupt": "memory", "fail": "nan", "finish": ""}[where])
+        with pytest.raises(grpc.RpcError) as caught:
+            rig.ask("c", "hello", sampling=SHORT, seconds=30)
+        assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        assert rig.num_live == 0
+
+
+def test_a_turn_whose_log_cannot_be_read_for_an_unforeseen_reason_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DaemonRig(tmp_path / "data") as rig:
+        rig.ask("c", "hello", sampling=SHORT)
+        send_signal(rig.daemon.engine.pid, signal.SIGKILL)
+        wait_for(lambda: rig.daemon.engine.num_restarts == 1)
+        monkeypatch.setattr(rig.daemon.conversations._history, "log_for", wrong)
+        with pytest.raises(grpc.RpcError) as caught:
+            rig.ask("c", "again", sampling=SHORT, seconds=30)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert not rig.server.stopping.is_set()
+
+
+def test_the_last_words_of_an_engine_that_left_something_unread_are_heard() -> None:
+    """The pipe is reset then, and what had come before was lost with the reset."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await engine_client._open(ours)
+        writer.write(pipe.pack(["never", "read"]))
+        await writer.drain()
+        theirs.sendall(pipe.pack_alive(7))
+        theirs.sendall(pipe.pack(["died", "the reason", 1]))
+        theirs.close()
+        await asyncio.sleep(0.05)  # all of it has come
+        frame = await engine_client._read(reader)
+        assert frame is not None
+        assert pipe.rounds_of(frame) == 7
+        frame = await engine_client._read(reader)
+        assert frame is not None
+        assert frame[0] == ["died", "the reason", 1]
+        assert await engine_client._read(reader) is None
+        writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_task_of_the_daemon_that_fails_unforeseen_ends_the_service(tmp_path: Path) -> None:
+    async def fail() -> None:
+        wrong()
+
+    with DaemonRig(tmp_path / "data") as rig:
+
+        async def spawn() -> None:
+            rig.daemon.threads.spawn(fail())
+
+        rig.call(spawn())
+        wait_for(rig.server.stopping.is_set)
+        assert "nobody foresaw this" in str(rig.server.failure)

@@ -1,0 +1,64 @@
+"""However much a reader is behind, no message exceeds what may be sent at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.api.grpc.translate import deltas
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.core.iteration import Logprob
+from pensieve.core.sampling import LOGPROBS_MAX
+from pensieve.text import Part
+
+RECEIVED_BYTES_MAX = 4 << 20  # by a gRPC client that sets nothing
+MARGIN = 1000  # for what a message has around its delta
+
+
+def turn(num_tokens: int, text: str = "w", logprobs: int = 0) -> LiveTurn:
+    live = LiveTurn(1, "c", 0, 1)
+    for number in range(num_tokens):
+        live.texts.append(text)
+        live.parts.append(Part.THINKING if number < num_tokens // 3 else Part.TEXT)
+        if logprobs:
+            top = tuple(Logprob(2**31 + each, -1.5) for each in range(logprobs))
+            assert isinstance(live.logprobs, dict)
+            live.logprobs[number] = (-0.5, top)
+        live.token_ids.append(number)
+    return live
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        turn(20_000, logprobs=LOGPROBS_MAX),
+        turn(3_000, text="\N{GRINNING FACE}" * 700),
+        turn(3, text="\N{GRINNING FACE}" * 3_000_000),
+    ],
+    ids=["many logprobs", "long words", "huge words"],
+)
+def test_a_late_reader_gets_everything_in_messages_that_may_be_sent(live: LiveTurn) -> None:
+    token_ids: list[int] = []
+    texts: list[str] = []
+    logprobs: list[tuple[float, int]] = []
+    for delta in deltas(live, 0, live.num_tokens):
+        assert delta.ByteSize() <= RECEIVED_BYTES_MAX - MARGIN
+        token_ids += delta.token_ids
+        texts.append(delta.text)
+        logprobs += [(each.logprob, len(each.alternatives)) for each in delta.logprobs]
+    assert token_ids == live.token_ids
+    assert "".join(texts) == live.text
+    assert isinstance(live.logprobs, dict)
+    assert logprobs == [(logprob, len(top)) for logprob, top in live.logprobs.values()]
+
+
+def test_a_reader_that_keeps_up_gets_one_message_for_each_kind() -> None:
+    found = list(deltas(turn(300), 50, 250))
+    assert [len(each.token_ids) for each in found] == [50, 150]
+
+
+def test_a_reply_whose_text_is_known_as_a_whole_is_split_too() -> None:
+    live = LiveTurn(1, "c", 0, 1, list(range(9)), ["long " * 2_000_000], [Part.TEXT] * 9)
+    found = list(deltas(live, 0, 9))
+    assert all(each.ByteSize() <= RECEIVED_BYTES_MAX - MARGIN for each in found)
+    assert "".join(each.text for each in found) == live.text
+    assert [token for each in found for token in each.token_ids] == list(range(9))

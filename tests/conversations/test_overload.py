@@ -1,0 +1,123 @@
+"""Ten times the load that can be carried: what is carried stays carried, the rest is told to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from pensieve.client.admin import Admin
+from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import conversation_pb2_grpc, status_pb2
+from tests.conversations.rig_daemon import ServeProcess
+
+CARRIED = 16  # turns at once
+TURN = pb.Sampling(max_tokens=20, ignore_eos=True)
+
+
+async def load(address: str, turns_per_second: float | None, seconds: float) -> dict[str, Any]:
+    """Turns that arrive at a rate whatever becomes of them; or (None) just as many as are carried."""
+    delivered, completed, refused, codes, retries = 0, 0, [], set(), True
+    began = time.monotonic()
+    end = began + seconds
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = conversation_pb2_grpc.ConversationServiceStub(channel)
+
+        async def say(number: int) -> None:
+            nonlocal delivered, completed, retries
+            asked = time.monotonic()
+            request = pb.SendMessageRequest(
+                conversation_id=f"c{number}",
+                messages=[pb.NewMessage(content="hello")],
+                create_if_missing=True,
+                sampling=TURN,
+            )
+            try:
+                async for response in stub.SendMessage(request):
+                    if response.WhichOneof("event") == "delta":
+                        delivered += len(response.delta.token_ids)
+                completed += 1
+            except grpc.aio.AioRpcError as error:
+                refused.append(time.monotonic() - asked)
+                codes.add(error.code())
+                packed = dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+                kinds = [each.type_url for each in status_pb2.Status.FromString(packed).details]
+                retries &= any(kind.endswith("RetryInfo") for kind in kinds)
+
+        async def go_on(number: int) -> None:
+            while time.monotonic() < end:
+                await say(number)
+
+        if turns_per_second is None:
+            await asyncio.gather(*(go_on(number) for number in range(2 * CARRIED)))
+        else:
+            tasks, number = [], 0
+            while (now := time.monotonic()) < end:
+                while began + number / turns_per_second <= now:
+                    number += 1
+                    tasks.append(asyncio.create_task(say(1000 + number)))
+                await asyncio.sleep(0.002)
+            await asyncio.gather(*tasks)
+        took = time.monotonic() - began
+    refused.sort()
+    assert delivered == completed * TURN.max_tokens, "a turn that was taken is cut short"
+    return {
+        "tokens_per_second": delivered / took,
+        "turns_per_second": delivered / took / TURN.max_tokens,
+        "refused": len(refused),
+        "refused_p99_seconds": refused[int(len(refused) * 0.99)] if refused else 0.0,
+        "codes": codes,
+        "all_say_when_to_come_back": retries,
+    }
+
+
+def rss_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmRSS")
+
+
+def test_ten_times_the_load_costs_the_carried_ones_nothing(tmp_path: Path) -> None:
+    process = ServeProcess(
+        tmp_path / "data",
+        *("--turns-max", str(CARRIED)),
+        engine="echo:0.02",
+        parameters={"config": {"turns_max": 2 * CARRIED + 8}},
+    )
+    address = process.start()
+    pid = process.process.pid
+    with Admin(f"unix:{tmp_path / 'data' / 'admin.sock'}") as admin:
+
+        def measured(
+            turns_per_second: float | None, seconds: float
+        ) -> tuple[dict[str, Any], float]:
+            """What came of this load, and how many tokens an iteration of it brought."""
+            before = admin.stats()
+            outcome = asyncio.run(load(address, turns_per_second, seconds))
+            after = admin.stats()
+            num_iterations = after.iterations - before.iterations
+            return outcome, (after.output_tokens - before.output_tokens) / num_iterations
+
+        peak, peak_goodput = measured(None, 4)
+        before = rss_bytes(pid)
+        over, over_goodput = measured(10 * peak["turns_per_second"], 6)
+        grown = rss_bytes(pid) / before
+        print(
+            f"goodput {over['tokens_per_second'] / peak['tokens_per_second']:.0%} of "
+            f"{peak['tokens_per_second']:,.0f} tokens/s, {over_goodput:.1f} and {peak_goodput:.1f} an "
+            f"iteration; {over['refused']} refused, p99 after "
+            f"{over['refused_p99_seconds'] * 1e3:.1f} ms; memory x {grown:.3f}"
+        )
+        assert peak["refused"] == 0
+        assert over["refused"] > 100
+        assert over["codes"] == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert over["all_say_when_to_come_back"]
+        assert over_goodput > 0.7 * peak_goodput  # in iterations, for seconds are the machine's
+        assert grown < 1.3
+        assert admin.check() == []
+    assert process.stop() == 0

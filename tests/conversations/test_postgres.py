@@ -1,0 +1,115 @@
+"""`pensieve serve --store`: a conversation in PostgreSQL, end to end, over the deaths of both processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.client import Client, Retry
+from pensieve.store import ConversationStore
+from pensieve.store.folder import DATABASE_NAME
+from tests.conversations.rig_daemon import ServeProcess
+from tests.store import postgres_server
+from tests.store.postgres_server import USER, PostgresServer
+
+SECRET = "hunter2"
+ENOUGH = Retry(retries=60)
+
+
+@pytest.fixture
+def server() -> Iterator[PostgresServer]:
+    if problem := postgres_server.missing():
+        pytest.skip(problem)
+    made = PostgresServer()
+    try:
+        made.initialise()
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+def serve(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A daemon that does not come to serve."""
+    command = (sys.executable, "-m", "pensieve", "serve", "--data", str(data))
+    return subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PENSIEVE_ENGINE": "echo"},
+    )
+
+
+def test_a_conversation_goes_on_after_either_process_was_killed(
+    tmp_path: Path,
+    server: PostgresServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = server.new_database().replace(f"{USER}@", f"{USER}:{SECRET}@")
+    for name, secret in (("PENSIEVE_STORE", url), ("PGPASSWORD", SECRET)):
+        monkeypatch.setenv(name, secret)
+    daemon = ServeProcess(tmp_path / "data", engine="echo:0.002")
+
+    def ask(text: str) -> str:
+        with Client(daemon.address, retry=ENOUGH) as client:
+            return client.conversation("tea").ask(text, max_tokens=6, create_if_missing=True).text
+
+    def texts() -> list[str]:
+        with Client(daemon.address, retry=ENOUGH) as client:
+            return [message.text for message in client.conversation("tea").messages()]
+
+    daemon.start()
+    spoken = ["Hello.", ask("Hello.")]
+    assert texts() == spoken
+    daemon.kill()
+    daemon.start()
+    assert texts() == spoken
+    spoken += ["And now?", ask("And now?")]
+    server.kill()
+    server.start()
+    spoken += ["And then?", ask("And then?")]
+    assert texts() == spoken
+
+    engine_pid = daemon.engine_pid()
+    for file in ("cmdline", "environ"):
+        assert SECRET.encode() not in Path(f"/proc/{engine_pid}/{file}").read_bytes()
+    where = ("--data", str(daemon.data))
+    assert main(["admin", "check", *where]) == 0
+    assert main(["backup", str(tmp_path / "copy"), *where]) != 0
+    assert "PostgreSQL has backups of its own" in capsys.readouterr().err
+    other = serve(tmp_path / "other", "--store", url)
+    assert other.returncode == 3
+    assert "is in use by pensieve serve, pid " in other.stderr
+    assert SECRET not in other.stderr + other.stdout
+    assert daemon.stop() == 0
+    assert SECRET not in daemon.log.read_text()
+    assert not (daemon.data / DATABASE_NAME).exists()
+    with ConversationStore.open(tmp_path / "later", "test", url=url) as store:
+        assert [message.content for message in store.messages("tea")] == spoken
+        assert store.verify() == []
+
+
+def test_a_daemon_without_its_server_says_so_and_ends(tmp_path: Path) -> None:
+    url = f"postgresql://me:{SECRET}@127.0.0.1:1/history"
+    if problem := postgres_server.missing():
+        pytest.skip(problem)
+    done = serve(tmp_path / "data", "--store", url)
+    assert done.returncode == 1
+    assert "the history postgresql://me@127.0.0.1:1/history: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert SECRET not in done.stderr + done.stdout
+
+
+def test_a_backup_folder_of_ours_is_refused(tmp_path: Path) -> None:
+    backup = ("--backup", str(tmp_path / "copy"))
+    done = serve(tmp_path / "data", "--store", "postgresql:///history", *backup)
+    assert done.returncode == 2
+    assert "PostgreSQL has backups of its own" in done.stderr

@@ -1,0 +1,126 @@
+"""How long a turn lives without a reader: a grace that a loop which stands still does not use up."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.readers import ReaderLimits, Readers
+
+GRACE_SECONDS = 1.0
+LIMITS = ReaderLimits(GRACE_SECONDS, stall_seconds=30.0, undelivered_tokens_max=1000)
+
+
+class Handle:
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act = act
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Loop:
+    """Its time passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._timers: list[tuple[float, int, Handle]] = []
+        self._number = 0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, act: Callable[..., None], *arguments: Any) -> Handle:
+        handle = Handle(lambda: act(*arguments))
+        self._number += 1
+        heapq.heappush(self._timers, (when, self._number, handle))
+        return handle
+
+    def round(self) -> None:
+        """What is due now, and not what that plans."""
+        due = []
+        while self._timers and self._timers[0][0] <= self.now:
+            due.append(heapq.heappop(self._timers)[2])
+        for handle in due:
+            if not handle.is_cancelled:
+                handle.act()
+
+    def run(self, seconds: float, step: float = 0.001) -> None:
+        """Rounds, one after the other, in which so much time passes."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + step, end)
+            self.round()
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.given_up: list[LiveTurn] = []
+        self.readers = Readers(
+            cast(asyncio.AbstractEventLoop, self.loop), LIMITS, self.given_up.append
+        )
+        self.live = LiveTurn(1, "c", 0, 1)
+
+    def come_and_leave(self) -> None:
+        async def act() -> None:
+            reader = asyncio.ensure_future(self.readers.follow(self.live, nothing))
+            await asyncio.sleep(0)
+            assert self.readers.has_reader(self.live)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+        asyncio.run(act())
+
+
+async def nothing(start: int, stop: int) -> None:
+    pass
+
+
+def test_a_turn_that_nobody_reads_is_given_up_when_its_grace_has_passed() -> None:
+    scene = Scene()
+    scene.readers.start_grace(scene.live)
+    scene.loop.run(0.95 * GRACE_SECONDS)
+    assert scene.given_up == []
+    scene.loop.run(0.1 * GRACE_SECONDS)
+    assert scene.given_up == [scene.live]
+    scene.loop.run(5 * GRACE_SECONDS)
+    assert len(scene.given_up) == 1
+
+
+def test_a_reader_that_comes_and_leaves_begins_the_grace_anew() -> None:
+    scene = Scene()
+    scene.readers.start_grace(scene.live)
+    for _ in range(3):
+        scene.loop.run(0.75 * GRACE_SECONDS)
+        scene.come_and_leave()
+    scene.loop.run(0.95 * GRACE_SECONDS)
+    assert scene.given_up == []
+    scene.loop.run(0.1 * GRACE_SECONDS)
+    assert scene.given_up == [scene.live]
+
+
+@pytest.mark.parametrize("begun", [0.0, 0.5, 0.93, 0.999])
+def test_readers_on_their_way_when_the_loop_stands_still_find_their_turn(begun: float) -> None:
+    scene = Scene()
+    scene.readers.start_grace(scene.live)
+    scene.loop.run(begun * GRACE_SECONDS)
+    scene.loop.now += 1.2 * GRACE_SECONDS
+    scene.loop.run(0.08 * GRACE_SECONDS)  # some more rounds, which the reader needs
+    assert scene.given_up == []
+    scene.come_and_leave()
+    scene.loop.run(1.05 * GRACE_SECONDS)
+    assert scene.given_up == [scene.live]
+
+
+def test_a_loop_that_is_always_late_gives_up_turns_too() -> None:
+    scene = Scene()
+    scene.readers.start_grace(scene.live)
+    scene.loop.run(30 * GRACE_SECONDS, step=GRACE_SECONDS)
+    assert scene.given_up == [scene.live]

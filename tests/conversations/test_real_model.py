@@ -1,0 +1,27 @@
+"""The check with a real model finds what it looks for; here with a tiny random one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.conversations.rig import write_model
+from tests.real_model import exactness, problems
+from tests.text.families import QWEN_2_5
+
+
+def test_eight_talks_under_tiny_caches_are_plain_transformers(tmp_path: Path) -> None:
+    """Of 1,600 tokens of histories 800 fit on the device and 600 on the host."""
+    model = write_model(tmp_path / "model", QWEN_2_5)
+    small = ("--device-cache", "800t", "--host-cache", "600t")
+    figures = exactness(str(model), tmp_path / "data", 2, (*small, "--policy", "value"), "8")
+    assert problems(figures) == [], figures
+    assert figures["replies"] > 200
+    assert figures["wrong"] == 0
+
+
+def test_a_wrong_token_and_a_cache_that_was_large_enough_are_problems() -> None:
+    figures = {"device": 5, "host": 0, "recomputed": 5, "replies": 90, "wrong": 2, "ties": 0}
+    assert problems(figures) == [
+        "2 of 90 tokens are wrong",
+        "there were no tokens of the kind 'host'",
+    ]

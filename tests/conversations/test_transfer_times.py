@@ -1,0 +1,97 @@
+"""Whether KV is fetched is decided by what links were measured to do, and by what computing takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.conversations.transfer_times import (
+    BYTES_PER_SECOND,
+    KNOWN_SECONDS,
+    LATENCY_SECONDS,
+    LINKS_MAX,
+    TransferTimes,
+    Wanted,
+    gain_of,
+)
+
+TOKEN_BYTES = 10_000
+PART_BYTES = 1_000_000  # of a hundred tokens
+
+
+def wanted(num_tokens: int, tokens_per_second: float) -> Wanted:
+    return Wanted(num_tokens, TOKEN_BYTES, lambda start, stop: (stop - start) / tokens_per_second)
+
+
+def growing(num_tokens: int, seconds_per_pair: float) -> Wanted:
+    """Computing costs by what a token sees."""
+
+    def seconds(start: int, stop: int) -> float:
+        return seconds_per_pair * (stop * stop - start * start) / 2
+
+    return Wanted(num_tokens, TOKEN_BYTES, seconds)
+
+
+def test_of_an_unknown_link_little_is_assumed() -> None:
+    times = TransferTimes()
+    assert times.link("a", 0.0) is None
+    assert times.bytes_per_second("a", 0.0) == BYTES_PER_SECOND == 50e6
+    assert not times.is_worth("a", wanted(100, 10_000.0), PART_BYTES, 0.0)  # 10 ms to compute
+    assert times.is_worth("a", wanted(100, 1_000.0), PART_BYTES, 0.0)  # 100 ms, and 20 to fetch
+    assert not times.is_worth("a", wanted(1_000, 5_500.0), PART_BYTES, 0.0)  # 182 and 200
+    assert times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 0.0)  # a trial: over 0.2 s
+
+
+def test_what_transfers_took_is_learned_by_address() -> None:
+    times = TransferTimes()
+    times.learn("a", 0.1, 10_000_000, 1.0, 0.0)
+    assert not times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 1.0)  # no trial any more
+    times.learn("b", 0.001, 10_000_000, 0.01, 0.0)
+    assert times.is_worth("b", wanted(2_000, 5_500.0), PART_BYTES, 1.0)
+    assert times.is_worth("b", wanted(100, 10_000.0), PART_BYTES, 1.0)
+    times.learn("a", 0.02, 10_000_000, 0.1, 2.0)  # a quarter
+    link = times.link("a", 2.0)
+    assert link is not None
+    assert link.bytes_per_second == pytest.approx(10e6 + 90e6 / 4)
+    assert link.latency_seconds == pytest.approx(0.08)
+
+
+def test_what_is_long_ago_is_not_known() -> None:
+    times = TransferTimes()
+    times.learn("a", 0.1, 1_000_000, 1.0, 0.0)
+    assert times.link("a", KNOWN_SECONDS - 1) is not None
+    assert times.link("a", KNOWN_SECONDS) is None
+    times.learn("a", 0.1, 9_000_000, 1.0, KNOWN_SECONDS)
+    assert times.bytes_per_second("a", KNOWN_SECONDS) == 9_000_000
+
+
+def test_a_transfer_without_a_byte_teaches_nothing() -> None:
+    times = TransferTimes()
+    times.learn("a", 0.1, 0, 1.0, 0.0)
+    assert times.link("a", 0.0) is None
+
+
+def test_the_end_may_be_worth_it_where_all_of_it_is_not() -> None:
+    """100 tokens per 0.1 s by the link; to compute they take 0.005 s in front and 0.995 s at the end."""
+    times, of = TransferTimes(), growing(10_000, 1e-6)
+    times.learn("a", 0.01, 1_000_000, 0.1, 0.0)
+    rate = times.bytes_per_second("a", 0.0)
+    assert gain_of(of, 9_900, 10_000, rate) == pytest.approx(0.895)
+    assert gain_of(of, 0, 100, rate) == pytest.approx(-0.095)
+    assert times.is_worth("a", of, PART_BYTES, 0.0)
+    assert not times.is_worth("a", growing(900, 1e-6), PART_BYTES, 0.0)
+
+
+def test_a_latency_must_be_made_up_for() -> None:
+    times = TransferTimes()
+    times.learn("near", LATENCY_SECONDS, 1_000_000, 0.001, 0.0)
+    times.learn("far", 0.5, 1_000_000, 0.001, 0.0)
+    assert times.is_worth("near", wanted(1_000, 10_000.0), PART_BYTES, 0.0)
+    assert not times.is_worth("far", wanted(1_000, 10_000.0), PART_BYTES, 0.0)
+
+
+def test_the_address_learned_first_is_forgotten_for_one_too_many() -> None:
+    times = TransferTimes()
+    for number in range(LINKS_MAX + 1):
+        times.learn(f"a{number}", 0.1, 1_000_000, 1.0, 0.0)
+    assert times.link("a0", 0.0) is None
+    assert times.link("a1", 0.0) is not None

@@ -1,0 +1,110 @@
+"""The objective for the first token, over the wire: who is refused, what they hear, and who is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.client import Client, Retry
+from pensieve.errors import QueueFull
+from pensieve.v1 import admin_pb2
+from tests.conversations.rig_daemon import ECHO, details, said, wait_for
+from tests.conversations.test_admission import on_the_loop
+from tests.guard.test_tenants import ENDLESS, SHORT, TokensRig
+
+TTFT, SECONDS_PER_ADMISSION = 20.0, 8.0
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[TokensRig]:
+    """Its engine has room for one turn."""
+    tenants: dict[str, dict[str, Any]] = {"noisy": {}, "quiet": {}}
+    program, written = (*ECHO, "--seconds=0.002"), {"turns_max": "1"}
+    with TokensRig(tmp_path, tenants, program, written, TTFT) as rig:
+        yield rig
+
+
+def more(rig: TokensRig) -> dict[str, float]:
+    return dict(rig.admin.GetStats(admin_pb2.GetStatsRequest(), timeout=60).stats.more)
+
+
+def flooded(rig: TokensRig) -> list[Any]:
+    """One turn runs and three wait, of a tenant; the engine had room for another every 8 s."""
+    calls = [rig.begin("noisy", f"n{i}", ENDLESS, request_id=f"r{i}") for i in range(4)]
+    turns = rig.daemon.conversations.turns
+    wait_for(lambda: on_the_loop(rig, lambda: turns.num_waiting) == 3)
+
+    def admit_late() -> None:
+        future = rig._loop.time() + 8 * SECONDS_PER_ADMISSION
+        rig.daemon.admission.turn_admitted(0.0, future)
+
+    on_the_loop(rig, admit_late)
+    return calls
+
+
+def test_a_tenant_that_floods_is_refused_and_the_others_are_not(rig: TokensRig) -> None:
+    calls = flooded(rig)
+    with pytest.raises(grpc.RpcError) as error:
+        said(rig.begin("noisy", "n9", SHORT))
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    found = details(error.value)
+    assert found["ErrorInfo"].reason == "QUEUE_FULL"
+    assert not found["ErrorInfo"].metadata
+    wait = 3 * SECONDS_PER_ADMISSION - TTFT
+    assert found["RetryInfo"].retry_delay.ToSeconds() == pytest.approx(wait, abs=3)
+    assert more(rig)["refused_for_ttft"] == 1
+    quiet = rig.begin("quiet", "q", SHORT)
+    for call in calls:
+        call.cancel()
+    assert said(quiet).completed.revision == 1
+    wait_for(lambda: rig.num_live == 0)
+    assert said(rig.begin("noisy", "n9", SHORT)).completed.revision == 1, "nobody is ahead of it"
+
+
+def test_who_asks_again_has_the_turn_that_waits_already(rig: TokensRig) -> None:
+    calls = flooded(rig)
+    again = rig.begin("noisy", "n3", ENDLESS, request_id="r3")
+    assert more(rig)["refused_for_ttft"] == 0
+    assert more(rig)["queue_wait_seconds"] == 0.0, "of a newcomer"
+    for call in (*calls, again):
+        call.cancel()
+
+
+def test_the_sdk_hears_when_to_come_back(rig: TokensRig) -> None:
+    calls = flooded(rig)
+    token = rig.secrets["noisy"]
+    with (
+        Client(rig.server.address, token=token, retry=Retry(retries=0)) as client,
+        pytest.raises(QueueFull) as error,
+    ):
+        client.conversation("n9").ask("hello", max_tokens=3)
+    assert error.value.retry_after_seconds == pytest.approx(4.0, abs=3)
+    for call in calls:
+        call.cancel()
+
+
+def test_prompts_that_were_computed_teach_the_pace(rig: TokensRig) -> None:
+    """The echo engine names costs that are not its own."""
+    prompts = rig.daemon.admission.prompts
+    assert prompts.cost is not None
+    assert prompts.pace.ratio is None
+    for number in range(4):
+        said(rig.begin("quiet", f"c{number}", SHORT))
+    assert prompts.pace.ratio is not None
+    assert more(rig)["queue_wait_seconds"] == 0.0
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_turn_that_has_ended_is_ahead_of_nobody(rig: TokensRig, leaves: bool) -> None:
+    call = rig.begin("quiet", "c", ENDLESS if leaves else SHORT)
+    if leaves:
+        next(iter(call))
+        call.cancel()
+    else:
+        said(call)
+    wait_for(lambda: rig.num_live == 0)
+    assert not on_the_loop(rig, rig.daemon.conversations.turns.without_token)

@@ -1,0 +1,450 @@
+"""Turns that leave nothing on disk: they run, end and are refused as turns of conversations are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.conversations.live_turn import LiveTurn, unstored_key
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.engine.messages import (
+    CancelTurn,
+    DeleteConversation,
+    EvictConversation,
+    LogNeeded,
+)
+from pensieve.errors import (
+    ContextFull,
+    InvalidArgument,
+    PensieveError,
+    QueueFull,
+    TurnFailed,
+    TurnInterrupted,
+    Unavailable,
+)
+from pensieve.guard.limits import Limits
+from pensieve.launch.echo_engine import digest, next_token
+from pensieve.v1 import admin_pb2
+from pensieve.v1 import conversation_pb2 as pb
+from tests.conversations.faulty_engine import POISON
+from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
+from tests.conversations.test_daemon import END_ID, TOKENIZER
+
+SECRET = "The treasure lies under the old oak."
+PROMPT = tuple(TOKENIZER.encode(SECRET).ids)
+SLOW = (*ECHO, "--seconds=0.005")
+FAULTY = (sys.executable, "-m", "tests.conversations.faulty_engine", "nowhere")
+
+
+def options(max_tokens: int = 12, priority: int = 0, **sampling: Any) -> TurnOptions:
+    sampling.setdefault("ignore_eos", True)
+    return TurnOptions(Sampling(max_tokens=max_tokens, **sampling), priority)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[DaemonRig]:
+    with DaemonRig(tmp_path / "data") as rig:
+        yield rig
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[DaemonRig]:
+    """Its iterations take 5 ms, so that turns can be met while they run."""
+    config = DaemonConfig(grace_seconds=0.2, limits={"few": Limits(turns_max=1)})
+    with DaemonRig(tmp_path / "data", config=config, program=SLOW) as rig:
+        yield rig
+
+
+def begin(rig: DaemonRig, *arguments: Any, **named: Any) -> LiveTurn:
+    live: LiveTurn = rig.call(rig.daemon.begin_unstored(*arguments, **named))
+    return live
+
+
+async def _take(start: int, stop: int) -> None:
+    """A reader that takes what there is."""
+
+
+def follow(rig: DaemonRig, live: LiveTurn) -> LiveTurn:
+    async def read() -> None:
+        await rig.daemon.conversations.follow(live, _take)
+
+    rig.call(read())
+    return live
+
+
+def run(rig: DaemonRig, prompt: Sequence[int], of: TurnOptions, **named: Any) -> LiveTurn:
+    return follow(rig, begin(rig, prompt, of, **named))
+
+
+def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What the echo engine says after it."""
+    log = array("I", prompt)
+    for _ in range(num_tokens):
+        log.append(next_token(digest(log), TOKENIZER.vocab_size, END_ID))
+    return list(log[len(prompt) :])
+
+
+def cached(rig: DaemonRig) -> list[Any]:
+    request = admin_pb2.ListCachedConversationsRequest()
+    return list(rig.admin.ListCachedConversations(request).conversations)
+
+
+def on_disk(data: Path) -> bytes:
+    return b"".join(each.read_bytes() for each in sorted(data.rglob("*")) if each.is_file())
+
+
+def test_the_reply_is_that_of_a_conversation_with_the_same_tokens(rig: DaemonRig) -> None:
+    said = rig.ask("c", SECRET, sampling=pb.Sampling(max_tokens=12, ignore_eos=True))
+    prompt = list(rig.messages("c")[0].token_ids)
+    live = run(rig, prompt, options())
+    assert live.token_ids == said.token_ids == expected(prompt, 12)
+    assert (live.text, live.finish, live.failure) == (said.text, FinishReason.LENGTH, None)
+    assert live.figures["prompt_tokens"] == len(prompt)
+    assert live.figures["output_tokens"] == 12
+    assert rig.num_live == 0
+
+
+def test_nothing_of_it_is_on_the_disk_or_in_the_log(
+    rig: DaemonRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        live = run(rig, PROMPT, options())
+    written = on_disk(tmp_path / "data")
+    assert written, "there is a history to look into"
+    for mark in (SECRET.encode(), live.text.encode(), array("I", PROMPT).tobytes()):
+        assert mark not in written
+    ended = [each for each in caplog.records if each.name == "pensieve.turns"]
+    assert [each.figures["output_tokens"] for each in ended] == [12]  # type: ignore[attr-defined]
+    assert SECRET not in caplog.text
+    assert not list(rig.stub.ListConversations(pb.ListConversationsRequest()).conversations)
+
+
+def test_the_engine_forgets_one_without_a_whole_chunk_when_it_has_ended(rig: DaemonRig) -> None:
+    run(rig, PROMPT[:10], options())
+    assert cached(rig) == []
+    assert rig.call(rig.daemon.check()) == []
+
+
+def test_the_next_prompt_goes_on_from_the_whole_chunks_of_the_one_before(rig: DaemonRig) -> None:
+    first = run(rig, PROMPT * 8, options(40))
+    log = [*PROMPT * 8, *first.token_ids]
+    again = [*log, *PROMPT]
+    second = run(rig, again, options(5))
+    whole = (len(log) - 1) // 32 * 32
+    assert (first.cached_tokens, second.cached_tokens) == (0, whole)
+    assert second.figures["device_tokens"] == whole
+    assert second.figures["prompt_tokens"] == len(again)
+    assert second.figures["recomputed_tokens"] == 0
+    assert second.token_ids == expected(again, 5)
+    (kept,) = cached(rig)  # it is the first one's, and has become longer
+    assert kept.conversation_id == str(first.number)
+    assert kept.device_tokens == len(again) + 4
+    assert rig.call(rig.daemon.check()) == []
+
+
+def test_all_that_go_on_from_the_same_one_share_it(rig: DaemonRig) -> None:
+    first = run(rig, PROMPT * 8, options(40))
+    log = [*PROMPT * 8, *first.token_ids]
+    assert len(log) == 128
+    for number in range(3):
+        prompt = [*log, *range(10 + number, 80 + number)]
+        live = run(rig, prompt, options(5))
+        assert live.cached_tokens == (128 if number else 96)  # its last token had no KV
+        assert live.token_ids == expected(prompt, 5)
+    assert rig.call(rig.daemon.check()) == []
+
+
+def test_one_begins_with_what_a_running_one_has_computed(slow: DaemonRig) -> None:
+    running = begin(slow, PROMPT * 20, options(90_000))
+    wait_for(lambda: running.num_tokens)
+    prompt = [*PROMPT * 20, 7]
+    live = run(slow, prompt, options(5))
+    assert live.cached_tokens == len(PROMPT * 20) // 32 * 32
+    assert live.token_ids == expected(prompt, 5)
+
+    async def cancel() -> None:
+        slow.daemon.conversations.cancel(running)
+
+    slow.call(cancel())
+    follow(slow, running)
+    assert running.token_ids == expected(PROMPT * 20, running.num_tokens)
+    longer = [*PROMPT * 20, *running.token_ids, 9]
+    assert run(slow, longer, options(5)).token_ids == expected(longer, 5)
+    assert slow.call(slow.daemon.check()) == []
+
+
+def test_the_same_prompt_again_is_computed_in_its_last_chunk_alone(rig: DaemonRig) -> None:
+    prompt = (PROMPT * 20)[:128]
+    assert run(rig, prompt, options(5)).cached_tokens == 0
+    assert run(rig, prompt, options(5)).cached_tokens == 96  # one token is to be computed
+    live = run(rig, [*prompt, 5], options(5))
+    assert live.cached_tokens in (127, 128)  # that of a history's last token does not count
+    assert live.token_ids == expected([*prompt, 5], 5)
+
+
+def test_tenants_never_meet(rig: DaemonRig) -> None:
+    for tenant in ("a", "b", ""):
+        assert run(rig, PROMPT * 20, options(5), tenant=tenant).cached_tokens == 0
+    assert run(rig, PROMPT * 20, options(5), tenant="b").cached_tokens > 0
+
+
+def test_what_was_given_up_is_not_gone_on_from(slow: DaemonRig) -> None:
+    first = run(slow, PROMPT * 8, options(40))
+    log = [*PROMPT * 8, *first.token_ids]
+    second = begin(slow, [*log, *PROMPT], options(90_000))
+    wait_for(lambda: second.num_tokens)
+
+    async def drop() -> None:
+        await slow.daemon.conversations.drop(second)
+
+    slow.call(drop())
+    wait_for(lambda: cached(slow) == [])
+    third = run(slow, [*log, *PROMPT], options(5))
+    assert (third.cached_tokens, third.token_ids) == (0, expected([*log, *PROMPT], 5))
+    assert third.figures["recomputed_tokens"] == 0, "all of it is new"
+
+
+def test_another_engine_has_nothing_to_begin_with(slow: DaemonRig) -> None:
+    run(slow, PROMPT * 20, options(5))
+    os.kill(slow.daemon.engine.pid or 0, signal.SIGKILL)
+    wait_for(lambda: not slow.daemon.serving)
+    wait_for(lambda: slow.daemon.serving)
+    live = run(slow, PROMPT * 20, options(5))
+    assert (live.cached_tokens, live.token_ids) == (0, expected(PROMPT * 20, 5))
+
+
+def test_what_was_evicted_is_computed_again_and_not_said_to_be_cached(rig: DaemonRig) -> None:
+    first = run(rig, PROMPT * 8, options(40))
+    log = [*PROMPT * 8, *first.token_ids]
+
+    async def evict() -> None:
+        await rig.daemon.engine.query(lambda n: EvictConversation(unstored_key("", 1), False, n))
+
+    rig.call(evict())
+    live = run(rig, [*log, 9], options(5))
+    assert (live.cached_tokens, live.token_ids) == (0, expected([*log, 9], 5))
+    assert live.figures["recomputed_tokens"] == (len(log) - 1) // 32 * 32
+
+
+def test_a_crowd_of_growing_chats_says_what_each_alone_would(slow: DaemonRig) -> None:
+    """Many at once, some of which fork, are cancelled, or are dropped; every token is checked."""
+    rng = random.Random(7)
+    chats = [[*PROMPT * rng.randint(1, 4)] for _ in range(6)]
+
+    async def talk(chat: list[int]) -> int:
+        daemon, num_cached = slow.daemon, 0
+        for turn in range(5):
+            live = await daemon.begin_unstored(chat, options(rng.randint(1, 70)))
+            what = rng.random()
+            if what < 0.2:
+                await asyncio.sleep(0.02)
+                daemon.conversations.cancel(live, rng.randint(1, 9))
+            elif what < 0.3:
+                await asyncio.sleep(0.02)
+                await daemon.conversations.drop(live)
+                continue
+            await daemon.conversations.follow(live, _take)
+            assert live.token_ids[: live.num_tokens] == expected(chat, live.num_tokens), turn
+            num_cached += live.cached_tokens
+            if rng.random() < 0.2:  # another goes on from here, too
+                chats.append([*chat, 5])
+            chat += [*live.token_ids[: live.num_tokens], *rng.choices(PROMPT, k=rng.randint(1, 60))]
+        return num_cached
+
+    async def crowd() -> int:
+        first = await asyncio.gather(*map(talk, list(chats)))
+        forks = await asyncio.gather(*map(talk, chats[6:][:6]))
+        slow.daemon.conversations.unstored._prefixes.check()
+        return sum(first) + sum(forks)
+
+    assert slow.call(crowd()) > 1000
+    assert slow.num_live == 0
+    assert slow.call(slow.daemon.check()) == []
+
+
+def test_a_cancel_keeps_what_was_taken_and_its_readers_hear_the_end(slow: DaemonRig) -> None:
+    live = begin(slow, PROMPT, options(90_000))
+    wait_for(lambda: live.num_tokens >= 5)
+
+    async def cancel() -> None:
+        slow.daemon.conversations.cancel(live, 3)
+
+    slow.call(cancel())
+    follow(slow, live)
+    assert (live.finish, live.num_tokens) == (FinishReason.CANCELLED, 3)
+    assert live.text + live.tail == TOKENIZER.decode(expected(PROMPT, 3))
+    assert cached(slow) == []
+
+
+def test_one_that_nobody_reads_is_given_up(slow: DaemonRig) -> None:
+    live = begin(slow, PROMPT, options(90_000))
+    wait_for(lambda: live.finish is not None)
+    assert live.finish is FinishReason.CANCELLED
+    assert isinstance(live.failure, TurnInterrupted)
+    assert (slow.num_live, cached(slow)) == (0, [])
+
+
+def test_a_reader_that_leaves_and_a_reader_that_stays(slow: DaemonRig) -> None:
+    live = begin(slow, PROMPT, options(60))
+
+    async def leave() -> None:
+        gone = asyncio.create_task(slow.daemon.conversations.follow(live, _take))
+        await asyncio.sleep(0.02)
+        gone.cancel()
+        await slow.daemon.conversations.follow(live, _take)
+
+    slow.call(leave())
+    assert live.token_ids == expected(PROMPT, 60)
+
+
+def test_the_end_of_the_engine_is_told_as_unavailable(slow: DaemonRig) -> None:
+    live = begin(slow, PROMPT, options(90_000))
+    wait_for(lambda: live.num_tokens)
+    os.kill(slow.daemon.engine.pid or 0, signal.SIGKILL)
+    with pytest.raises(Unavailable):
+        follow(slow, live)
+    wait_for(lambda: slow.daemon.serving)
+    assert run(slow, PROMPT, options(5)).token_ids == expected(PROMPT, 5)
+
+
+def test_a_prompt_that_kills_the_engine_is_refused_at_the_third_time(tmp_path: Path) -> None:
+    with DaemonRig(tmp_path / "data", program=FAULTY) as rig:
+        failures: list[PensieveError] = []
+        while not any(isinstance(each, TurnFailed) for each in failures):
+            wait_for(lambda: rig.daemon.engine.serving)
+            try:
+                run(rig, PROMPT, options(seed=POISON))
+            except PensieveError as error:
+                failures.append(error)
+            assert len(failures) < 50
+        assert failures[-1].reason == "ENGINE_DIED"
+        assert rig.daemon.engine.num_restarts <= 3
+        wait_for(lambda: rig.daemon.engine.serving)
+        assert run(rig, PROMPT[1:], options(3)).finish is FinishReason.LENGTH
+
+
+def test_a_drain_waits_for_it_and_takes_no_other(slow: DaemonRig) -> None:
+    live = begin(slow, PROMPT, options(20))
+    draining = asyncio.run_coroutine_threadsafe(slow.daemon.drain(60.0), slow._loop)
+    follow(slow, live)
+    draining.result(60)
+    assert live.finish is FinishReason.LENGTH
+    with pytest.raises(Unavailable):
+        begin(slow, PROMPT, options())
+
+
+def test_a_drain_that_has_no_time_interrupts_it(slow: DaemonRig) -> None:
+    live = begin(slow, PROMPT, options(90_000))
+    slow.call(slow.daemon.drain(0.0))
+    assert isinstance(live.failure, Unavailable)
+    assert slow.num_live == 0
+
+
+def test_it_counts_for_its_tenant_and_for_the_daemon(slow: DaemonRig) -> None:
+    live = begin(slow, PROMPT, options(90_000), tenant="few")
+    with pytest.raises(QueueFull):
+        begin(slow, PROMPT, options(), tenant="few")
+    assert run(slow, PROMPT, options(2), tenant="another").finish is FinishReason.LENGTH
+
+    async def drop() -> None:
+        await slow.daemon.conversations.drop(live)
+
+    slow.call(drop())
+    assert run(slow, PROMPT, options(2), tenant="few").finish is FinishReason.LENGTH
+
+
+def test_its_tenant_pays_for_what_was_computed(tmp_path: Path) -> None:
+    config = DaemonConfig(limits={"poor": Limits(tokens_per_second=0.01)})
+    with DaemonRig(tmp_path / "data", config=config) as rig:
+        run(rig, PROMPT * 20, options(3), tenant="poor")
+        with pytest.raises(QueueFull) as error:
+            begin(rig, PROMPT, options(), tenant="poor")
+        assert error.value.limit == "tokens_per_second"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field"),
+    [
+        ([], {}, "prompt"),
+        ([3, -1], {}, "prompt"),
+        ([3, TOKENIZER.vocab_size], {}, "prompt"),
+        ([3], {"temperature": -1.0}, "sampling.temperature"),
+        ([3], {"stop_token_ids": (TOKENIZER.vocab_size,)}, "sampling.stop_token_ids"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(
+    rig: DaemonRig, prompt: list[int], sampling: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        begin(rig, prompt, options(**sampling))
+    assert error.value.field == field
+    assert rig.num_live == 0
+
+
+def test_a_prompt_without_room_for_a_reply_is_refused(rig: DaemonRig) -> None:
+    most = rig.daemon.context_max
+    with pytest.raises(ContextFull):
+        begin(rig, [3] * most, options())
+    assert run(rig, [3] * (most - 1), options()).num_tokens == 1
+
+
+def test_the_engine_never_asks_for_its_log_and_one_it_asks_for_fails_by_itself(
+    slow: DaemonRig,
+) -> None:
+    """Were there a fault, the turn would end; the engine and other turns go on."""
+    live, other = begin(slow, PROMPT, options(90_000)), begin(slow, PROMPT, options(60))
+
+    async def ask_for_the_log() -> None:
+        key = unstored_key("", live.number)
+        slow.daemon.conversations.take([LogNeeded(live.number, key, 7)])
+
+    slow.call(ask_for_the_log())
+    with pytest.raises(TurnInterrupted):
+        follow(slow, live)
+    assert follow(slow, other).token_ids == expected(PROMPT, 60)
+
+
+def test_no_name_that_a_client_can_say_is_its_own(slow: DaemonRig) -> None:
+    live = begin(slow, PROMPT, options(60))
+    key = unstored_key("", live.number)
+    for name in (key, key.replace("/", "~"), str(live.turn_id)):
+        with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
+            slow.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=name))
+    assert follow(slow, live).finish is FinishReason.LENGTH
+
+
+def test_what_the_engine_does_not_take_has_never_been(rig: DaemonRig) -> None:
+    put: list[Any] = []
+
+    async def refuse() -> None:
+        unstored = rig.daemon.conversations.unstored
+
+        def full(message: Any) -> None:
+            put.append(message)
+            raise Unavailable("the engine takes no messages at present")
+
+        unstored._put, before = full, unstored._put
+        try:
+            with pytest.raises(Unavailable):
+                await rig.daemon.begin_unstored(PROMPT, options())
+        finally:
+            unstored._put = before
+
+    rig.call(refuse())
+    assert len(put) == 1
+    assert not any(isinstance(each, CancelTurn | DeleteConversation) for each in put)
+    assert rig.num_live == 0
+    assert run(rig, PROMPT, options(2)).finish is FinishReason.LENGTH

@@ -1,0 +1,197 @@
+"""Tokens and certificates are replaced while a daemon runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from pensieve.api.grpc import auth, reload
+from pensieve.api.grpc.server import Listening
+from pensieve.client import Client, Retry
+from pensieve.errors import ConfigError, Unauthenticated
+from pensieve.guard.audit import Audit
+from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
+
+CERTS = Path(__file__).with_name("certs")
+
+
+class Guarded(ServeProcess):
+    def __init__(self, folder: Path) -> None:
+        self.tokens = folder / "tokens.toml"
+        self.cert, self.key = folder / "cert.pem", folder / "key.pem"
+        shutil.copy(CERTS / "server.pem", self.cert)
+        shutil.copy(CERTS / "server.key", self.key)
+        self.first, entry = auth.new_token("a", admin=False)
+        self.write(entry)
+        tls = ("--tls-cert", str(self.cert), "--tls-key", str(self.key))
+        super().__init__(folder / "data", "--token-file", str(self.tokens), *tls)
+
+    def write(self, entries: str) -> None:
+        new = self.tokens.with_suffix(".new")
+        new.write_text(entries)
+        new.chmod(0o600)
+        os.replace(new, self.tokens)
+
+    @property
+    def port(self) -> str:
+        return self.address.rsplit(":", 1)[1]
+
+    def knows(self, token: str) -> bool:
+        with Client(
+            f"localhost:{self.port}", token=token, tls=CERTS / "ca.pem", retry=Retry(retries=0)
+        ) as client:
+            try:
+                list(client.conversations())
+            except Unauthenticated:
+                return False
+            return True
+
+    def certificate(self) -> bytes:
+        """What somebody who connects now is shown."""
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection(("127.0.0.1", int(self.port))) as plain,
+            context.wrap_socket(plain) as wrapped,
+        ):
+            shown = wrapped.getpeercert(binary_form=True)
+        assert shown is not None
+        return shown
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    daemon = Guarded(tmp_path)
+    daemon.start()
+    yield daemon
+    assert daemon.stop() == 0
+
+
+def test_a_token_that_is_taken_out_is_refused_and_a_new_one_is_known(guarded: Guarded) -> None:
+    second, entry = auth.new_token("b", admin=False)
+    assert guarded.knows(guarded.first)
+    assert not guarded.knows(second)
+    guarded.write(entry)
+    wait_for(lambda: guarded.knows(second), 30)
+    assert not guarded.knows(guarded.first)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    ["", "[[token]]\nsha256 = 'abc", "two limits", "a = " + "[" * 20_000, "a = " + "9" * 5000],
+)
+def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
+    guarded: Guarded, entries: str
+) -> None:
+    if entries == "two limits":
+        each = [auth.new_token("a", admin=False, turns_max=number)[1] for number in (1, 2)]
+        entries = "".join(each)
+    guarded.write(entries)
+    wait_for(lambda: "the tokens stay as they were" in guarded.log.read_text(), 30)
+    assert guarded.knows(guarded.first)
+    second, entry = auth.new_token("b", admin=False)
+    guarded.write(entry)
+    wait_for(lambda: guarded.knows(second), 30)
+
+
+def test_tokens_that_could_not_be_read_for_a_moment_are_read_a_moment_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has not changed since; what failed was the machine, or the file was being replaced."""
+    path = tmp_path / "tokens.toml"
+    path.write_text(auth.new_token("a", admin=False)[1])
+    path.chmod(0o600)
+    used: list[Sequence[auth.Token]] = []
+    told: list[tuple[int, str]] = []
+    errors = [
+        ConfigError("no file descriptors"),
+        ConfigError("no file descriptors"),
+        RecursionError("too deep"),
+        FileNotFoundError(2, "gone", str(path)),
+    ]
+    read = auth.read_tokens
+
+    def failing(path: Path) -> tuple[auth.Token, ...]:
+        if errors:
+            raise errors.pop(0)
+        return read(path)
+
+    monkeypatch.setattr(auth, "read_tokens", failing)
+    monkeypatch.setattr(reload, "LOOK_SECONDS", 0.001)
+
+    async def watch() -> None:
+        def tell(number: int, problem: str) -> None:
+            told.append((number, problem))
+
+        task = asyncio.create_task(reload.watch_tokens(path, (), used.append, tell))
+        while not used and not task.done():
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    asyncio.run(watch())
+    assert used == [read(path)]
+    assert [problem for _, problem in told[:-1]] == [
+        "no file descriptors",
+        "RecursionError: too deep",
+        f"FileNotFoundError: [Errno 2] gone: '{path}'",
+    ]
+    assert told[-1] == (1, "")
+
+
+def test_a_token_file_that_vanishes_while_it_is_read_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text(auth.new_token("a", admin=False)[1])
+    read_bytes = Path.read_bytes
+
+    def last_reading(path: Path) -> bytes:
+        text = read_bytes(path)
+        path.unlink()
+        return text
+
+    monkeypatch.setattr(Path, "read_bytes", last_reading)
+    with pytest.raises(ConfigError, match="cannot read"):
+        auth.read_tokens(path)
+
+
+def test_a_daemon_that_can_look_at_its_tokens_no_more_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text(auth.new_token("a", admin=False)[1])
+    path.chmod(0o600)
+
+    def unforeseen(*_: object) -> None:
+        raise AssertionError("nobody thought of it")
+
+    monkeypatch.setattr(Audit, "tokens_reloaded", unforeseen)
+    listening = Listening(
+        "127.0.0.1:0", tmp_path / "admin.sock", tokens=auth.read_tokens(path), token_file=path
+    )
+    with DaemonRig(tmp_path / "data", listening=listening) as rig:
+        path.write_text("broken")
+        wait_for(lambda: rig.server.failure is not None, 30)
+        assert rig.server.stopping.is_set()
+
+
+def test_who_connects_is_shown_the_certificate_of_the_moment(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    before = guarded.certificate()
+    assert guarded.certificate() == before
+    shutil.copy(CERTS / "client.pem", guarded.cert)  # the key of another certificate, for a moment
+    assert guarded.certificate() == before
+    shutil.copy(CERTS / "client.key", guarded.key)
+    wait_for(lambda: guarded.certificate() != before, 30)
+    guarded.cert.unlink()
+    assert guarded.certificate() != before
