@@ -72,8 +72,7 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
-from pensieve.guard.counts import Counts
-from pensieve.guard.limits import Allowance
+from pensieve.guard.limits import Allowance, Counts
 from pensieve.store import records
 from pensieve.store.responses import StoredResponse
 
