@@ -30,11 +30,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pensieve.core.sampling import Sampling
 from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.sampling import RowOptions, draw_tokens_launch, table_of
 from pensieve.model.sampling.penalties import Row
 from pensieve.model.transfer import indices, reading_is_free, upload
+from pensieve.sampling import Sampling
 
 HEAD_WIDTHS = (256, 8192)  # how many likeliest tokens are tried, before the whole row is
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from tests.model.sampling.world import make_turn, token_of
 
 

@@ -16,11 +16,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling.draw import uniform_limbs
 from pensieve.model.sampling.penalties import TurnLog
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from tests.model.sampling.world import OPTIONS, make_logits, make_row, make_turn, token_of
 
 MANY = 64  # positions at which a random draw is compared

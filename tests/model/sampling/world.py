@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from pensieve.core.iteration import SampledToken
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 
 
 def make_turn(
