@@ -76,6 +76,13 @@ class Sampling:
         metavar="P",
         common=True,
     )
+    top_n_sigma: float = _parameter(
+        0.0,
+        "leave out tokens whose logit is more than so many standard deviations below the largest; 0: none",
+        "must lie in 0..100",
+        *(0, 100),
+        metavar="N",
+    )
     repetition_penalty: float = _parameter(
         1.0,
         "above 1: make tokens of the whole context less likely, as transformers does",
@@ -210,6 +217,7 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    top_n_sigma: float | None
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None

@@ -30,6 +30,7 @@ COSTLIEST = Sampling(
     temperature=1.0,
     top_p=0.9,
     min_p=0.01,
+    top_n_sigma=5.0,
     repetition_penalty=1.1,
     presence_penalty=0.1,
     logprobs=20,
