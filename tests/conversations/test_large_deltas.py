@@ -8,7 +8,7 @@ from pensieve.api.grpc.translate import deltas
 from pensieve.api.reply import ReplyStream
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.iteration import Logprob
-from pensieve.core.sampling import LOGPROBS_MAX
+from pensieve.sampling import LOGPROBS_MAX
 from pensieve.text import Part
 
 RECEIVED_BYTES_MAX = 4 << 20  # by a gRPC client that sets nothing

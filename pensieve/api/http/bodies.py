@@ -24,10 +24,10 @@ from pensieve.conversations.binding.chain import ReplyReader
 from pensieve.conversations.constraints import FIELD, Constraints
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
 from pensieve.guard.callers import Caller
+from pensieve.sampling import Sampling
 from pensieve.text import ChatTemplate, Message, Part
 from pensieve.text.message import ToolCall
 from pensieve.text.reply_pieces import ReplyPieces
