@@ -16,7 +16,8 @@ from typing import Any
 
 from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.replies import digest, follow, has_key, request_id_of, sources
+from pensieve.api.http.idempotency import digest, key_of, key_reused, request_id_of
+from pensieve.api.http.replies import follow, sources
 from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
 from pensieve.api.openai.request import Request, RequestKind, parse
@@ -47,7 +48,7 @@ class Completions:
         if request.stream:
             await self._stream(exchange, request, heading, lives)
             return None
-        stays, replies = has_key(exchange), [ReplyStream(live) for live in lives]
+        stays, replies = bool(key_of(exchange)), [ReplyStream(live) for live in lives]
         await all_of(follow(self._daemon, exchange, each, None, stays=stays) for each in replies)
         exchange.out |= sources(first.figures)
         bodies, wholes = self._bodies, [each.whole() for each in replies]
@@ -70,7 +71,7 @@ class Completions:
         lives: Sequence[LiveTurn],
     ) -> None:
         kind = ChatStream if self._kind is RequestKind.CHAT else CompletionStream
-        tokenizer, stays = self._bodies.template.tokenizer, has_key(exchange)
+        tokenizer, stays = self._bodies.template.tokenizer, bool(key_of(exchange))
         replies = [ReplyStream(live) for live in lives]
         exchange.begin_events()
 
@@ -108,8 +109,7 @@ async def begin_bound(
     except InvalidArgument as error:
         if error.field != "request_id":
             raise
-        problem = "was used before with another request"
-        raise InvalidArgument("idempotency-key", problem) from None
+        raise key_reused() from None
     exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
     exchange.out["x-pensieve-bound"] = bound[0].how.value
     exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)

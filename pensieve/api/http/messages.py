@@ -28,7 +28,8 @@ from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.completions import begin_bound
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.replies import digest, follow, has_key, sources
+from pensieve.api.http.idempotency import digest, key_of
+from pensieve.api.http.replies import follow, sources
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.request import Request
@@ -56,7 +57,7 @@ class Messages:
         if request.stream:
             await self._stream(exchange, request, heading, reply, cutter)
             return None
-        await follow(self._daemon, exchange, reply, None, stays=has_key(exchange))
+        await follow(self._daemon, exchange, reply, None, stays=bool(key_of(exchange)))
         exchange.out |= sources(live.figures)
         whole = reply.whole()
         pieces = cutter.whole(zip(whole.parts, whole.texts, strict=True))
@@ -79,7 +80,7 @@ class Messages:
         prompt = PromptTokens(reply.live.history_tokens + reply.live.prompt_tokens)
         stream = MessageStream(heading, prompt, cutter)
         exchange.begin_events()
-        await follow(self._daemon, exchange, reply, stream, stays=has_key(exchange))
+        await follow(self._daemon, exchange, reply, stream, stays=bool(key_of(exchange)))
         whole = reply.whole()
         ending = self._ending(request, whole, cutter)
         await exchange.write_events(stream.end(whole, reply.prompt, ending))

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,8 @@ from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.completions import session_key
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
-from pensieve.api.http.replies import digest, follow, has_key, sources
+from pensieve.api.http.idempotency import OneAtATime, digest, key_of, key_reused
+from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.response_places import (
     Placed,
     ResponsePlaces,
@@ -71,7 +72,7 @@ class Responses:
         self._daemon, self._bodies = daemon, bodies
         self._stored, self._places = stored, places
         self._running = RunningResponses(daemon, bodies, stored, places)
-        self._beginning: dict[str, asyncio.Event] = {}  # requests with a key, by their answer's id
+        self._beginning = OneAtATime()  # requests with a key, by their answer's id
 
     # -- a response is made --
 
@@ -81,9 +82,9 @@ class Responses:
         with named(request):
             if request.store is False:
                 return await self._unstored(exchange, by, wish)
-            key = exchange.headers.get("idempotency-key", "")
+            key = key_of(exchange)
             answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
-            async with self._alone(answer_id if key else ""):
+            async with self._beginning.alone(answer_id if key else ""):
                 requested = _digest_of(wish)
                 known = None
                 if key:
@@ -106,21 +107,6 @@ class Responses:
         if request.background and not request.stream:
             return running.present
         return await self._read(exchange, running, placed, is_stream=request.stream)
-
-    @contextlib.asynccontextmanager
-    async def _alone(self, answer_id: str) -> AsyncIterator[None]:
-        """One request with this id of a key at a time: the next sees what came of this one."""
-        while (other := self._beginning.get(answer_id)) is not None:
-            await other.wait()
-        if not answer_id:
-            yield
-            return
-        begun = self._beginning[answer_id] = asyncio.Event()
-        try:
-            yield
-        finally:
-            del self._beginning[answer_id]
-            begun.set()
 
     def _wish(self, exchange: Exchange, by: Caller, request: Request) -> Wish:
         instructions = request.echoed.get("instructions") or ""
@@ -161,7 +147,7 @@ class Responses:
         self, exchange: Exchange, running: Running, placed: Placed, *, is_stream: bool
     ) -> Mapping[str, Any] | None:
         """`is_stream`: as this client wants it, who may not be the first."""
-        stays = running.request.background or has_key(exchange)
+        stays = running.request.background or bool(key_of(exchange))
         if is_stream:
             await self._stream(exchange, running, placed, stays=stays)
             return None
@@ -359,7 +345,7 @@ def _digest_of(wish: Wish) -> str:
 
 def _check_key(known: str, requested: str) -> None:
     if known != requested:
-        raise InvalidArgument("idempotency-key", "was used before with another request")
+        raise key_reused()
 
 
 log = logging.getLogger("pensieve")
