@@ -33,7 +33,7 @@ TASK_HEADER = "x-openwebui-task"
 SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
 
 
-class Completions:
+class CompletionsEndpoint:
     def __init__(self, daemon: Daemon, bodies: Bodies, binder: Binder, kind: RequestKind) -> None:
         self._daemon, self._bodies, self._binder = daemon, bodies, binder
         self._kind = kind

@@ -19,7 +19,7 @@ from pensieve.guard.callers import Caller
 PREFIX = "/pensieve.v1.ConversationService/"
 
 
-class Method(Protocol):
+class GatewayMethod(Protocol):
     """A method that takes a JSON value, and returns one or writes a stream of them."""
 
     @property
@@ -46,14 +46,14 @@ class GatewayCall:
 
 
 def gateway_routes(
-    methods: Iterable[Method], bodies: Bodies
+    methods: Iterable[GatewayMethod], bodies: Bodies
 ) -> Iterator[tuple[str, str, Act, Mapping[str, Any]]]:
     for method in methods:
         settings = {"is_deletion": method.is_deletion}
         yield "POST", f"{PREFIX}{method.name}", _act_of(method, bodies), settings
 
 
-def _act_of(method: Method, bodies: Bodies) -> Act:
+def _act_of(method: GatewayMethod, bodies: Bodies) -> Act:
     async def act(exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         answer = await method.act(await bodies.json(exchange, by), GatewayCall(exchange))
         if answer is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pensieve.api.anthropic.parse import UNSUPPORTED_THREAD, parse, parse_count
 from pensieve.api.anthropic.render import (
-    Ending,
+    MessageEnding,
     MessageStream,
     ending_of,
     error_body,
@@ -42,7 +42,7 @@ from pensieve.guard.client_errors import client_text
 from pensieve.text.reply_pieces import ReplyPieces
 
 
-class Messages:
+class MessageEndpoints:
     def __init__(self, daemon: Daemon, bodies: Bodies, binder: Binder) -> None:
         self._daemon, self._bodies, self._binder = daemon, bodies, binder
 
@@ -86,7 +86,7 @@ class Messages:
         await exchange.write_events(stream.end(whole, reply.prompt, ending))
         await exchange.end_events()
 
-    def _ending(self, request: Request, whole: ReplyTokens, cutter: ReplyPieces) -> Ending:
+    def _ending(self, request: Request, whole: ReplyTokens, cutter: ReplyPieces) -> MessageEnding:
         stop = stopped_by(whole, self._bodies.template.tokenizer, request.sampling.stop)
         return ending_of(whole.finish, cutter.ends_with_call, stop)
 

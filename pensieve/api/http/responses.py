@@ -1,15 +1,13 @@
-"""`/v1/responses`: a turn of a conversation, known by an id of its own.
+"""`/v1/responses`: each response is a turn of a conversation, and has an id of its own.
 
-    POST                a response: as a whole, as a stream of events, or in the background
-    GET                 as it is now
-    POST …/cancel       one in the background leaves nothing of its turn
-    DELETE              and its conversation, if that was made for responses and this was the last
+    POST                make one: answered as a whole, as a stream of events, or in the background
+    GET                 its present state
+    POST …/cancel       end one in the background, so that nothing of its turn stays
+    DELETE              delete it, and its conversation if that was made for responses and this was the last
 
-response_places.py decides in which conversation it is.  `store: false` makes a turn of the whole prompt that
-leaves nothing.
+response_places.py chooses the conversation. `store: false` makes a turn of the whole prompt that leaves nothing.
 
-A request with an `Idempotency-Key` that came before gets the same response: that which runs, or that which
-is stored.
+A request whose `Idempotency-Key` came before gets the same response: the running one, or the stored one.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from pensieve.api.http.exchange import Exchange, query_of
 from pensieve.api.http.idempotency import OneAtATime, digest, key_of, key_reused
 from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.response_places import (
-    Placed,
+    NewTurn,
+    PlacedTurn,
     ResponsePlaces,
-    Where,
-    Wish,
+    TurnPlace,
     stored_response,
 )
-from pensieve.api.http.stored import Stored
+from pensieve.api.http.stored import StoredConversations
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.conversation_items import Place
@@ -65,9 +63,9 @@ LOOK_SECONDS = 0.5  # how often a turn without a reader is looked at
 LOST = "the server stopped before the response was complete"
 
 
-class Responses:
+class ResponseEndpoints:
     def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: Stored, places: ResponsePlaces
+        self, daemon: Daemon, bodies: Bodies, stored: StoredConversations, places: ResponsePlaces
     ) -> None:
         self._daemon, self._bodies = daemon, bodies
         self._stored, self._places = stored, places
@@ -78,24 +76,24 @@ class Responses:
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._bodies.read(exchange, by, partial(parse, RequestKind.RESPONSE))
-        wish = self._wish(exchange, by, request)
+        turn = self._new_turn(exchange, by, request)
         with named(request):
             if request.store is False:
-                return await self._unstored(exchange, by, wish)
+                return await self._unstored(exchange, by, turn)
             key = key_of(exchange)
             answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
             async with self._beginning.alone(answer_id if key else ""):
-                requested = _digest_of(wish)
+                requested = _digest_of(turn)
                 known = None
                 if key:
                     known = await self._known(f"resp_{answer_id}", requested, by.tenant)
                 if known is None:
                     heading = Heading(answer_id, int(time.time()), request.model)
-                    known = Running(request, heading, requested, by.tenant)
+                    known = RunningResponse(request, heading, requested, by.tenant)
                     self._running.add(known)
-                    wish = replace(wish, ended=partial(self._running.ended, known))
-                    await self._daemon.threads.whole(self._begin(known, wish))
-            if not isinstance(known, Running):
+                    turn = replace(turn, ended=partial(self._running.ended, known))
+                    await self._daemon.threads.whole(self._begin(known, turn))
+            if not isinstance(known, RunningResponse):
                 if request.stream and known["status"] not in ENDED:  # it streams where it runs
                     await self._stored.require_here(known["id"], by.tenant)
                     known = await self._present(known["id"], by.tenant)
@@ -108,7 +106,7 @@ class Responses:
             return running.present
         return await self._read(exchange, running, placed, is_stream=request.stream)
 
-    def _wish(self, exchange: Exchange, by: Caller, request: Request) -> Wish:
+    def _new_turn(self, exchange: Exchange, by: Caller, request: Request) -> NewTurn:
         instructions = request.echoed.get("instructions") or ""
         messages = request.messages
         if request.echoed.get("instructions") is not None:
@@ -116,11 +114,11 @@ class Responses:
         options = self._bodies.options(request, by)
         given = self._bodies.given_sampling(request)
         key = session_key(exchange, request)
-        return Wish(request, instructions, messages, options, by.tenant, given, key)
+        return NewTurn(request, instructions, messages, options, by.tenant, given, key)
 
     async def _known(
         self, response_id: str, requested: str, tenant: str
-    ) -> Running | Mapping[str, Any] | None:
+    ) -> RunningResponse | Mapping[str, Any] | None:
         running = self._running.find(response_id, tenant)
         if running is not None:
             _check_key(running.digest, requested)
@@ -133,9 +131,9 @@ class Responses:
         _check_key(stored.request, requested)
         return await self._now(stored)
 
-    async def _begin(self, running: Running, wish: Wish) -> None:
+    async def _begin(self, running: RunningResponse, turn: NewTurn) -> None:
         try:
-            placed = await self._places.begin(wish)
+            placed = await self._places.begin(turn)
             await self._running.begin(running, placed)
         except BaseException:
             self._running.forget(running)
@@ -144,9 +142,9 @@ class Responses:
     # -- a response is read --
 
     async def _read(
-        self, exchange: Exchange, running: Running, placed: Placed, *, is_stream: bool
+        self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, is_stream: bool
     ) -> Mapping[str, Any] | None:
-        """`is_stream`: as this client wants it, who may not be the first."""
+        """Answer with a running response; the first request for it may have wanted it otherwise."""
         stays = running.request.background or bool(key_of(exchange))
         if is_stream:
             await self._stream(exchange, running, placed, stays=stays)
@@ -162,7 +160,7 @@ class Responses:
         return running.body
 
     async def _stream(
-        self, exchange: Exchange, running: Running, placed: Placed, *, stays: bool
+        self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, stays: bool
     ) -> None:
         cutter, tokenizer = (
             self._bodies.pieces_of(placed.where.tools),
@@ -189,7 +187,7 @@ class Responses:
         if not request.stream:
             return body
         cutter, tokenizer = self._bodies.pieces(request), self._bodies.template.tokenizer
-        stream = ResponseStream(request, _StoredNames(body), tokenizer, cutter)
+        stream = ResponseStream(request, StoredNames(body), tokenizer, cutter)
         exchange.begin_events()
         before = {**body, "status": "in_progress", "output": [], "usage": None}
         await exchange.write_events(stream.begin(before))
@@ -204,12 +202,12 @@ class Responses:
     # -- one that leaves nothing --
 
     async def _unstored(
-        self, exchange: Exchange, by: Caller, wish: Wish
+        self, exchange: Exchange, by: Caller, turn: NewTurn
     ) -> Mapping[str, Any] | None:
-        request = wish.request
+        request = turn.request
         if request.background:
             raise Refusal("background", "needs store: true: it is fetched later")
-        whole = await self._places.whole(wish)
+        whole = await self._places.whole(turn)
         (live,) = await self._bodies.begin_unstored(whole, by)
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
@@ -229,7 +227,7 @@ class Responses:
             body = self._running.whole(request, heading, place, reply, cutter)
             await exchange.write_events(stream.end(body))
         except PensieveError as error:
-            running = Running(request, heading, "", by.tenant)
+            running = RunningResponse(request, heading, "", by.tenant)
             await exchange.write_events(_of_error(stream, running, error))
         await exchange.end_events()
         return None
@@ -290,15 +288,15 @@ class Responses:
         return await self._now(stored)
 
     async def _now(self, stored: StoredResponse) -> Mapping[str, Any]:
-        """One that does not run here, read again where it has ended since it was read."""
+        """Return the body of a response that does not run here; read it again if it has ended meanwhile."""
         if await self._stored.runs(stored):
             return stored.body
         found = await self._stored.response(stored.response_id, stored.tenant)
         return as_it_is_now((found or stored).body)
 
 
-class _StoredNames:
-    """The ids that the items of a stored response have."""
+class StoredNames:
+    """Gives the items of a stored response the ids that they have."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._items: Sequence[Mapping[str, Any]] = body["output"]
@@ -312,9 +310,9 @@ class _StoredNames:
 
 
 def _of_error(
-    stream: ResponseStream, running: Running, error: PensieveError
+    stream: ResponseStream, running: RunningResponse, error: PensieveError
 ) -> list[dict[str, Any]]:
-    """A turn that failed is a response that did; whatever else goes wrong is an error."""
+    """Return a failed response if the turn failed, else an error event."""
     if running.body is not None:
         return stream.failed(running.body)
     if isinstance(error, TurnFailed):
@@ -324,20 +322,20 @@ def _of_error(
     return stream.error(shape_of(error).code, client_text(error), param)
 
 
-def _say_where(exchange: Exchange, placed: Placed) -> None:
+def _say_where(exchange: Exchange, placed: PlacedTurn) -> None:
     exchange.out["x-pensieve-conversation-id"] = placed.where.conversation_id
     exchange.out["x-pensieve-bound"] = placed.how
     if placed.recompute_reason:
         exchange.out["x-pensieve-recompute-reason"] = placed.recompute_reason
 
 
-def _digest_of(wish: Wish) -> str:
-    """Of what was requested, whatever the server's defaults are."""
-    request = wish.request
+def _digest_of(turn: NewTurn) -> str:
+    """Return a digest of what the client sent, whatever the server's defaults are."""
+    request = turn.request
     return digest(
         request.model,
-        repr((wish.instructions, wish.messages, request.tools)),
-        repr((dict(request.template_options), dict(wish.given_sampling))),
+        repr((turn.instructions, turn.messages, request.tools)),
+        repr((dict(request.template_options), dict(turn.given_sampling))),
         repr((request.previous_response_id, request.conversation, request.background)),
         repr(None if request.constraint is None else request.constraint.identity),
     )
@@ -351,17 +349,17 @@ def _check_key(known: str, requested: str) -> None:
 log = logging.getLogger("pensieve")
 
 
-class Running:
+class RunningResponse:
     def __init__(self, request: Request, heading: Heading, digest: str, tenant: str) -> None:
         self.request, self.heading = request, heading
-        self.digest, self.tenant = digest, tenant  # the digest: of what was asked for
+        self.digest, self.tenant = digest, tenant  # the digest is that of the request
         self.is_cancelled = False
-        self.placed: Placed | None = None
+        self.placed: PlacedTurn | None = None
         self.made: dict[str, Any] | None = None  # what is stored with the reply
         self.body: dict[str, Any] | None = None  # once it has ended
-        self.begun = asyncio.Event()  # or it will never
-        self.has_ended = asyncio.Event()  # its turn, as a reader knows
-        self.kept = asyncio.Event()
+        self.begun = asyncio.Event()  # the turn has begun, or never will
+        self.has_ended = asyncio.Event()  # a reader has seen the turn's end
+        self.kept = asyncio.Event()  # the response was stored, or never will be
 
     @property
     def response_id(self) -> str:
@@ -377,41 +375,41 @@ class Running:
 
 
 class RunningResponses:
-    """Responses whose turn has begun and that are not stored yet, and how each comes to its end.
+    """Responses whose turn has begun and that are not stored yet.
 
-        begun      its turn runs; whoever knows its id may read it, fetch its state, or cancel it
-        ended      so has its turn: the whole answer was made of it, and stored in the reply's transaction
-        kept       its turn's end is known, or the turn came to nothing; here it is forgotten
+        begun      the turn runs; clients may read the response, fetch its state, or cancel it
+        ended      the turn has ended; the body was made of it, and stored in the reply's transaction
+        kept       the turn's end is known, or the turn came to nothing; the response is forgotten here
 
-    A task of its own waits for the end of the turn, whether somebody reads or not.  Of a response in the
-    background it is a reader that takes nothing, so that the turn goes on.  When the process ends, a response
-    in the background is stored as one that runs, and counts as failed (`as_it_is_now`) once no turn of its
-    conversation runs; any other is stored with its turn's reply or not at all.  Where several daemons share a
-    history its turn may run at another one, which alone can end it.
+    A task per response waits for the end of the turn, whether a client reads or not. For a response in the
+    background the task is itself a reader, so that the turn goes on. If the process ends, a response in the
+    background is stored as running; it counts as failed once no turn of its conversation runs
+    (`as_it_is_now`). Any other response is stored with its turn's reply or not at all. If several daemons
+    share a history, the turn may run at another one, which alone can end it.
     """
 
     def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: Stored, places: ResponsePlaces
+        self, daemon: Daemon, bodies: Bodies, stored: StoredConversations, places: ResponsePlaces
     ) -> None:
         self._daemon, self._bodies = daemon, bodies
         self._stored, self._places = stored, places
-        self._running: dict[tuple[str, str], Running] = {}  # by tenant and id
+        self._running: dict[tuple[str, str], RunningResponse] = {}  # by tenant and id
 
-    def find(self, response_id: str, tenant: str) -> Running | None:
+    def find(self, response_id: str, tenant: str) -> RunningResponse | None:
         return self._running.get((tenant, response_id))
 
-    def add(self, running: Running) -> None:
+    def add(self, running: RunningResponse) -> None:
         self._running[running.tenant, running.response_id] = running
 
-    def forget(self, running: Running) -> None:
+    def forget(self, running: RunningResponse) -> None:
         name = (running.tenant, running.response_id)
         if self._running.get(name) is running:
             del self._running[name]
         running.begun.set()
         running.kept.set()
 
-    async def begin(self, running: Running, placed: Placed) -> None:
-        """Its turn has begun; one in the background is stored first, so that it can be fetched later."""
+    async def begin(self, running: RunningResponse, placed: PlacedTurn) -> None:
+        """Keep a response whose turn has begun; store one in the background, so that it can be fetched."""
         running.placed = placed
         if running.request.background:
             await self._save(running, running.present, None)
@@ -419,9 +417,14 @@ class RunningResponses:
         running.begun.set()
 
     def ended(
-        self, running: Running, where: Where, live: LiveTurn, finish: FinishReason, tail: str
+        self,
+        running: RunningResponse,
+        where: TurnPlace,
+        live: LiveTurn,
+        finish: FinishReason,
+        tail: str,
     ) -> StoredResponse:
-        """What is stored in the transaction of its reply."""
+        """Return what is stored in the transaction of the reply."""
         cutter = self._bodies.pieces_of(where.tools)
         reply = ReplyStream(live)
         running.made = self.whole(
@@ -430,14 +433,14 @@ class RunningResponses:
         response_id, tenant = running.response_id, running.tenant
         return stored_response(where, response_id, running.made, running.digest, tenant, None)
 
-    async def cancel(self, running: Running) -> None:
-        """Its turn leaves nothing."""
+    async def cancel(self, running: RunningResponse) -> None:
+        """End the turn so that nothing of it stays."""
         assert running.placed is not None
         running.is_cancelled = True
         await self._daemon.conversations.drop(running.placed.live)
         await running.kept.wait()
 
-    async def _keep(self, running: Running, placed: Placed) -> None:
+    async def _keep(self, running: RunningResponse, placed: PlacedTurn) -> None:
         live = placed.live
         try:
             await self._until_ended(running, live)
@@ -457,7 +460,7 @@ class RunningResponses:
         finally:
             self.forget(running)
 
-    async def _until_ended(self, running: Running, live: LiveTurn) -> None:
+    async def _until_ended(self, running: RunningResponse, live: LiveTurn) -> None:
         if running.request.background:
             with contextlib.suppress(PensieveError):
                 await self._daemon.conversations.follow(live)
@@ -486,15 +489,17 @@ class RunningResponses:
         items = stream.items(is_whole=tokens.finish is FinishReason.STOP and not is_cut)
         return finished(request, heading, tokens, reply.prompt, items, is_cut=is_cut)
 
-    def _without_reply(self, running: Running, failure: PensieveError) -> dict[str, Any]:
+    def _without_reply(self, running: RunningResponse, failure: PensieveError) -> dict[str, Any]:
         if running.is_cancelled:
             return failed(running.request, running.heading, "", "", "cancelled")
         is_refused = isinstance(failure, InvalidArgument)
         code = "invalid_prompt" if is_refused else "server_error"
         return failed(running.request, running.heading, code, str(failure))
 
-    async def _save(self, running: Running, body: Mapping[str, Any], revision: int | None) -> None:
-        """Its turn is in the history, whatever becomes of this."""
+    async def _save(
+        self, running: RunningResponse, body: Mapping[str, Any], revision: int | None
+    ) -> None:
+        """Store the response; its turn is in the history even if that fails."""
         assert running.placed is not None
         where = running.placed.where
         response = stored_response(
@@ -509,7 +514,7 @@ class RunningResponses:
 
 
 def as_it_is_now(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored response whose turn does not run here."""
+    """Return the body of a stored response whose turn does not run here."""
     if stored["status"] in ENDED:
         return dict(stored)
     return {**stored, "status": "failed", "error": {"code": "server_error", "message": LOST}}

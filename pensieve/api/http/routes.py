@@ -9,17 +9,17 @@ from typing import Any
 from pensieve import __version__
 from pensieve.api.http.batches import Batches, Files
 from pensieve.api.http.bodies import Bodies
-from pensieve.api.http.completions import Completions
-from pensieve.api.http.conversations import Conversations
+from pensieve.api.http.completions import CompletionsEndpoint
+from pensieve.api.http.conversations import ConversationEndpoints
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.front import Act, Endpoint, Front
-from pensieve.api.http.gateway import Method, gateway_routes
-from pensieve.api.http.messages import Messages
+from pensieve.api.http.gateway import GatewayMethod, gateway_routes
+from pensieve.api.http.messages import MessageEndpoints
 from pensieve.api.http.messages import body_of as anthropics
-from pensieve.api.http.page import Page, Watching
+from pensieve.api.http.page import MemoryEndpoints, PageEndpoint
 from pensieve.api.http.response_places import ResponsePlaces
-from pensieve.api.http.responses import Responses
-from pensieve.api.http.stored import Stored
+from pensieve.api.http.responses import ResponseEndpoints
+from pensieve.api.http.stored import StoredConversations
 from pensieve.api.jobs.values import Jobs
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.request import RequestKind
@@ -42,30 +42,35 @@ def application(
     daemon: Daemon,
     template: ChatTemplate,
     style: CallStyle | None,
-    gateway: Iterable[Method] = (),
+    gateway: Iterable[GatewayMethod] = (),
     jobs: Jobs | None = None,
 ) -> Any:
     routing = need("http", "starlette.routing", PURPOSE)
     bodies = Bodies(front, daemon, template, style)
-    models, health, binder = Models(daemon, bodies), Health(daemon), Binder(daemon)
-    messages = Messages(daemon, bodies, binder)
-    watching = Watching(daemon, front.allowed.is_local)
+    models, health, binder = ModelEndpoints(daemon, bodies), HealthEndpoints(daemon), Binder(daemon)
+    messages = MessageEndpoints(daemon, bodies, binder)
+    memory = MemoryEndpoints(daemon, front.allowed.is_local)
     files, batches = Files(daemon, bodies, jobs), Batches(bodies, jobs)
     as_anthropic = {"error_body": anthropics}
     acts: Sequence[Route] = (
-        ("GET", "/", Page(), {"is_open": True}),
-        ("GET", "/pensieve/memory", watching, {}),
-        ("GET", "/pensieve/explain/{conversation_id}", watching.explain, {}),
+        ("GET", "/", PageEndpoint(), {"is_open": True}),
+        ("GET", "/pensieve/memory", memory, {}),
+        ("GET", "/pensieve/explain/{conversation_id}", memory.explain, {}),
         *gateway_routes(gateway, bodies),
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),
         ("GET", "/v1/models", models.all, {}),
         ("GET", "/v1/models/{model:path}", models.one, {}),
-        ("POST", "/v1/chat/completions", Completions(daemon, bodies, binder, RequestKind.CHAT), {}),
+        (
+            "POST",
+            "/v1/chat/completions",
+            CompletionsEndpoint(daemon, bodies, binder, RequestKind.CHAT),
+            {},
+        ),
         (
             "POST",
             "/v1/completions",
-            Completions(daemon, bodies, binder, RequestKind.COMPLETION),
+            CompletionsEndpoint(daemon, bodies, binder, RequestKind.COMPLETION),
             {},
         ),
         ("POST", "/v1/messages", messages.create, as_anthropic),
@@ -91,10 +96,10 @@ def application(
 
 
 def _of_responses(daemon: Daemon, bodies: Bodies, binder: Binder) -> Sequence[Route]:
-    stored = Stored(daemon, bodies)
+    stored = StoredConversations(daemon, bodies)
     places = ResponsePlaces(daemon, bodies, stored, binder)
-    responses = Responses(daemon, bodies, stored, places)
-    conversations = Conversations(daemon, bodies, stored)
+    responses = ResponseEndpoints(daemon, bodies, stored, places)
+    conversations = ConversationEndpoints(daemon, bodies, stored)
     one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
     return (
         ("POST", "/v1/responses", responses.create, {}),
@@ -125,7 +130,7 @@ class _Methods:
         await endpoint(scope, receive, send)
 
 
-class Models:
+class ModelEndpoints:
     def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
         self._daemon, self._bodies = daemon, bodies
         self._since = int(time.time())
@@ -151,7 +156,7 @@ class Models:
         }
 
 
-class Health:
+class HealthEndpoints:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
 
