@@ -64,7 +64,7 @@ from pensieve.store import records
 from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.declared_prefixes import stored_id
 from pensieve.store.remote.remote_store import Store
-from pensieve.text import ChatTemplate
+from pensieve.text import ChatTemplate, Tokenizer
 
 UNNUMBERED = 0  # the loop numbers what it puts
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
@@ -117,6 +117,10 @@ class History:
         self._beginnings: dict[int, Beginning] = {}  # by turn id, while the turn runs
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
         self._storage: Mapping[str, int] = {}  # the most bytes of the tenants that have a limit
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._template.tokenizer
 
     def limit_storage(self, storage: Mapping[str, int]) -> None:
         """The most bytes that each tenant's conversations may take; of those not named, any."""

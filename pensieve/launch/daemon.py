@@ -39,6 +39,7 @@ from pensieve.conversations.daemon_config import (
 )
 from pensieve.conversations.engine_client import EngineProgram
 from pensieve.conversations.history import Texts
+from pensieve.conversations.turn_spans import TurnSpans
 from pensieve.errors import (
     ConfigError,
     InvalidArgument,
@@ -198,7 +199,8 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
         program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
         if setup.traces is not None:
-            daemon.on_span = setup.traces.export
+            spans = TurnSpans(program.model_name, setup.traces.export)
+            daemon.events.ended.subscribe(spans.turn_ended)
         style = style_named(setup.tool_calls, texts.template)
         jobs = _jobs(daemon, settings.data, texts, JobsConfig(call_style=style), report)
         server = Server(daemon, setup.listening, jobs)

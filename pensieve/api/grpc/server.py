@@ -37,7 +37,7 @@ from pensieve.api.jobs.values import Jobs
 from pensieve.api.metrics.listener import Answers, MetricsListener
 from pensieve.api.metrics.scrape import Scrape
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.figures import LoopLag
+from pensieve.conversations.threads import LoopLag
 from pensieve.errors import AddressInUse, ConfigError, DeadlineExceeded, NotFound
 from pensieve.guard.audit import Audit, AuditLog
 from pensieve.store.remote.remote_store import RemoteStore
@@ -244,8 +244,8 @@ class Server:
         if listening.hand_over:
             replica_pb2_grpc.add_ReplicaServiceServicer_to_server(ReplicaService(daemon), services)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
-        daemon.on_serving = self.health.set
-        daemon.on_failure = self._fail
+        daemon.events.serving.subscribe(self.health.set)
+        daemon.events.failed.subscribe(self._fail)
         self._server.add_generic_rpc_handlers(Reflection(more).handlers())
 
     async def listen(self) -> str:

@@ -313,7 +313,7 @@ class ResponsePlaces:
             template_options=wish.request.template_options,
         )
         model = self._bodies.template, self._daemon.context_max
-        await self._daemon.conversations.tokenized(
+        await self._daemon.conversations.tokenizing.run(
             wish.tenant, partial(check_settings, *model, settings)
         )
 

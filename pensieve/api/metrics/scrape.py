@@ -15,8 +15,8 @@ from pensieve.api.jobs.values import Jobs, JobView
 from pensieve.api.metrics.families import FAMILIES, Value, exposition
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.engine_client import Ready
-from pensieve.conversations.figures import Quantiles
 from pensieve.conversations.meter import Meter
+from pensieve.conversations.threads import Quantiles
 from pensieve.engine.histogram import Histogram
 from pensieve.engine.metrics import TURNS_WAITING
 from pensieve.errors import PensieveError
