@@ -613,4 +613,5 @@ class Conversations:
         await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
 
     def _charge(self, live: LiveTurn) -> None:
-        self.tokenizing.charge(live.tenant, live.num_charged_tokens)
+        now = self._threads.loop.time()
+        self._admission.charge(live.tenant, live.num_charged_tokens, now)

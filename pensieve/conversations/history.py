@@ -274,9 +274,9 @@ class History:
     def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft | Outdated:
         """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
         drafted = self.draft(ask)
-        if not isinstance(drafted, Draft) or not (
-            self._constraints.knows(ask.options) and drafted.num_characters <= short_characters
-        ):
+        if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
+            return drafted
+        if ask.options.constraint is not None and not self._constraints.knows(ask.options):
             return drafted
         return self.begin(drafted, drafted.prompt())
 

@@ -162,7 +162,8 @@ class Binder:
         self._num_lookups[chat.tenant] += 1
         bound: list[Bound] = []
         try:
-            past, shared = await self._past(chat), SharedPrompt()
+            past = await self._past(chat)
+            shared = SharedPrompt() if chat.num_choices > 1 else None
             for choice in range(chat.num_choices):
                 if choice == 1 and bound[0].how is How.NEW:
                     await self._computed(bound[0].live, left)
@@ -337,7 +338,7 @@ class _Choice:
         chat: Chat,
         number: int,
         past: History,
-        shared: SharedPrompt,
+        shared: SharedPrompt | None,  # of several choices
         random_bits: Callable[[int], int],
     ) -> None:
         self.chat, self.number, self.past, self.shared = chat, number, past, shared
@@ -380,8 +381,7 @@ class _Choice:
             chat.tenant,
         )
         ask = self.ask(self.conversation_id, int(has_prompt))
-        shared = self.shared if chat.num_choices > 1 else None
-        return replace(ask, create_if_missing=True, settings=settings, shared_prompt=shared)
+        return replace(ask, create_if_missing=True, settings=settings, shared_prompt=self.shared)
 
     def _options(self) -> TurnOptions:
         """A seed that is given is the first choice's; the others follow from it."""
