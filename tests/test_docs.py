@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from pensieve.cli.main import parser
+from pensieve.sampling import Sampling, parameter_of
 from tests.conversations.rig_daemon import DaemonRig
 from tests.test_layering import ASSEMBLES
 from tests.test_layering import ROOMS as LAW
@@ -132,7 +134,7 @@ def test_the_table_of_layers_is_the_law_that_is_enforced() -> None:
     described = {
         name: cells for cells in rows for name in re.findall(r"`([a-z0-9_]+)/?`", cells[0])
     }
-    assert set(described) == {*ROOMS, "errors", "extras", "config", "gc_pause"}
+    assert set(described) == {*ROOMS, "errors", "sampling", "extras", "config", "gc_pause"}
     for room, cells in described.items():
         may = cells[2].strip()
         if may and not may.startswith("everything") and room not in ASSEMBLES:
@@ -146,6 +148,16 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFi
         exec(example.replace("127.0.0.1:50051", rig.server.address), {})
         assert rig.messages("trip-42")[0].content == "My name is Ada and I live in Oslo."
     assert "tokens were still there" in capsys.readouterr().out
+
+
+def test_the_table_of_sampling_parameters_has_those_that_there_are() -> None:
+    rows = [
+        f"| `{each.name}` | {parameter_of(each).help} | {parameter_of(each).bounds} |"
+        for each in fields(Sampling)
+    ]
+    page = PAGES["docs/http.md"].splitlines()
+    first = page.index(rows[0])
+    assert page[first : first + len(rows) + 1] == [*rows, ""]
 
 
 def test_every_method_of_the_service_is_documented_in_its_proto() -> None:

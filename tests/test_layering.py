@@ -1,7 +1,8 @@
 """Who may import whom, and what appears nowhere: read from the source, importing nothing.
 
-A room may import the standard library, itself, `errors`, and what its row says.  `errors`, `extras` and
-`config` are modules of their own; the command line assembles everything, but inside its functions.
+A room may import the standard library, itself, `errors`, `sampling`, and what its row says.  `errors`,
+`sampling`, `extras` and `config` are modules of their own; the command line assembles everything, but inside
+its functions.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ ROOMS = {
         never="sqlite3",
     ),
     "errors": room(),
+    "sampling": room(),
     "extras": room(),
     "gc_pause": room(),
     "config": room(never="threading"),
@@ -156,7 +158,7 @@ def trespass(home: str, module: str) -> str | None:
     top, *rest = module.split(".")
     if top == "pensieve":
         target = rest[0] if rest else ""
-        if target in {home, "errors", "__version__"} or target in allowed.rooms:
+        if target in {home, "errors", "sampling", "__version__"} or target in allowed.rooms:
             return None
         return f"{home} may not import pensieve.{target}"
     if top == "__future__" or top in allowed.packages:

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from pensieve.bench.profile_points import Limits, Point, longest
 from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut, TurnStart
-from pensieve.core.sampling import Sampling
 from pensieve.engine.ports import Executor
 from pensieve.errors import PensieveError
+from pensieve.sampling import Sampling
 
 PIECES_MAX = 8  # slices of prompts in one iteration
 COMPUTED_PAGES = 8

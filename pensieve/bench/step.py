@@ -36,7 +36,6 @@ from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, machine, percentile, progress
 from pensieve.core.iteration import Iteration, Slice, TurnStart
-from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.kernels.layer.cpu import PARTS, Layer, measured_parts
 from pensieve.launch.memory_nodes import spread_memory
@@ -48,6 +47,7 @@ from pensieve.model.fuse.products import PackedProduct
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from pensieve.text.tokenizer import Tokenizer
 
 SLOTS = 32

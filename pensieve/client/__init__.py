@@ -61,7 +61,7 @@ from pensieve.client.aio import AsyncClient, AsyncConversation, AsyncPrefix, Asy
 from pensieve.client.aio_jobs import AsyncJobs
 from pensieve.client.client import Client, Conversation, Prefix, Turn
 from pensieve.client.jobs import Jobs
-from pensieve.client.requests import SamplingOptions, SendOptions
+from pensieve.client.requests import SendOptions
 from pensieve.client.retry import Retry
 from pensieve.client.values import (
     ConversationState,
@@ -75,6 +75,7 @@ from pensieve.client.values import (
     TokenLogprob,
     Usage,
 )
+from pensieve.sampling import SamplingOptions
 
 __all__ = [
     "AddressState",

@@ -19,6 +19,7 @@ from pensieve.client.requests import (
     check_id,
     check_text,
     create_request,
+    explains_sampling,
     fork_request,
     import_requests,
     new_id,
@@ -206,6 +207,7 @@ class Conversation:
         request = pb.DeleteConversationRequest(conversation_id=self.conversation_id)
         self.client.call(lambda at: at.stub.DeleteConversation, request, timeout)
 
+    @explains_sampling
     def send(self, message: MessageInput, **options: Unpack[SendOptions]) -> Turn:
         """Send a message; iterate over the turn that this returns for the reply as it is generated.
 
@@ -230,22 +232,7 @@ class Conversation:
                 the message; False keeps nothing, as if the message had never been sent.  So that the
                 history is what the caller has seen, it is True here, and False for `ask`, whose
                 caller sees nothing before the end.
-            temperature: 0 is greedy.  This and all that follow say how the reply is sampled; what is left out
-                or None is the model's default.
-            top_p: sample from the most probable tokens that have this probability together, in (0, 1].
-            top_k: sample from this many most probable tokens; 0 is no limit.
-            min_p: sample from tokens with at least this fraction of the best one's probability, in 0..1.
-            repetition_penalty: above 1, tokens of the whole context become less probable; in 0.01..100.
-            presence_penalty: is taken from the logit of each token that this reply has already; in -2..2.
-            frequency_penalty: the same, as often as the reply has the token.
-            seed: the same seed repeats the reply; 0 is a random one.
-            max_tokens: the reply ends after so many tokens.
-            min_tokens: the reply does not end before.
-            stop: the reply ends before this text, or before the first of several (at most 16).
-            stop_token_ids: the reply ends at the first of these tokens.
-            ignore_eos: go on to `max_tokens`, whatever the model samples.
-            logprobs: how many alternatives to return beside each token, at most 20.
-            logit_bias: {token id: what is added to its logit, in -100..100}.
+            (and the sampling parameters)
 
         Raises:
             InvalidArgument: an argument cannot be right; nothing was sent.

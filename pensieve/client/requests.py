@@ -12,15 +12,19 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from textwrap import indent
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from google.protobuf import json_format, struct_pb2
 
 from pensieve.client.values import ROLE_NUMBERS
 from pensieve.errors import ConfigError, InvalidArgument
+from pensieve.sampling import SAMPLING_HELP, SamplingOptions
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import jobs_pb2
 
+F = TypeVar("F")
+SAMPLING_LINE = "            (and the sampling parameters)\n"
 JobSource = str | Path | bytes | Iterable[bytes]
 MessageInput = str | Sequence[Mapping[str, Any]]
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
@@ -44,26 +48,6 @@ class PagedResponse(Protocol):
     next_page_token: str
 
 
-class SamplingOptions(TypedDict, total=False):
-    """How the tokens of a reply are sampled: the arguments from `temperature` on of `Conversation.send`."""
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    seed: int | None
-    max_tokens: int | None
-    min_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    logprobs: int | None
-    logit_bias: Mapping[int, float] | None
-
-
 class ConstraintInput(TypedDict, total=False):
     """What a reply has to be: exactly one of these."""
 
@@ -75,7 +59,7 @@ class ConstraintInput(TypedDict, total=False):
 
 
 class SendOptions(SamplingOptions, total=False):
-    """The arguments of `Conversation.send` beside the message; `send` explains each of them."""
+    """The arguments of `Conversation.send` beside the message; `send` and `SamplingOptions` explain them."""
 
     request_id: str | None
     expected_revision: int | None
@@ -90,6 +74,13 @@ class SendOptions(SamplingOptions, total=False):
 
 
 NOT_SAMPLING = SendOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
+
+
+def explains_sampling(method: F) -> F:
+    """Name the sampling parameters in a method's docstring, in the place of SAMPLING_LINE."""
+    if method.__doc__ is not None:  # as with python -OO
+        method.__doc__ = method.__doc__.replace(SAMPLING_LINE, indent(SAMPLING_HELP, " " * 12))
+    return method
 
 
 def send_request(

@@ -24,6 +24,7 @@ from pensieve.config.values import (
     switch,
     whole,
 )
+from pensieve.sampling import Parameter, Sampling, parameter_of
 
 # Whom a setting concerns.
 ENGINE = "engine"  # what computes, and what is kept: the engine process gets these
@@ -78,6 +79,12 @@ Table = tuple[Setting, ...]
 
 def _setting(*given: Any, **more: Any) -> Any:
     return field(default=None, metadata={"setting": Setting(*given, **more)})
+
+
+def _parser_of(type_: Any, parameter: Parameter) -> Callable[[str], float]:
+    if type_ == "int":
+        return whole(int(parameter.low), int(parameter.high))
+    return number(parameter.low, parameter.high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -553,60 +560,20 @@ class Settings:
         group="talking",
         common=True,
     )
-    temperature: float | None = _setting(
-        number(0, 100),
-        "",
-        "temperature; 0 is greedy",
-        "T",
-        of=(TALK,),
-        group="sampling",
-        common=True,
-    )
-    top_p: float | None = _setting(
-        number(0, 1),
-        "",
-        "keep the likeliest tokens up to this share",
-        "P",
-        of=(TALK,),
-        group="sampling",
-        common=True,
-    )
-    min_p: float | None = _setting(
-        number(0, 1),
-        "",
-        "leave out tokens less likely than this share of the likeliest",
-        "P",
-        of=(TALK,),
-        group="sampling",
-        common=True,
-    )
-    top_k: int | None = _setting(
-        whole(0, 1 << 31),
-        "",
-        "keep so many of the likeliest tokens (0: all)",
-        "K",
-        of=(TALK,),
-        group="sampling",
-        common=True,
-    )
-    max_tokens: int | None = _setting(
-        whole(1, 1 << 31),
-        "",
-        "maximum tokens of a reply (default: 1024)",
-        "N",
-        of=(TALK,),
-        group="sampling",
-        common=True,
-    )
-    seed: int | None = _setting(
-        whole(0, (1 << 64) - 1),
-        "",
-        "of the random numbers",
-        "N",
-        of=(TALK,),
-        group="sampling",
-        common=True,
-    )
+    # One for each number of `Sampling`.
+    for _each in fields(Sampling):
+        if (_parameter := parameter_of(_each)).metavar:
+            __annotations__[_each.name] = f"{_each.type} | None"
+            locals()[_each.name] = _setting(
+                _parser_of(_each.type, _parameter),
+                "",
+                _parameter.help,
+                _parameter.metavar,
+                of=(TALK,),
+                group="sampling",
+                common=_parameter.common,
+            )
+    del _each, _parameter
     # For tests and measurements.
     engine: str = _setting(
         engine,

@@ -42,11 +42,11 @@ from pensieve.conversations.threads import Threads, aside
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
 from pensieve.conversations.unstored import checked
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.engine import messages as box
 from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.guard.limits import Allowance, Limits
+from pensieve.sampling import Sampling
 from pensieve.store.remote.remote_store import RemoteStore, Store
 
 log = logging.getLogger("pensieve")

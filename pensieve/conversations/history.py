@@ -44,7 +44,6 @@ from pensieve.conversations.heads import (
 from pensieve.conversations.live_turn import Begun, Committed, Known, Reply, cache_key, names_of
 from pensieve.conversations.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.conversations.prefixes import Beginning, Prefixes
-from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import ForkConversation, LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     AlreadyExists,
@@ -60,6 +59,7 @@ from pensieve.errors import (
     TurnInterrupted,
     TurnRunning,
 )
+from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.declared_prefixes import stored_id

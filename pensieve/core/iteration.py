@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pensieve.core.constraint import Constraint
-from pensieve.core.sampling import Sampling
+from pensieve.sampling import Sampling
 
 
 class TurnStart(NamedTuple):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from pensieve.core.constraint import Constraint
 from pensieve.core.prefix_tree import Chunk
-from pensieve.core.sampling import Sampling
+from pensieve.sampling import Sampling
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8
 BACKGROUND_LEVEL = PRIORITY_MIN - 2  # below all interactive turns, also warms

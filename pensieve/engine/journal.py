@@ -36,7 +36,6 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, TurnFailure
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine import codec
 from pensieve.engine.engine import Engine, EngineConfig, EngineConfigs
@@ -44,6 +43,7 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, Message, SubmitTurn
 from pensieve.engine.ports import Ports
 from pensieve.errors import ConfigError, one_line
+from pensieve.sampling import Sampling
 
 log = logging.getLogger("pensieve")
 # 3: no predictions, no objective for the first token; 2: no cost of iterations; 1: outcomes held how a turn

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pensieve.core.sampling import Sampling
 from pensieve.errors import ConfigError, ModelError, UnsupportedModel
 from pensieve.gguf.header import is_gguf
 from pensieve.launch import smollm2
 from pensieve.launch.model_cache import Check, check_room, kept, made_once, models_folder
+from pensieve.sampling import Sampling
 
 if TYPE_CHECKING:
     from pensieve.text import ChatTemplate

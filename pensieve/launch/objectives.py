@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.iteration_draft import TOKENS_MIN
-from pensieve.core.sampling import Sampling
 from pensieve.engine.ports import Executor
 from pensieve.errors import ConfigError
+from pensieve.sampling import Sampling
 
 CONTEXT = 32  # tokens of the turn that generates
 NUM_RUNS = 4

@@ -14,7 +14,6 @@ from array import array
 import torch
 
 from pensieve.core.iteration import Slice
-from pensieve.core.sampling import Sampling
 from pensieve.model.forward import Forward
 from pensieve.model.graphs import ROWS_MAX
 from pensieve.model.kv.copier import copier_for
@@ -22,6 +21,7 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 
 MARGIN_BYTES = 256 << 20
 MARGIN_SHARE = 0.02  # of all memory
@@ -30,6 +30,7 @@ COSTLIEST = Sampling(
     temperature=1.0,
     top_p=0.9,
     min_p=0.01,
+    top_n_sigma=5.0,
     repetition_penalty=1.1,
     presence_penalty=0.1,
     logprobs=20,

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.policies.protocol import RetentionPolicy
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.engine import Engine, EngineConfigs
@@ -34,6 +33,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.ports import Ports
+from pensieve.sampling import Sampling
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel, instant
 from pensieve.sim.executor import ModelledExecutor

@@ -30,7 +30,6 @@ from contextlib import ExitStack
 import torch
 
 from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut, TurnStart
-from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import choices
@@ -39,6 +38,7 @@ from pensieve.model.executor import TorchExecutor
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from scripts.gpu_bench.harness import Bench
 from scripts.gpu_bench.model import (
     ENGINES,

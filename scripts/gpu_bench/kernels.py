@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 
 from pensieve.bench.attention import check_close
-from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import choices, copy_pages, cuda_launch, write_kv
@@ -31,6 +30,7 @@ from pensieve.kernels.kv_format import FP8, to_fp8
 from pensieve.kernels.layer.cuda import add_and_norm_launch, gate_and_multiply_launch
 from pensieve.model.sampling.draw import draw
 from pensieve.model.sampling.penalties import Row, TurnLog
+from pensieve.sampling import Sampling
 from scripts.gpu_bench.device import copied, scattered
 from scripts.gpu_bench.harness import Bench, Run, captured, check, share_of
 from scripts.gpu_bench.pages import Paged, baselines, usable

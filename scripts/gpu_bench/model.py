@@ -20,7 +20,6 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import SampledToken
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.engine import Engine, EngineConfigs
@@ -39,6 +38,7 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.model.shape import ModelShape
+from pensieve.sampling import Sampling
 
 CONTEXT_MAX = 16_384
 GREEDY = Sampling(ignore_eos=True, max_tokens=100_000)

@@ -26,7 +26,6 @@ from pensieve.bench.report import machine, progress
 from pensieve.config import Settings, resolve
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.prefix_groups import saving_of_tree
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Sharing
 from pensieve.engine.mailbox import Mailbox
@@ -34,6 +33,7 @@ from pensieve.engine.messages import Event
 from pensieve.errors import PensieveError
 from pensieve.launch.engine import BuiltEngine, SystemClock, build_engine
 from pensieve.launch.model_folder import load_texts
+from pensieve.sampling import Sampling
 from scripts.measurements.batch_simulation import SHARINGS, BatchShape, drawn_batch
 
 DEGREE = 7.0  # how many requests have the prefix of one, on average

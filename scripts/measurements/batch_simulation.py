@@ -44,7 +44,6 @@ from pensieve.core.group_feed import FeedConfig
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_groups import prefix_groups, saving, saving_of_tree
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Sharing
@@ -52,6 +51,7 @@ from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, SubmitTurn
 from pensieve.engine.ports import Ports
+from pensieve.sampling import Sampling
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
 from pensieve.sim.executor import ModelledExecutor

@@ -31,7 +31,6 @@ from typing import NamedTuple
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, SampledToken, Slice
 from pensieve.core.policies.registry import DEFAULT, policy_named
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.engine import Engine, EngineConfigs
@@ -44,6 +43,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.ports import Ports
+from pensieve.sampling import Sampling
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel, instant
 from pensieve.sim.executor import ModelledExecutor

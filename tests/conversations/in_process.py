@@ -17,7 +17,6 @@ from pensieve.conversations.live_turn import Begun, Known, LiveTurn, cache_key, 
 from pensieve.conversations.turns import Turns, failure_of
 from pensieve.core.constraint import Constraint
 from pensieve.core.iteration import SampledToken
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.mailbox import Mailbox, Outbox
 from pensieve.engine.messages import (
@@ -31,6 +30,7 @@ from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import QueueFull, TurnInterrupted
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
+from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import Message

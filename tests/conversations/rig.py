@@ -12,10 +12,10 @@ import transformers
 
 from pensieve.config import resolve
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
 from pensieve.engine.messages import Answer, CheckIntegrity, GetStats
 from pensieve.errors import ContextFull
+from pensieve.sampling import Sampling
 from tests.conversations.in_process import Runtime, start
 from tests.models import DEEP, SERVED, tiny_model
 from tests.text.families import Family, write_folder

@@ -15,10 +15,10 @@ from pensieve.conversations.admission import Admission, Ahead, Load
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.draft import Ask
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 from pensieve.guard.limits import Limits
+from pensieve.sampling import Sampling
 from pensieve.text import Message
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig, details, said, stopped_store, wait_for

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pensieve.conversations.live_turn import cache_key
-from pensieve.core.sampling import Sampling
 from pensieve.engine.journal import replay
 from pensieve.engine.messages import CheckIntegrity, EvictConversation
 from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import KVMemory
+from pensieve.sampling import Sampling
 from tests.conversations.in_process import Runtime
 from tests.conversations.rig import Reference, ask, figures, query, started, step, write_model
 from tests.text.families import QWEN_2_5

@@ -20,9 +20,9 @@ from pensieve.conversations.constraints import KNOWN_MAX, Constraints
 from pensieve.conversations.draft import Ask
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import InvalidArgument, TurnFailed
+from pensieve.sampling import Sampling
 from pensieve.text import Message, Tokenizer
 from pensieve.text.grammars import Grammars
 from pensieve.v1 import conversation_pb2 as pb

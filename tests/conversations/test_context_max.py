@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import CheckIntegrity
 from pensieve.errors import ContextFull, UnsupportedModel
+from pensieve.sampling import Sampling
 from tests.conversations.rig import Crowd, Reference, ask, query, started, write_model
 from tests.text.families import QWEN_2_5
 

@@ -10,9 +10,9 @@ import pytest
 
 from pensieve.conversations.draft import Ask, Draft
 from pensieve.conversations.live_turn import Begun, Known
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import StaleRevision
+from pensieve.sampling import Sampling
 from pensieve.store.records import TurnState
 from pensieve.text import Message
 from tests.conversations.in_process import Runtime

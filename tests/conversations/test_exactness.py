@@ -16,11 +16,11 @@ import torch
 
 from pensieve.client import Client
 from pensieve.core.group_feed import FeedConfig
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished
 from pensieve.engine.messages import DeleteConversation, EvictConversation
 from pensieve.launch.model_folder import load_texts
+from pensieve.sampling import Sampling
 from pensieve.text import Message, Setting
 from tests.conversations.exactness import (
     PASSING,

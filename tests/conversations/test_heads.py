@@ -19,9 +19,9 @@ from pensieve.conversations.heads import (
     setting_of,
 )
 from pensieve.conversations.history import History
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import ContextFull, InvalidArgument
+from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate, Message, Setting, ToolCall

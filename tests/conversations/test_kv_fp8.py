@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pensieve.core.sampling import Sampling
+from pensieve.sampling import Sampling
 from tests.conversations.in_process import Runtime
 from tests.conversations.rig import figures, finish, started, write_model
 from tests.text.families import QWEN_2_5

@@ -7,7 +7,7 @@ import pytest
 from pensieve.api.grpc.translate import deltas
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.iteration import Logprob
-from pensieve.core.sampling import LOGPROBS_MAX
+from pensieve.sampling import LOGPROBS_MAX
 from pensieve.text import Part
 
 RECEIVED_BYTES_MAX = 4 << 20  # by a gRPC client that sets nothing

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import CheckIntegrity, EvictConversation
+from pensieve.sampling import Sampling
 from tests.conversations.rig import Reference, finish, query, started, step, write_model
 from tests.scale import SCALE
 from tests.text.families import QWEN_2_5

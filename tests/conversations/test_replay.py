@@ -19,8 +19,8 @@ from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.live_turn import LiveTurn, packed_logprobs, replayed, stream_of
 from pensieve.conversations.logprobs import PackedLogprobs, pack
 from pensieve.core.iteration import Logprob, SampledToken
-from pensieve.core.sampling import Sampling
 from pensieve.errors import StoreCorrupt
+from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.text import Part, PartMarker, Tokenizer
 from pensieve.v1 import conversation_pb2 as pb

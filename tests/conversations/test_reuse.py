@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.core.sampling import Sampling
+from pensieve.sampling import Sampling
 from pensieve.text import Message
 from tests.conversations.rig import ask, started, write_model
 from tests.text.families import (

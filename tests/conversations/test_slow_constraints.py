@@ -12,8 +12,8 @@ import pytest
 from pensieve.builtin import MODEL_PATH
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.constraint import choice_of
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
+from pensieve.sampling import Sampling
 from pensieve.text.grammars import Grammars, Matcher
 from tests.conversations.in_process import Runtime
 from tests.conversations.rig import finish, started

@@ -18,7 +18,6 @@ import pytest
 
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.live_turn import LiveTurn, unstored_key
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.messages import (
     CancelTurn,
@@ -37,6 +36,7 @@ from pensieve.errors import (
 )
 from pensieve.guard.limits import Limits
 from pensieve.launch.echo_engine import digest, next_token
+from pensieve.sampling import Sampling
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.faulty_engine import POISON

@@ -12,7 +12,6 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
@@ -31,6 +30,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.ports import Ports
+from pensieve.sampling import Sampling
 from pensieve.sim.clock import VirtualClock
 from tests.fakes import LedgerExecutor, reply_to
 

@@ -15,13 +15,13 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.group_feed import FeedConfig, GroupFeed
 from pensieve.core.iteration import Iteration
 from pensieve.core.prefix_groups import prefix_groups
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
 from pensieve.engine.engine import EngineConfig
 from pensieve.engine.journal import Replay
 from pensieve.engine.messages import CancelTurn, EvictConversation, Message, TurnEnded
+from pensieve.sampling import Sampling
 from tests.engine.rig import Rig, submit
 from tests.fakes import reply_to
 from tests.scale import SCALE

@@ -9,10 +9,10 @@ from array import array
 import pytest
 
 from pensieve.core.iteration import Logprob, SampledToken
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions, Usage
 from pensieve.engine import messages as box
 from pensieve.engine import pipe as channel
+from pensieve.sampling import Sampling
 
 FULL = Sampling(
     temperature=0.7,

@@ -20,7 +20,6 @@ from pensieve.conversations.draft import Ask
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.readers import CUT
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.messages import EvictConversation
 from pensieve.errors import (
@@ -34,6 +33,7 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
+from pensieve.sampling import Sampling
 from pensieve.store import conversation_rows, message_rows
 from pensieve.text import Message
 from tests.fakes import ends_turn, extend_prefix, next_token

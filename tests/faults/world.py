@@ -35,9 +35,9 @@ from pathlib import Path
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
 from pensieve.conversations.engine_client import EngineProgram
-from pensieve.core.sampling import Sampling
 from pensieve.errors import DeviceError, StoreError, StoreUnavailable
 from pensieve.launch.model_folder import LoadedTexts
+from pensieve.sampling import Sampling
 from pensieve.sim.clock import VirtualClock
 from pensieve.store import conversation_rows
 from pensieve.store.conversation_store import ConversationStore

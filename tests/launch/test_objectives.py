@@ -14,7 +14,6 @@ import pytest
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.iteration_draft import TOKENS_MIN
-from pensieve.core.sampling import Sampling
 from pensieve.errors import ConfigError
 from pensieve.launch.objectives import (
     CONTEXT,
@@ -26,6 +25,7 @@ from pensieve.launch.objectives import (
     check,
     smallest_tbt,
 )
+from pensieve.sampling import Sampling
 from pensieve.sim.clock import VirtualClock
 from tests.conversations.rig import ask, started, write_model
 from tests.conversations.rig_daemon import ServeProcess

@@ -12,8 +12,8 @@ import pytest
 from transformers import GenerationConfig
 
 from pensieve.builtin import MODEL_PATH
-from pensieve.core.sampling import Sampling
 from pensieve.launch.model_folder import MAX_TOKENS, load_texts
+from pensieve.sampling import Sampling
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from pensieve.core.iteration import (
     TurnFailure,
     TurnStart,
 )
-from pensieve.core.sampling import Sampling
 from pensieve.launch.separate_engine import SeparatePhases
+from pensieve.sampling import Sampling
 from tests.core.world import Shape, World
 
 EMPTY = array("I")

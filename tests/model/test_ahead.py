@@ -23,7 +23,6 @@ from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapIn, SwapOut
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.engine import Engine, EngineConfigs
@@ -38,6 +37,7 @@ from pensieve.model.loader import LoadedModel, load
 from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling import sampler as sampler_module
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from pensieve.sim.clock import VirtualClock
 from tests.model.world import GAP_MAX, World, largest_gap, letter_tokenizer, plain_model
 

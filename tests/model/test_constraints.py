@@ -12,11 +12,11 @@ import torch
 
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.iteration import TurnFailure, TurnStart
-from pensieve.core.sampling import Sampling
 from pensieve.model.constraints import FAILED, NO_JOBS, Constraints
 from pensieve.model.sampling.masks import TokenMask
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from tests.model.sampling.world import OPTIONS, make_logits, make_turn
 from tests.model.world import LetterTokenizer
 

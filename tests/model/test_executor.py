@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from pensieve.core.iteration import Iteration, PageCopy, SwapIn, SwapOut, TurnStart
-from pensieve.core.sampling import Sampling
 from pensieve.errors import DeviceError
 from pensieve.kernels.layer import cpu as dense
 from pensieve.kernels.layer.cpu_weights import Packed
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel, load
+from pensieve.sampling import Sampling
 from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
 
 FolderOf = Callable[[str], Path]

@@ -28,7 +28,6 @@ from pensieve.core.iteration import (
     SwapOut,
     TurnStart,
 )
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn, TurnOptions
 from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import cuda, tensor_map
@@ -47,6 +46,7 @@ from pensieve.model.loader import LoadedModel
 from pensieve.model.probe import probe
 from pensieve.model.sampling.sampler import Drawn, Sampler
 from pensieve.model.shape import ModelShape
+from pensieve.sampling import Sampling
 from tests.compiled import compiled
 from tests.model.kv.streams import FakeStreams
 from tests.model.world import letter_tokenizer, slice_of, start_of

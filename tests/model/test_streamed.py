@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from pensieve.core.iteration import PageCopy, PageGroup, SampledToken, SwapIn, SwapOut
-from pensieve.core.sampling import Sampling
 from pensieve.errors import DeviceError
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.kv.checksums import PageChecksums
@@ -20,6 +19,7 @@ from pensieve.model.kv.memory import IN_PLACE, KVMemory
 from pensieve.model.kv.streamer import StagedStreamer
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.streamed_pass import StreamedPass
+from pensieve.sampling import Sampling
 from tests.model.streamed_world import Piece, StreamedWorld
 from tests.model.world import letter_tokenizer
 

@@ -20,13 +20,13 @@ from pensieve.core.iteration import (
     SwapOut,
     TurnStart,
 )
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn, TurnOptions
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from pensieve.text import Tokenizer
 
 CHUNK_TOKENS = 4

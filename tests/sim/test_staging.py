@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from pensieve.core.iteration import Iteration, PageGroup, Slice, SwapIn, SwapOut, TurnStart
-from pensieve.core.sampling import Sampling
+from pensieve.sampling import Sampling
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
 from pensieve.sim.executor import GroupSeconds, LayerArrivals, Links, ModelledExecutor, staged

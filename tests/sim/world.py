@@ -8,8 +8,8 @@ from typing import Any
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Slice, TurnStart
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.sampling import Sampling
 from pensieve.sim.cost import CostModel, instant
 from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import Arrival

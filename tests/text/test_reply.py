@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
+from pensieve.sampling import Sampling
 from pensieve.text.reply import ReplyText
 from tests.model.world import letter_tokenizer
 

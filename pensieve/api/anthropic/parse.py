@@ -34,7 +34,7 @@ from pensieve.api.openai.fields import (
 )
 from pensieve.api.openai.formats import FormatFields, ToolRules, required, take_output_format
 from pensieve.api.openai.request import Request, RequestKind, Served, take_model
-from pensieve.core.sampling import STOP_STRINGS_MAX, Sampling
+from pensieve.sampling import STOP_STRINGS_MAX, Sampling
 from pensieve.text.message import Message, ToolCall, plain_text
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")

@@ -22,7 +22,6 @@ from pensieve.conversations.constraints import FIELD
 from pensieve.conversations.draft import Ask
 from pensieve.conversations.live_turn import LiveTurn, RecomputeReason
 from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
 from pensieve.errors import (
     AddressInUse,
@@ -43,6 +42,7 @@ from pensieve.errors import (
     Unavailable,
     shortened,
 )
+from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.text import Message, Part, ToolCall
 from pensieve.v1 import conversation_pb2 as pb
@@ -71,10 +71,6 @@ DISK_FULL = (
     "the disk of the history is full; conversations can be read and deleted, but not changed"
 )
 
-SCALARS = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "max_tokens", "min_tokens", "logprobs"),
-)
 ROLES = {
     pb.ROLE_UNSPECIFIED: "user",
     pb.ROLE_SYSTEM: "system",
@@ -162,17 +158,15 @@ def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
 
 def given_sampling(given: pb.Sampling) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        field.name: value for field, value in given.ListFields() if field.name in SCALARS
-    }
-    if given.stop:
-        values["stop"] = tuple(given.stop)
-    if given.stop_token_ids:
-        values["stop_token_ids"] = tuple(given.stop_token_ids)
-    if given.logit_bias:
-        values["logit_bias"] = tuple(sorted(given.logit_bias.items()))
-    if given.ignore_eos:
-        values["ignore_eos"] = True
+    """Return the fields of `Sampling` that a request sets; the wire has the same names."""
+    values: dict[str, Any] = {}
+    for field, value in given.ListFields():
+        if isinstance(value, Mapping):
+            values[field.name] = tuple(sorted(value.items()))
+        elif isinstance(value, Sequence):
+            values[field.name] = tuple(value)
+        else:
+            values[field.name] = value
     return values
 
 

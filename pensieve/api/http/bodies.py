@@ -25,9 +25,9 @@ from pensieve.conversations.binding.chain import ReplyReader
 from pensieve.conversations.constraints import FIELD, Constraints
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
+from pensieve.sampling import Sampling
 from pensieve.text import ChatTemplate, Message, Part
 from pensieve.text.message import ToolCall
 from pensieve.text.reply_pieces import ReplyPieces

@@ -26,10 +26,10 @@ from pensieve.api.openai.batch_line import (
 from pensieve.api.openai.fields import one_line
 from pensieve.api.openai.request import Served, tokens_of
 from pensieve.conversations.constraints import Constraints
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import Finished
 from pensieve.errors import ContextFull, PensieveError
+from pensieve.sampling import Sampling
 from pensieve.store.job_records import Job, JobLine, JobUsage, NewAnswer, NewRefusal
 from pensieve.text import CallStyle, ChatTemplate, PartMarker
 

@@ -37,7 +37,14 @@ from pensieve.api.openai.formats import FormatFields, take_response_format, take
 from pensieve.api.openai.messages import take_input, take_messages, take_tools
 from pensieve.conversations.heads import check_length
 from pensieve.core.constraint import Constraint
-from pensieve.core.sampling import LOGIT_BIAS_MAX, STOP_STRINGS_MAX, STOP_TOKEN_IDS_MAX, Sampling
+from pensieve.sampling import (
+    FLOATS,
+    INTEGERS,
+    LOGIT_BIAS_MAX,
+    STOP_STRINGS_MAX,
+    STOP_TOKEN_IDS_MAX,
+    Sampling,
+)
 from pensieve.text import ChatTemplate, Setting
 from pensieve.text.message import Message, plain_text
 from pensieve.text.tool_calls import CallStyle
@@ -64,11 +71,6 @@ ECHOED = (
     *("store", "text", "tool_choice", "tools", "parallel_tool_calls", "prompt_cache_key"),
 )
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-NUMBERS = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-INTEGERS = ("top_k", "seed", "min_tokens")
 LENGTHS = {  # the first that is given counts
     RequestKind.CHAT: ("max_completion_tokens", "max_tokens"),
     RequestKind.COMPLETION: ("max_tokens",),
@@ -361,8 +363,8 @@ def take_sampling(
     kind: RequestKind, fields: Fields, defaults: Sampling, vocab_size: int | None
 ) -> SamplingFields:
     """Raises Refusal with the body's name of what is wrong."""
-    values: dict[str, Any] = {name: fields.number(name) for name in NUMBERS}
-    values |= {name: fields.integer(name) for name in INTEGERS}
+    values: dict[str, Any] = {name: fields.number(name) for name in FLOATS}
+    values |= {name: fields.integer(name) for name in INTEGERS if name != "max_tokens"}
     length_param, values["max_tokens"] = _length(LENGTHS[kind], fields)
     values["logprobs"] = _logprobs(kind, fields)
     values["stop"] = _stop(fields)

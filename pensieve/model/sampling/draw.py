@@ -16,6 +16,9 @@ all work launched so far, so there a kernel searches each row without sorting it
 the choice `radix=0`, each row is tried once, with as many tokens as its `Sampling` may need: 256 for a top_k
 of at most 256, else all of them, sorted.
 
+top_n_sigma comes before the other cuts and before the temperature, as in llama.cpp: what it cuts is -infinity
+to all that follows.
+
 **The random number** of a token is Philox4x32-10 of (seed, position): the seed is the key and the
 token's absolute position in the conversation's log is the counter.  Both are in the store,
 so the number is the same after a suspension, in a restarted engine and on another device.  No generator has a
@@ -30,22 +33,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pensieve.core.sampling import Sampling
 from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.sampling import RowOptions, draw_tokens_launch, table_of
 from pensieve.model.sampling.penalties import Row
 from pensieve.model.transfer import indices, reading_is_free, upload
+from pensieve.sampling import Sampling
 
+SIGMA_STEPS = 1 << 12  # of a logit: distances are whole numbers of these
+SIGMA_DISTANCE_MAX = 256.0  # a logit that is further below the largest counts as that far
 HEAD_WIDTHS = (256, 8192)  # how many likeliest tokens are tried, before the whole row is
 
 
 def draw(values: Tensor, rows: Sequence[Row]) -> Tensor:
     """int64 (rows): one token for each row of `values`, all of which are finite or -infinity."""
+    if any(row.sampling.top_n_sigma for row in rows):
+        values = _within_sigmas(values, rows)
     if reading_is_free(values):
         return _draw_by_trying(values, rows)
     if values.is_cuda and choices.current.radix:
         return _draw_by_searching(values, rows)
     return _draw_at_once(values, rows)
+
+
+def _within_sigmas(values: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return a copy in which top_n_sigma has cut tokens.
+
+    The standard deviation is that of the logits that are not -infinity. It comes from sums of integers: the
+    squares of distances of at most 2^20, of 2^18 tokens, sum to at most 2^58.
+    """
+    num_sigmas = column([row.sampling.top_n_sigma for row in rows], values)
+    below = values.amax(-1, keepdim=True) - values
+    counted = values > -math.inf
+    steps = (below.clamp(max=SIGMA_DISTANCE_MAX) * SIGMA_STEPS).round().to(torch.int64) * counted
+    num = counted.sum(-1, keepdim=True).to(torch.float64)
+    mean = steps.sum(-1, keepdim=True).to(torch.float64) / num
+    variance = (steps * steps).sum(-1, keepdim=True).to(torch.float64) / num - mean * mean
+    sigma = variance.clamp(min=0.0).sqrt() / SIGMA_STEPS
+    is_cut = (num_sigmas > 0) & (below > num_sigmas * sigma)
+    return values.masked_fill(is_cut, -math.inf)
 
 
 def select(values: Tensor, rows: Sequence[int]) -> Tensor:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pensieve.core.iteration import TurnStart
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling.masks import TokenMask
 from pensieve.model.transfer import indices, upload
+from pensieve.sampling import Sampling
 
 
 @dataclass(slots=True, eq=False)

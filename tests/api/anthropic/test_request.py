@@ -14,8 +14,8 @@ from pensieve.api.anthropic.parse import parse, parse_count
 from pensieve.api.openai.fields import Refusal
 from pensieve.api.openai.request import Request, Served
 from pensieve.core.constraint import Constraint, ConstraintKind
-from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument
+from pensieve.sampling import Sampling
 from pensieve.text import Message, ToolCall
 from tests.scale import SCALE, SEED
 

@@ -8,8 +8,8 @@ import pytest
 
 from pensieve.api.openai.fields import Refusal
 from pensieve.api.openai.request import Request, RequestKind, Served, parse
-from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument
+from pensieve.sampling import Sampling
 
 SERVED = Served(
     Sampling(temperature=0.6, top_p=0.95, max_tokens=512),

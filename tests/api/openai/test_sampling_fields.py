@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.api.openai.request import Request, RequestKind, parse
-from pensieve.core.sampling import Sampling
+from pensieve.sampling import Sampling
 from tests.api.openai.bodies import SERVED, chat, code_of, completion, refused, response
 
 DEFAULTS = SERVED.defaults

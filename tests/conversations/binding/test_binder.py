@@ -17,9 +17,9 @@ from pensieve.conversations.binding.binder import Binder, Bound, Chat, How
 from pensieve.conversations.binding.chain import Piece
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.core.constraint import Constraint, ConstraintKind
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument, PensieveError, QueueFull, TurnInterrupted
+from pensieve.sampling import Sampling
 from pensieve.store import ConversationStore
 from pensieve.store.remote.remote_store import Store
 from pensieve.text import Message, Part, ToolCall

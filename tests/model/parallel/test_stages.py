@@ -16,7 +16,6 @@ import torch
 
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.iteration import Iteration, Slice
-from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import CheckIntegrity
 from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
 from pensieve.model.forward import Forward
@@ -29,6 +28,7 @@ from pensieve.model.parallel.rank_messages import packed
 from pensieve.model.parallel.rank_store import RankStore
 from pensieve.model.parallel.ranks import Rank
 from pensieve.model.parallel.stages import StageModel
+from pensieve.sampling import Sampling
 from tests.conversations.in_process import Runtime
 from tests.conversations.rig import Crowd, Reference, ask, figures, query, started, write_model
 from tests.model.parallel.test_parallel import sent

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pensieve.core.iteration import SampledToken
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling import sampler as sampler_module
 from pensieve.model.sampling.penalties import TurnLog
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from tests.model.sampling.world import (
     OPTIONS,
     make_logits,

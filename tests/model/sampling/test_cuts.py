@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from tests.model.sampling.world import make_turn, token_of
 
 
@@ -53,6 +55,43 @@ def test_min_p_one_keeps_the_likeliest_and_its_equals() -> None:
 def test_min_p_is_relative_to_the_likeliest_token() -> None:
     row = [0.0, math.log(0.5), math.log(0.25), math.log(0.24)]
     assert tokens_drawn(row, Sampling(temperature=1.0, min_p=0.245)) == {0, 1, 2}
+
+
+def test_top_n_sigma_keeps_what_is_near_the_largest_logit_whatever_the_temperature() -> None:
+    row = [4.0, 3.0, 1.9, 0.0]  # with a standard deviation of 1.479
+    deviation = statistics.pstdev(row)
+    for temperature in (0.5, 8.0):
+        for count, kept in (
+            (0.5, {0}),
+            (1.0, {0, 1}),
+            (2.1 / deviation + 1e-3, {0, 1, 2}),
+            (3.0, {0, 1, 2, 3}),
+        ):
+            sampling = Sampling(temperature=temperature, top_n_sigma=count)
+            drawn = tokens_drawn(row, sampling, num_draws=1000)
+            assert drawn <= kept
+            assert drawn == kept or temperature < 1
+
+
+def test_top_n_sigma_does_not_count_tokens_that_cannot_be_drawn() -> None:
+    row = [4.0, 3.0, -9.0, -9.0, 3.9]
+    masked = Sampling(
+        temperature=1.0, top_n_sigma=1.0, stop_token_ids=(2, 3), min_tokens=9, ignore_eos=True
+    )
+    assert tokens_drawn(row, masked) == {0, 4}
+    assert tokens_drawn(row, replace(masked, min_tokens=0)) == {0, 1, 4}
+    assert tokens_drawn([1.0, 1.0], Sampling(temperature=1.0, top_n_sigma=0.1)) == {0, 1}
+
+
+def test_top_n_sigma_of_one_turn_cuts_nothing_of_another() -> None:
+    rows = torch.tensor([[4.0, 3.0, 1.9, 0.0]]).expand(400, 4)
+    turns = [
+        make_turn(Sampling(temperature=8.0, top_n_sigma=0.5 * (n % 2)), context=[0] * (n + 1))
+        for n in range(400)
+    ]
+    sampled = Sampler(4).sample(rows, turns)
+    assert {each.token_id for each in sampled[1::2] if each} == {0}
+    assert {each.token_id for each in sampled[::2] if each} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e-30, 1e-9])

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from pensieve.core.iteration import SampledToken
-from pensieve.core.sampling import Sampling
 from pensieve.kernels.layer import cpu as dense
 from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling import sampler as sampler_module
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from tests.model.sampling.world import make_logits, make_row, make_turn, make_turns
 
 

@@ -16,11 +16,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling.draw import uniform_limbs
 from pensieve.model.sampling.penalties import TurnLog
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from tests.model.sampling.world import OPTIONS, make_logits, make_row, make_turn, token_of
 
 MANY = 64  # positions at which a random draw is compared
@@ -40,6 +40,9 @@ def expected_token(row: torch.Tensor, turn: TurnLog) -> int:
         scores[0, token_id] += bias
     if sampling.temperature == 0:
         return int(scores.argmax())
+    if sampling.top_n_sigma:  # transformers has none: as llama.cpp computes it
+        lowest = scores.max() - sampling.top_n_sigma * scores.double().std(unbiased=False)
+        scores[scores < lowest] = -torch.inf
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
@@ -106,7 +109,7 @@ def test_how_many_tokens_are_looked_at_first_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Logits rounded to bfloat16 tie everywhere, also at the edge of every head."""
-    logits = make_logits(16, 600, seed=8).bfloat16()
+    logits = make_logits(len(OPTIONS), 600, seed=8).bfloat16()
     turns = [
         make_turn(replace(sampling, seed=n, logprobs=5), context=[5] * 20)
         for n, sampling in enumerate(OPTIONS.values())

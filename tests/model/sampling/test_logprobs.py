@@ -11,8 +11,8 @@ from transformers import (
 )
 
 from pensieve.core.iteration import SampledToken
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from tests.model.sampling.world import make_logits, make_turn, sample_one
 
 

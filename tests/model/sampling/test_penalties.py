@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling.penalties import TurnLog
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 from tests.model.sampling.test_cuts import tokens_drawn
 from tests.model.sampling.world import make_logits, make_turn, sample_one, token_of
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pensieve.core.sampling import Sampling
 from pensieve.kernels.sampling import RowOptions, draw_tokens_launch, table_of
 from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling.penalties import Row
+from pensieve.sampling import Sampling
 from tests.kernels.emulated import needs_x86, run
 from tests.model.sampling.world import OPTIONS, make_logits, make_row
 

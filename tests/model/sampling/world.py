@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from pensieve.core.iteration import SampledToken
-from pensieve.core.sampling import Sampling
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Sampler
+from pensieve.sampling import Sampling
 
 
 def make_turn(
@@ -52,6 +52,7 @@ OPTIONS = {
     "top_p": Sampling(temperature=1.0, top_p=0.8),
     "top_k before top_p": Sampling(temperature=1.0, top_k=5, top_p=0.6),
     "min_p": Sampling(temperature=1.5, min_p=0.1),
+    "top_n_sigma": Sampling(temperature=1.5, top_n_sigma=1.5),
     "all cuts": Sampling(temperature=1.2, top_k=40, top_p=0.95, min_p=0.02),
     "repetition": Sampling(temperature=1.0, repetition_penalty=1.7),
     "repetition below one": Sampling(temperature=1.0, repetition_penalty=0.6),

@@ -1,0 +1,241 @@
+"""The sampling parameters of a turn, each defined once.
+
+The fields of `Sampling` drive the translation from protobuf, the JSON parsers, the flags of `pensieve chat`,
+the SDK's reference, the table in docs/http.md and `Sampling.problem`. `problem` checks a request where it
+enters the daemon. The engine and the sampler do not check it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from textwrap import indent
+from typing import Any, NamedTuple, TypedDict
+
+STOP_STRINGS_MAX = 16
+STOP_STRING_CHARACTERS_MAX = 128
+LOGIT_BIAS_MAX = 1024
+LOGPROBS_MAX = 20
+STOP_TOKEN_IDS_MAX = 64
+
+
+class Parameter(NamedTuple):
+    """What is known of a sampling parameter beside its name, type and default."""
+
+    help: str
+    bounds: str  # for people
+    low: float = -math.inf
+    high: float = math.inf
+    low_excluded: bool = False
+    metavar: str = ""  # of the flag of `pensieve chat`; "": there is none
+    common: bool = False  # in `pensieve chat --help`, and not only in --help-all
+
+    def allows(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.low_excluded and value == self.low)
+
+
+def _parameter(default: Any, *given: Any, **more: Any) -> Any:
+    return field(default=default, metadata={"parameter": Parameter(*given, **more)})
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The values in force for one turn. The defaults are neutral: greedy, without penalties and cuts."""
+
+    temperature: float = _parameter(
+        0.0,
+        "temperature; 0 is greedy",
+        "must lie in 0..100",
+        *(0, 100),
+        metavar="T",
+        common=True,
+    )
+    top_p: float = _parameter(
+        1.0,
+        "keep the likeliest tokens up to this share of the probability",
+        "must lie in (0, 1]",
+        *(0, 1),
+        low_excluded=True,
+        metavar="P",
+        common=True,
+    )
+    top_k: int = _parameter(
+        0,
+        "keep so many of the likeliest tokens; 0: all",
+        "must be 0 (no limit) or positive",
+        *(0, (1 << 31) - 1),
+        metavar="K",
+        common=True,
+    )
+    min_p: float = _parameter(
+        0.0,
+        "leave out tokens less likely than this share of the likeliest",
+        "must lie in 0..1",
+        *(0, 1),
+        metavar="P",
+        common=True,
+    )
+    top_n_sigma: float = _parameter(
+        0.0,
+        "leave out tokens whose logit is more than so many standard deviations below the largest; 0: none",
+        "must lie in 0..100",
+        *(0, 100),
+        metavar="N",
+    )
+    repetition_penalty: float = _parameter(
+        1.0,
+        "above 1: make tokens of the whole context less likely, as transformers does",
+        "must lie in 0.01..100",
+        *(0.01, 100),
+        metavar="X",
+    )
+    presence_penalty: float = _parameter(
+        0.0,
+        "subtract this from the logit of each token that the reply has already",
+        "must lie in -2..2",
+        *(-2, 2),
+        metavar="X",
+    )
+    frequency_penalty: float = _parameter(
+        0.0,
+        "the same, times the number of times that the reply has the token",
+        "must lie in -2..2",
+        *(-2, 2),
+        metavar="X",
+    )
+    seed: int = _parameter(
+        0,
+        "the same seed repeats the reply; 0: the daemon draws one",
+        "must lie in 0..2^64-1",
+        *(0, (1 << 64) - 1),
+        metavar="N",
+        common=True,
+    )
+    max_tokens: int = _parameter(
+        512,
+        "end the reply after so many tokens",
+        "must be at least 1",
+        *(1, (1 << 31) - 1),
+        metavar="N",
+        common=True,
+    )
+    min_tokens: int = _parameter(
+        0,
+        "do not end the reply before",
+        "must lie in 0..max_tokens",
+        *(0, (1 << 31) - 1),
+        metavar="N",
+    )
+    stop: tuple[str, ...] = _parameter(
+        (), "end the reply before the first of these texts", f"at most {STOP_STRINGS_MAX} strings"
+    )
+    stop_token_ids: tuple[int, ...] = _parameter(
+        (), "end the reply at the first of these tokens", f"at most {STOP_TOKEN_IDS_MAX} ids"
+    )
+    ignore_eos: bool = _parameter(
+        False, "go on to max_tokens even if the model samples an end token", "true or false"
+    )
+    logprobs: int | None = _parameter(
+        None,
+        "return the log-probability of each token, and of so many alternatives",
+        f"must lie in 0..{LOGPROBS_MAX}",
+        *(0, LOGPROBS_MAX),
+    )
+    logit_bias: tuple[tuple[int, float], ...] = _parameter(
+        (),
+        "add these numbers to the logits of these token ids",
+        f"at most {LOGIT_BIAS_MAX} entries",
+    )
+
+    def problem(self, vocab_size: int | None = None) -> tuple[str, str] | None:
+        """Return the first field that is refused, and why; None if none is.
+
+        Token ids are checked only if `vocab_size` is given.
+        """
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                return each.name, "must be finite"
+        for each in fields(self):
+            value, parameter = getattr(self, each.name), parameter_of(each)
+            if isinstance(value, int | float) and not parameter.allows(value):
+                return each.name, parameter.bounds
+        checks = (
+            ("min_tokens", self.min_tokens <= self.max_tokens, "must lie in 0..max_tokens"),
+            ("stop", len(self.stop) <= STOP_STRINGS_MAX, f"at most {STOP_STRINGS_MAX} strings"),
+            ("stop", all(self.stop), "a stop string must not be empty"),
+            (
+                "stop",
+                all(len(text) <= STOP_STRING_CHARACTERS_MAX for text in self.stop),
+                f"at most {STOP_STRING_CHARACTERS_MAX} characters each",
+            ),
+            (
+                "stop_token_ids",
+                len(self.stop_token_ids) <= STOP_TOKEN_IDS_MAX,
+                f"at most {STOP_TOKEN_IDS_MAX} ids",
+            ),
+            (
+                "logit_bias",
+                len(self.logit_bias) <= LOGIT_BIAS_MAX,
+                f"at most {LOGIT_BIAS_MAX} entries",
+            ),
+            (
+                "logit_bias",
+                all(math.isfinite(bias) and -100.0 <= bias <= 100.0 for _, bias in self.logit_bias),
+                "each bias must lie in -100..100",
+            ),
+        )
+        for name, holds, problem in checks:
+            if not holds:
+                return name, problem
+        if vocab_size is not None:
+            for name, ids in (
+                ("stop_token_ids", self.stop_token_ids),
+                ("logit_bias", tuple(token_id for token_id, _ in self.logit_bias)),
+            ):
+                if any(not 0 <= token_id < vocab_size for token_id in ids):
+                    return name, f"token ids must lie in 0..{vocab_size - 1}"
+        return None
+
+
+def parameter_of(each: Field[Any]) -> Parameter:
+    """Return what a field of `Sampling` says about itself."""
+    found: Parameter = each.metadata["parameter"]
+    return found
+
+
+# Annotations are texts in this module.
+FLOATS = tuple(each.name for each in fields(Sampling) if each.type == "float")
+INTEGERS = tuple(each.name for each in fields(Sampling) if each.type == "int")
+
+
+class SamplingOptions(TypedDict, total=False):
+    # For type checkers; the docstring is made from the fields of `Sampling`.
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    top_n_sigma: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    logit_bias: Mapping[int, float] | None
+
+
+SAMPLING_HELP = "".join(
+    f"{each.name}: {parameter_of(each).help}; {parameter_of(each).bounds}.\n"
+    for each in fields(Sampling)
+)
+SamplingOptions.__doc__ = (
+    "How the tokens of a reply are sampled. What is left out or None is the model's default.\n\n"
+    f"Attributes:\n{indent(SAMPLING_HELP, '    ')}"
+)
