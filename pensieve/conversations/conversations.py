@@ -73,7 +73,7 @@ from pensieve.errors import (
     TurnInterrupted,
     TurnRunning,
 )
-from pensieve.guard.counts import Counts
+from pensieve.guard.limits import Counts
 from pensieve.store import records
 from pensieve.store.declared_prefixes import stored_id
 from pensieve.store.responses import StoredResponse

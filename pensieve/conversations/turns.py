@@ -43,7 +43,7 @@ from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason
 from pensieve.engine.messages import TOKEN_BYTES, CancelTurn, SubmitTurn, TurnEnded
 from pensieve.errors import PensieveError, QueueFull, TurnFailed, Unavailable
-from pensieve.guard.counts import Counts
+from pensieve.guard.limits import Counts
 from pensieve.text import PartMarker, Tokenizer
 
 BACKGROUND_NUMBER_MIN = (

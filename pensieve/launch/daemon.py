@@ -20,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pensieve.api.grpc import auth
 from pensieve.api.grpc.admin_socket import socket_path
-from pensieve.api.grpc.server import Listening, Server, check_exposure
+from pensieve.api.grpc.server import Server
 from pensieve.api.grpc.server_info import in_words, server_info
 from pensieve.api.http.listener import serve_http
 from pensieve.api.jobs.batch_jobs import BatchJobs
@@ -47,6 +46,8 @@ from pensieve.errors import (
     ServerFault,
     whole_line,
 )
+from pensieve.guard.callers import limits_of, read_tokens
+from pensieve.guard.exposure import Listening, check_exposure
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
 from pensieve.launch.shared_history import (
@@ -109,7 +110,7 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
         tls_client_ca=settings.tls_client_ca,
-        tokens=auth.read_tokens(settings.token_file) if settings.token_file else (),
+        tokens=read_tokens(settings.token_file) if settings.token_file else (),
         token_file=settings.token_file,
         audit_log=settings.audit_log,
         insecure=bool(settings.insecure),
@@ -125,7 +126,7 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
         listening,
         DaemonConfig(
             ttft_seconds=settings.ttft,
-            limits=auth.limits_of(listening.tokens),
+            limits=limits_of(listening.tokens),
             backup=_backup(settings),
             scrub_seconds=SCRUB_SECONDS,
             request_keep_seconds=REQUEST_KEEP_SECONDS,

@@ -82,6 +82,13 @@ class ReplyPieces:
         self._add(Text(self._text.end()))
         return self._taken()
 
+    def whole(self, parts: Iterable[tuple[Part, str]]) -> list[Piece]:
+        """Return the pieces of a whole reply, of which nothing was pushed before."""
+        found: list[Piece] = []
+        for part, text in parts:
+            found += self.push(text, part)
+        return [*found, *self.end()]
+
     @property
     def num_calls(self) -> int:
         """How many calls have begun."""

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import grpc
 
-from pensieve.api.grpc.server import Listening, Server
+from pensieve.api.grpc.server import Server
 from pensieve.api.http.listener import serve_http
 from pensieve.api.jobs.batch_jobs import BatchJobs
 from pensieve.api.jobs.values import Jobs
@@ -29,6 +29,7 @@ from pensieve.builtin import MODEL_PATH
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.engine_client import EngineProgram
+from pensieve.guard.exposure import Listening
 from pensieve.launch.model_folder import load_texts
 from pensieve.launch.shared_history import Sharing, announce, open_store
 from pensieve.store.conversation_store import ConversationStore

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from pensieve.api.grpc import json_values, translate
-from pensieve.api.grpc.auth import caller
 from pensieve.api.grpc.server_info import server_info
-from pensieve.api.openai.conversation_items import in_parts
+from pensieve.conversations.binding.chain import pieces_of
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.heads import ConversationSettings, GivenHistory, PrefixSettings
 from pensieve.errors import InvalidArgument, NotFound
+from pensieve.guard.callers import caller
 from pensieve.store import records
-from pensieve.text.reply_pieces import ReplyPieces
+from pensieve.store.bodies import canonical_json
+from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
 from pensieve.text.tool_calls import style_of
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
@@ -248,6 +250,32 @@ async def _fill(page: Any, messages: Iterable[Any]) -> int:
         page.append(each)
         await asyncio.sleep(0)  # the streams of others go on
     return len(page)
+
+
+def in_parts(stored: records.Message, cutter: ReplyPieces) -> records.Message:
+    """Return a reply with its thoughts and its calls beside its text, as a client gives them.
+
+    A reply with a call that broke off is returned as it is: no client could give it otherwise.
+    """
+    if stored.finish_reason is None:
+        return stored
+    pieces = cutter.whole(pieces_of(stored.content, stored.extra))
+    if cutter.num_calls != len(cutter.calls):
+        return stored
+    extra = {name: each for name, each in stored.extra.items() if name != "parts"}
+    if thinking := "".join(each.text for each in pieces if isinstance(each, Thinking)):
+        extra["thinking"] = thinking
+    if cutter.calls:
+        extra["tool_calls"] = [
+            {
+                "id": None,
+                "name": each.name,
+                "arguments": json.loads(canonical_json(dict(each.arguments))),
+            }
+            for each in cutter.calls
+        ]
+    text = "".join(each.text for each in pieces if isinstance(each, Text))
+    return replace(stored, content=text, extra=extra)
 
 
 def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from pensieve.api.grpc.auth import caller
 from pensieve.api.grpc.translate import page_of, timestamp
 from pensieve.api.jobs.values import JobHeader, Jobs, JobView
 from pensieve.errors import (
@@ -20,6 +19,7 @@ from pensieve.errors import (
     NotFound,
     PermissionDenied,
 )
+from pensieve.guard.callers import caller
 from pensieve.guard.limits import Watchers, delivered
 from pensieve.store.job_records import JobOutcome, JobState, Result, Which
 from pensieve.store.records import ID_PATTERN, check_id

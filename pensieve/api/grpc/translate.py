@@ -16,32 +16,15 @@ from google.protobuf import timestamp_pb2
 
 from pensieve.api.grpc import sizes
 from pensieve.api.grpc.json_values import TooManyValues, one_object, one_struct, structs
-from pensieve.api.openai.fields import check_json, read_json
+from pensieve.api.json_fields import check_json, read_json
 from pensieve.conversations.cancelling import Cancel, Cancelled
 from pensieve.conversations.constraints import FIELD
 from pensieve.conversations.draft import Ask
 from pensieve.conversations.live_turn import LiveTurn, RecomputeReason
 from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
-from pensieve.errors import (
-    AddressInUse,
-    ConfigError,
-    ContextFull,
-    DeviceError,
-    DiskFull,
-    InvalidArgument,
-    Loading,
-    ModelError,
-    OwnedElsewhere,
-    PensieveError,
-    QueueFull,
-    StaleRevision,
-    StoreError,
-    StoreUnavailable,
-    TurnRunning,
-    Unavailable,
-    shortened,
-)
+from pensieve.errors import InvalidArgument, PensieveError, shortened
+from pensieve.guard.client_errors import client_text, details, retry_seconds
 from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.text import Message, Part, ToolCall
@@ -50,8 +33,6 @@ from pensieve.v1 import status_pb2
 
 DOMAIN = "pensieve"
 PAGE_SIZE = 100
-# Seconds, of the first class that fits; clients add their own growing pauses.
-COME_BACK = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
 LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
 AWAY_SECONDS_MAX = 1e9
@@ -59,18 +40,6 @@ DETAILS_KEY = "grpc-status-details-bin"
 DELTA_BYTES_MAX = 1 << 20  # about; the next token may exceed it
 BYTES_PER_CHARACTER_MAX = 4
 BYTES_PER_LOGPROB_MAX = 20  # also what a token id takes
-OF_THE_MACHINE = {
-    StoreUnavailable: "the history cannot be read or written at present",
-    StoreError: "the history cannot be used as it is",
-    ModelError: "the model cannot do this",
-    DeviceError: "the device failed",
-    ConfigError: "the daemon is not set up for this",
-    AddressInUse: "the daemon is not set up for this",
-}
-DISK_FULL = (
-    "the disk of the history is full; conversations can be read and deleted, but not changed"
-)
-
 ROLES = {
     pb.ROLE_UNSPECIFIED: "user",
     pb.ROLE_SYSTEM: "system",
@@ -433,11 +402,11 @@ def status_code(error: PensieveError) -> grpc.StatusCode:
 
 def status(error: PensieveError) -> status_pb2.Status:
     """google.rpc.Status with ErrorInfo, and what helps beside it."""
-    given = status_pb2.Status(code=status_code(error).value[0], message=text_of(error))
+    given = status_pb2.Status(code=status_code(error).value[0], message=client_text(error))
     _detail(
         given,
         "ErrorInfo",
-        status_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_causes(error)),
+        status_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=details(error)),
     )
     if isinstance(error, InvalidArgument):
         violation = status_pb2.BadRequest.FieldViolation(
@@ -451,45 +420,5 @@ def status(error: PensieveError) -> status_pb2.Status:
     return given
 
 
-def retry_seconds(error: PensieveError) -> float | None:
-    """When to try again; None: nobody knows."""
-    if error.retry_after_seconds is not None:
-        return error.retry_after_seconds
-    return next((time for kind, time in COME_BACK.items() if isinstance(error, kind)), None)
-
-
 def _detail(given: status_pb2.Status, name: str, detail: Any) -> None:
     given.details.add(type_url=TYPE_PREFIX + name, value=detail.SerializeToString())
-
-
-def _causes(error: PensieveError) -> dict[str, str]:
-    if isinstance(error, TurnRunning):
-        return {"conversation_id": error.conversation_id, "turn_id": error.turn_id}
-    if isinstance(error, OwnedElsewhere):
-        return {
-            "conversation_id": error.conversation_id,
-            "replica": error.replica,
-            "address": error.address,
-        }
-    if isinstance(error, StaleRevision):
-        return {"expected": str(error.expected), "actual": str(error.actual)}
-    if isinstance(error, ContextFull):
-        return {"tokens": str(error.tokens), "tokens_max": str(error.tokens_max)}
-    if isinstance(error, QueueFull) and error.limit:
-        return {"limit": error.limit}
-    return {}
-
-
-def text_of(error: PensieveError) -> str:
-    """One line, whatever the error quotes; nothing of what only the operator may know."""
-    if is_of_the_machine(error):
-        if isinstance(error, DiskFull):
-            return DISK_FULL
-        words = next(words for kind, words in OF_THE_MACHINE.items() if isinstance(error, kind))
-        return f"{words}; the daemon's log says more"
-    return shortened(str(error))
-
-
-def is_of_the_machine(error: PensieveError) -> bool:
-    """Whether it names files of this machine, so that its text is for the log alone."""
-    return isinstance(error, tuple(OF_THE_MACHINE))

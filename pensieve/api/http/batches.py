@@ -21,15 +21,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pensieve.api.grpc.auth import Caller, group_of
 from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.api.http.uploads import Upload
 from pensieve.api.jobs.values import JobHeader, Jobs, JobView
-from pensieve.api.openai.fields import Fields, Refusal
+from pensieve.api.json_fields import Fields, Refusal
 from pensieve.api.openai.request import RequestKind
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import InvalidArgument, NotFound, WrongJobState
+from pensieve.guard.callers import Caller, group_of
 from pensieve.guard.limits import delivered
 from pensieve.store.job_records import JobOutcome, JobState, ResultBytes, Which
 from pensieve.store.records import ID_PATTERN
@@ -119,7 +119,7 @@ class Files(_OfJobs):
 
     async def content(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         view, file_id = await self._file(exchange, by)
-        await self._bodies.front.body(exchange, by)  # from now on it is seen when the client leaves
+        await self._bodies.front.body(exchange)  # from now on it is seen when the client leaves
         kind = "application/octet-stream"
         if exchange.method == "HEAD":
             await exchange.answer_bytes(b"", kind)
@@ -218,7 +218,7 @@ class Batches(_OfJobs):
         return batch_object(await self._batch(exchange, by))
 
     async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        await self._bodies.front.body(exchange, by)  # which says nothing
+        await self._bodies.front.body(exchange)  # which says nothing
         view = await self._batch(exchange, by)
         return batch_object(await self._jobs.cancel(by.tenant, view.job_id))
 

@@ -15,11 +15,10 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from pensieve.api.grpc.auth import Caller
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.front import Front
+from pensieve.api.json_fields import Refusal, read_json
 from pensieve.api.openai.answer import cut_reply
-from pensieve.api.openai.fields import Refusal, read_json
 from pensieve.api.openai.request import Request, Served, tokens_of
 from pensieve.conversations.binding.chain import ReplyReader
 from pensieve.conversations.constraints import FIELD, Constraints
@@ -27,6 +26,7 @@ from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
+from pensieve.guard.callers import Caller
 from pensieve.sampling import Sampling
 from pensieve.text import ChatTemplate, Message, Part
 from pensieve.text.message import ToolCall
@@ -59,7 +59,7 @@ class Bodies:
         kind = exchange.headers.get("content-type", "application/json").partition(";")[0]
         if kind.strip().lower() not in ("application/json", ""):
             raise InvalidArgument("content-type", "must be application/json")
-        raw = await self.front.body(exchange, by)
+        raw = await self.front.body(exchange)
         return await self._aside(by, len(raw) > SHORT_BYTES, lambda: read_json(raw, "body"))
 
     async def read(

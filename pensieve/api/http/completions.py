@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from pensieve.api.grpc.auth import Caller
 from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.replies import (
@@ -35,6 +34,7 @@ from pensieve.conversations.binding.binder import Binder, Chat
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import InvalidArgument
+from pensieve.guard.callers import Caller
 from pensieve.text.reply_pieces import Piece
 
 DONE = b"data: [DONE]\n\n"

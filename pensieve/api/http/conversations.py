@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pensieve.api.grpc.auth import Caller
 from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.api.http.response_places import drawn_id
 from pensieve.api.http.stored import Stored, appended, as_stored
+from pensieve.api.json_fields import Fields, Refusal, check_json
 from pensieve.api.openai.conversation_items import Place, items_of, place_of, tag_of
-from pensieve.api.openai.fields import Fields, Refusal, check_json
 from pensieve.api.openai.messages import add_items
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.heads import ConversationSettings, check_length
 from pensieve.errors import NotFound, StaleRevision
+from pensieve.guard.callers import Caller
 from pensieve.store import records
 from pensieve.store.conversation_changes import Pending
 from pensieve.store.conversation_rows import refuse_running

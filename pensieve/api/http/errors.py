@@ -6,9 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 from pensieve import errors
-from pensieve.api.grpc.translate import retry_seconds, text_of
 from pensieve.api.http.exchange import BodyTooLarge, PackedBody
-from pensieve.api.openai.fields import Refusal
+from pensieve.api.json_fields import Refusal
+from pensieve.guard.client_errors import client_text, retry_seconds
 
 
 class Shape(NamedTuple):
@@ -55,7 +55,7 @@ def body_of(error: errors.PensieveError) -> dict[str, Any]:
     param = error.field if isinstance(error, errors.InvalidArgument) else None
     return {
         "error": {
-            "message": text_of(error),
+            "message": client_text(error),
             "type": shape.type,
             "param": param,
             "code": shape.code,

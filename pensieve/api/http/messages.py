@@ -24,8 +24,6 @@ from pensieve.api.anthropic.render import (
     message,
     stopped_by,
 )
-from pensieve.api.grpc.auth import Caller
-from pensieve.api.grpc.translate import text_of
 from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.completions import begin_bound
 from pensieve.api.http.errors import shape_of
@@ -40,13 +38,15 @@ from pensieve.api.http.replies import (
     reply_of,
     sources,
 )
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading, PromptTokens
-from pensieve.api.openai.fields import Refusal
 from pensieve.api.openai.request import Request
 from pensieve.conversations.binding.binder import Binder
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import ContextFull, PensieveError
+from pensieve.guard.callers import Caller
+from pensieve.guard.client_errors import client_text
 from pensieve.text.reply_pieces import Piece, ReplyPieces
 
 
@@ -105,7 +105,7 @@ class Messages:
 
 def body_of(error: PensieveError) -> Mapping[str, Any]:
     """An error as Anthropic's clients know it; by this text they see that a history has to be shortened."""
-    text, details = text_of(error), None
+    text, details = client_text(error), None
     if isinstance(error, Refusal) and error.code == "context_length_exceeded":
         text = f"prompt is too long: {error.problem}"
     elif isinstance(error, ContextFull):

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from pensieve.api.grpc.auth import Caller
 from pensieve.api.http.exchange import Exchange, event
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import cache_key
 from pensieve.engine.messages import Explain, Picture
 from pensieve.errors import PensieveError
+from pensieve.guard.callers import Caller
 from pensieve.guard.limits import Watchers
 
 LOOK_SECONDS = 0.5

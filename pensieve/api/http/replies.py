@@ -97,10 +97,7 @@ def reply_of(live: LiveTurn, finish: FinishReason | None = None, tail: str | Non
 def pieces_of(live: LiveTurn, pieces: ReplyPieces) -> list[Piece]:
     """All of a turn that has ended, cut by `pieces`, which has seen nothing of it."""
     reply = reply_of(live)
-    found: list[Piece] = []
-    for text, part in zip(reply.texts, reply.parts, strict=True):
-        found += pieces.push(text, part)
-    return found + pieces.end()
+    return pieces.whole(zip(reply.parts, reply.texts, strict=True))
 
 
 def tokens_of(live: LiveTurn, start: int, stop: int) -> Reply:

@@ -33,8 +33,8 @@ from pensieve.api.http.stored import (
     first_number,
     no_previous,
 )
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import Place, tag_of
-from pensieve.api.openai.fields import Refusal
 from pensieve.api.openai.request import Request
 from pensieve.conversations.binding.binder import Binder, Chat
 from pensieve.conversations.binding.chain import ChainEnd

@@ -24,8 +24,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pensieve.api.grpc.auth import Caller
-from pensieve.api.grpc.translate import text_of
 from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.completions import session_key
 from pensieve.api.http.errors import shape_of
@@ -47,9 +45,9 @@ from pensieve.api.http.response_places import (
     stored_response,
 )
 from pensieve.api.http.stored import Stored
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.conversation_items import Place
-from pensieve.api.openai.fields import Refusal
 from pensieve.api.openai.request import Request, RequestKind, parse
 from pensieve.api.openai.response_stream import (
     ENDED,
@@ -63,6 +61,8 @@ from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import FinishReason
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed
+from pensieve.guard.callers import Caller
+from pensieve.guard.client_errors import client_text
 from pensieve.store.responses import StoredResponse
 from pensieve.text.reply_pieces import ReplyPieces
 
@@ -355,10 +355,10 @@ def _of_error(
     if running.body is not None:
         return stream.failed(running.body)
     if isinstance(error, TurnFailed):
-        body = failed(running.request, running.heading, "server_error", text_of(error))
+        body = failed(running.request, running.heading, "server_error", client_text(error))
         return stream.failed(body)
     param = error.field if isinstance(error, InvalidArgument) else None
-    return stream.error(shape_of(error).code, text_of(error), param)
+    return stream.error(shape_of(error).code, client_text(error), param)
 
 
 def _say_where(exchange: Exchange, placed: Placed) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pensieve import __version__
-from pensieve.api.grpc.auth import Caller
-from pensieve.api.grpc.translate import text_of
 from pensieve.api.http.batches import Batches, Files
 from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.completions import Completions
 from pensieve.api.http.conversations import Conversations
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.front import Act, Endpoint, Front
-from pensieve.api.http.gateway import Gateway
+from pensieve.api.http.gateway import Method, gateway_routes
 from pensieve.api.http.messages import Messages
 from pensieve.api.http.messages import body_of as anthropics
 from pensieve.api.http.page import Page, Watching
@@ -23,17 +21,19 @@ from pensieve.api.http.response_places import ResponsePlaces
 from pensieve.api.http.responses import Responses
 from pensieve.api.http.stored import Stored
 from pensieve.api.jobs.values import Jobs
-from pensieve.api.openai.fields import Refusal
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.request import RequestKind
 from pensieve.conversations.binding.binder import Binder
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import DiskFull, NotFound, Unavailable
 from pensieve.extras import need
+from pensieve.guard.callers import Caller
+from pensieve.guard.client_errors import client_text
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
 
 PURPOSE = "the HTTP API"
-DELETES = "/pensieve.v1.ConversationService/DeleteConversation"
+DELETION = {"is_deletion": True}
 Route = tuple[str, str, Act, Mapping[str, Any]]  # method, path, and settings of its Endpoint
 
 
@@ -42,6 +42,7 @@ def application(
     daemon: Daemon,
     template: ChatTemplate,
     style: CallStyle | None,
+    gateway: Iterable[Method] = (),
     jobs: Jobs | None = None,
 ) -> Any:
     routing = need("http", "starlette.routing", PURPOSE)
@@ -51,12 +52,11 @@ def application(
     watching = Watching(daemon, front.allowed.is_local)
     files, batches = Files(daemon, bodies, jobs), Batches(bodies, jobs)
     as_anthropic = {"error_body": anthropics}
-    deleting_a_job = {"deletes": "/pensieve.v1.JobService/DeleteJob"}
     acts: Sequence[Route] = (
         ("GET", "/", Page(), {"is_open": True}),
         ("GET", "/pensieve/memory", watching, {}),
         ("GET", "/pensieve/explain/{conversation_id}", watching.explain, {}),
-        *Gateway(daemon, bodies).routes(),
+        *gateway_routes(gateway, bodies),
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),
         ("GET", "/v1/models", models.all, {}),
@@ -73,12 +73,12 @@ def application(
         ("POST", "/v1/files", files.upload, {}),
         ("GET", "/v1/files", files.all, {}),
         ("GET", "/v1/files/{job_id}", files.one, {}),
-        ("DELETE", "/v1/files/{job_id}", files.delete, deleting_a_job),
+        ("DELETE", "/v1/files/{job_id}", files.delete, DELETION),
         ("GET", "/v1/files/{job_id}/content", files.content, {}),
         ("POST", "/v1/batches", batches.create, {}),
         ("GET", "/v1/batches", batches.all, {}),
         ("GET", "/v1/batches/{job_id}", batches.one, {}),
-        ("DELETE", "/v1/batches/{job_id}", batches.delete, deleting_a_job),
+        ("DELETE", "/v1/batches/{job_id}", batches.delete, DELETION),
         ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
         *_of_responses(daemon, bodies, binder),
     )
@@ -99,12 +99,12 @@ def _of_responses(daemon: Daemon, bodies: Bodies, binder: Binder) -> Sequence[Ro
     return (
         ("POST", "/v1/responses", responses.create, {}),
         ("GET", one_response, responses.get, {}),
-        ("DELETE", one_response, responses.delete, {"deletes": DELETES}),
+        ("DELETE", one_response, responses.delete, DELETION),
         ("POST", f"{one_response}/cancel", responses.cancel, {}),
         ("POST", "/v1/conversations", conversations.create, {}),
         ("GET", one, conversations.get, {}),
         ("POST", one, conversations.update, {}),
-        ("DELETE", one, conversations.delete, {"deletes": DELETES}),
+        ("DELETE", one, conversations.delete, DELETION),
         ("GET", f"{one}/items", conversations.list_items, {}),
         ("POST", f"{one}/items", conversations.add_items, {}),
         ("GET", f"{one}/items/{{item_id}}", conversations.get_item, {}),
@@ -159,7 +159,7 @@ class Health:
         """An error unless new turns are taken."""
         refusal = self._daemon.store_refusal
         if isinstance(refusal, DiskFull):
-            raise Unavailable(text_of(refusal))
+            raise Unavailable(client_text(refusal))
         if not self._daemon.serving:
             raise Unavailable("the daemon does not take turns at present")
         return {"status": "ok"}

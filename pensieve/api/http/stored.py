@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pensieve.api.http.bodies import Bodies
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import (
     Place,
     calls_of,
@@ -20,7 +21,6 @@ from pensieve.api.openai.conversation_items import (
     reply_as_sent_back,
     tag_of,
 )
-from pensieve.api.openai.fields import Refusal
 from pensieve.api.openai.response_stream import ENDED
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import stored_messages

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from pensieve.api.json_fields import one_line
 from pensieve.api.openai.answer import Heading, PromptTokens, Reply, answer
 from pensieve.api.openai.batch_line import (
     BatchLine,
@@ -23,7 +24,6 @@ from pensieve.api.openai.batch_line import (
     line_error,
     read_line,
 )
-from pensieve.api.openai.fields import one_line
 from pensieve.api.openai.request import Served, tokens_of
 from pensieve.conversations.constraints import Constraints
 from pensieve.core.turn import TurnOptions

@@ -24,7 +24,7 @@ from pensieve.api.openai.request import Request, RequestKind
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
 from pensieve.text.parts import Part
-from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
+from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
 from pensieve.text.tokenizer import Tokenizer
 from pensieve.text.tool_calls import CallArguments, CallBegan, CallStyle
 
@@ -331,10 +331,7 @@ def cut_reply(
 ) -> CutReply:
     """What the tokens of a reply released, each with its part (none: all is text)."""
     cutter = ReplyPieces(style if tools else None, tools)
-    pieces: list[Piece] = []
-    for text, part in zip(texts, parts or [Part.TEXT] * len(texts), strict=True):
-        pieces += cutter.push(text, part)
-    pieces += cutter.end()
+    pieces = cutter.whole(zip(parts or [Part.TEXT] * len(texts), texts, strict=True))
     arguments: list[list[str]] = [[] for _ in range(cutter.num_calls)]
     for each in pieces:
         if isinstance(each, CallArguments):

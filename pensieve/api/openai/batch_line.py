@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pensieve.api.openai.fields import Fields, Refusal, quoted, read_json
+from pensieve.api.json_fields import Fields, Refusal, quoted, read_json
 from pensieve.api.openai.request import Request, RequestKind, Served, parse
 from pensieve.errors import ContextFull, InvalidArgument, PensieveError, shortened
 from pensieve.text.message import plain_text

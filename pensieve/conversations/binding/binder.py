@@ -59,7 +59,7 @@ from pensieve.errors import (
     TurnInterrupted,
     TurnRunning,
 )
-from pensieve.guard.counts import Counts
+from pensieve.guard.limits import Counts
 from pensieve.store.records import ChainMatch
 from pensieve.text import Message
 

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.api.grpc import auth
 from pensieve.api.grpc.jobs import CHUNK_BYTES
-from pensieve.api.grpc.server import Listening
-from pensieve.guard.calls import SENDING_MAX
+from pensieve.guard import callers
+from pensieve.guard.exposure import Listening
+from pensieve.guard.request_bodies import SENDING_MAX
 from pensieve.store.job_records import JobKey, JobState
 from pensieve.v1 import jobs_pb2 as pb
 from pensieve.v1 import jobs_pb2_grpc
@@ -38,7 +38,7 @@ class JobsRig(DaemonRig):
         self.jobs = ScriptedJobs(folder / "scripted")
         self.audit = folder / "audit.jsonl"
         tokens = [
-            auth.Token(hashlib.sha256(name.encode()).digest(), tenant, admin, name=name)
+            callers.Token(hashlib.sha256(name.encode()).digest(), tenant, admin, name=name)
             for name, tenant, admin in (
                 ("acme", "acme", False),
                 ("other", "other", False),

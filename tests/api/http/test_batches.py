@@ -12,10 +12,11 @@ from typing import Any
 import openai
 import pytest
 
-from pensieve.api.grpc.auth import Token
 from pensieve.api.http.batches import batch_object, result_files
 from pensieve.api.jobs.values import JobHeader, JobView
 from pensieve.api.jobs.worker import JobsConfig
+from pensieve.guard.callers import Token
+from pensieve.guard.guard import GuardedCall
 from pensieve.store.job_records import JobKey, JobOutcome, JobState, ResultBytes
 from tests.api.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.conversations.rig_daemon import wait_for
@@ -327,13 +328,13 @@ def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
         ended(client, batch.id)  # whose sizes nobody has asked for
-    store, guard = door.rig.job_store, door.rig.server.guard
+    store = door.rig.job_store
     read, go_on, is_over = [], threading.Event(), threading.Event()
-    result_bytes, enter = store.result_bytes, guard.enter
+    result_bytes, enter = store.result_bytes, GuardedCall.enter
 
-    def enter_seen(exchange: Any, tenant: str) -> Any:
-        exchange.add_done_callback(lambda _: is_over.set())
-        return enter(exchange, tenant)
+    async def enter_seen(call: Any, authorization: str | None) -> Any:
+        call._transport.add_done_callback(lambda _: is_over.set())
+        return await enter(call, authorization)
 
     def read_slowly(key: JobKey) -> ResultBytes:
         read.append(key)
@@ -341,7 +342,7 @@ def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI
         return result_bytes(key)
 
     store.result_bytes = read_slowly  # type: ignore[method-assign]
-    guard.enter = enter_seen  # type: ignore[method-assign, assignment]
+    GuardedCall.enter = enter_seen  # type: ignore[method-assign, assignment]
     try:
         connection = door.connection()
         connection.request("GET", "/v1/files")
@@ -351,6 +352,6 @@ def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI
         assert is_over.wait(30)
     finally:
         go_on.set()
-        del guard.enter
+        GuardedCall.enter = enter  # type: ignore[method-assign]
         del store.result_bytes
     assert len(read) == 1

@@ -13,9 +13,9 @@ from typing import Any
 import openai
 import pytest
 
-from pensieve.api.grpc.auth import Token
 from pensieve.api.http.response_places import ResponsePlaces
 from pensieve.api.http.stored import Stored
+from pensieve.guard.callers import Token
 from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.conversations.rig_daemon import wait_for

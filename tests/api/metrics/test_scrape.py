@@ -16,10 +16,10 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.api.grpc.server import Listening
 from pensieve.api.jobs.worker import JobsConfig
 from pensieve.api.metrics.families import FAMILIES
 from pensieve.conversations.daemon_config import BackupConfig, DaemonConfig
+from pensieve.guard.exposure import Listening
 from pensieve.guard.limits import Limits
 from pensieve.v1 import admin_pb2, admin_pb2_grpc
 from pensieve.v1 import conversation_pb2 as pb

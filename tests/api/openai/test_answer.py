@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pensieve.api.json_fields import one_line
 from pensieve.api.openai.answer import Heading, PromptTokens, Reply, answer
-from pensieve.api.openai.fields import one_line
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
 from pensieve.text import Message, Part, PartMarker, Tokenizer, style_of

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.api.json_fields import one_line, read_json
 from pensieve.api.openai.batch_line import (
     BatchLine,
     LineError,
@@ -15,7 +16,6 @@ from pensieve.api.openai.batch_line import (
     line_error,
     read_line,
 )
-from pensieve.api.openai.fields import one_line, read_json
 from pensieve.api.openai.request import RequestKind
 from pensieve.errors import ContextFull, InvalidArgument, TurnFailed
 from pensieve.text import Message

@@ -1,12 +1,12 @@
-"""Tokens and certificates that are replaced while the daemon runs.
+"""Read tokens and certificates again when their files change.
 
-Nothing needs to be told of it: the token file is looked at every second, the files of TLS at every handshake.
-What has changed and cannot be used (half written, the key of another certificate, writable for others) is
-reported in the log, and what was read before stays in force.  Tokens are tried again every second, whatever
-went wrong, since it may have been the machine: a token that was taken out must not stay known for want of a
-file descriptor.  Should the watching itself end, so does the daemon (server.py).
+The token file is looked at every second, the files of TLS at every handshake. A file that has changed and
+cannot be used (half written, the key of another certificate, writable for others) is reported in the log, and
+what was read before stays in force. Tokens are tried again every second, whatever went wrong: a token that
+was taken out must not stay in force because the daemon lacked a file descriptor. If the watching itself ends,
+so does the daemon.
 
-A tenant's limits change with the tokens: what it has saved or owes stays, and what runs goes on (limits.py).
+A tenant's limits change with the tokens: what it has saved or owes stays, and running turns go on.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import grpc
-
-from pensieve.api.grpc import auth
 from pensieve.errors import ConfigError, whole_line
+from pensieve.guard.callers import Token, read_tokens
 
 log = logging.getLogger("pensieve")
 LOOK_SECONDS = 1.0
@@ -29,13 +27,14 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Watched:
-    """Files, and whether they have changed since somebody asked; at first, they have."""
+    """Files that may change."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
         self._stamp: Stamp | None = ()
 
     def has_changed(self) -> bool:
+        """Whether they have changed since the last call; True at the first."""
         before, self._stamp = self._stamp, self._present()
         return self._stamp != before
 
@@ -49,13 +48,13 @@ class Watched:
 
 async def watch_tokens(
     path: Path,
-    before: Sequence[auth.Token],
-    use: Callable[[Sequence[auth.Token]], None],
+    before: Sequence[Token],
+    use: Callable[[Sequence[Token]], None],
     on_reload: Callable[[int, str], None] = lambda num_tokens, problem: None,
 ) -> None:
-    """Hand over the tokens whenever the file has changed; without end.
+    """Call `use` with the tokens whenever the file has changed; never returns.
 
-    `on_reload` is told how many are in force then, and what was wrong with the file.
+    `on_reload` is told how many tokens are in force then, and what was wrong with the file.
     """
     file = Watched(path)
     problem = ""
@@ -63,7 +62,7 @@ async def watch_tokens(
         has_changed = file.has_changed()
         if has_changed or problem:
             try:
-                tokens = auth.read_tokens(path)
+                tokens = read_tokens(path)
                 use(tokens)
             except Exception as error:
                 reported, problem = problem, whole_line(error)
@@ -79,7 +78,7 @@ async def watch_tokens(
 
 
 class Reloaded(Generic[T]):
-    """What was read from files, and is read again when they have changed."""
+    """A value that is read from files, and read again when they change."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class Reloaded(Generic[T]):
         self.value = read()
 
     def if_changed(self) -> T | None:
-        """None as long as nothing new is in force."""
+        """Return the new value; None if nothing changed, or the new files cannot be used."""
         if not self._files.has_changed():
             return None
         try:
@@ -107,22 +106,3 @@ class Reloaded(Generic[T]):
         log.info("%s was read again", self._what)
         self._on_reload("")
         return self.value
-
-
-def certificates(
-    cert: Path,
-    key: Path,
-    client_ca: Path | None,
-    on_reload: Callable[[str], None] = lambda problem: None,
-) -> Reloaded[grpc.ServerCertificateConfiguration]:
-    """Those of gRPC, which asks for new ones in threads of its own."""
-
-    def read() -> grpc.ServerCertificateConfiguration:
-        try:
-            pair = (key.read_bytes(), cert.read_bytes())
-            ca = client_ca.read_bytes() if client_ca else None
-        except OSError as error:
-            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
-        return grpc.ssl_server_certificate_configuration([pair], ca)
-
-    return Reloaded("the certificate", (cert, key, client_ca), read, on_reload)
