@@ -24,9 +24,6 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from pensieve.api.jobs.job_run import JobRun, Ready
-from pensieve.api.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
-from pensieve.api.openai.batch_line import LineError
 from pensieve.api.openai.request import Served
 from pensieve.conversations.constraints import Constraints
 from pensieve.conversations.daemon import Daemon
@@ -35,7 +32,8 @@ from pensieve.conversations.threads import FairPool
 from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
 from pensieve.core.group_feed import FeedConfig
 from pensieve.errors import Unavailable, one_line
-from pensieve.store.job_records import (
+from pensieve.jobs.batch_line import LineError
+from pensieve.jobs.job_records import (
     Job,
     JobKey,
     JobLine,
@@ -44,7 +42,9 @@ from pensieve.store.job_records import (
     NewAnswer,
     NewRefusal,
 )
-from pensieve.store.job_store import JobStore
+from pensieve.jobs.job_run import JobRun, Ready
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
 from pensieve.text import CallStyle
 
 TURNS_MAX = 64  # of a job at once

@@ -1,7 +1,7 @@
 """The batch jobs of a daemon: received, checked, run one after another, and answered; on the loop.
 
     the loop            which job is at work, its run in the engine, who watches
-    the jobs' thread    the store of jobs (store/job_store.py), one call at a time
+    the jobs' thread    the store of jobs (jobs/job_store.py), one call at a time
     the text pool       reading and tokenizing lines, writing answers
 
 At most two *activities* go on: one checks the lines of a job that is `checking`, one runs a job that is
@@ -26,10 +26,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from functools import partial
 from typing import Any, TypeVar
 
-from pensieve.api.jobs.job_run import JobRun
-from pensieve.api.jobs.values import JobHeader, JobView
-from pensieve.api.jobs.worker import Activity, JobsConfig, StoreThread, Worker
-from pensieve.api.openai.batch_line import LINE_BYTES_MAX
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import Sources
 from pensieve.conversations.history import Texts
@@ -42,7 +38,8 @@ from pensieve.errors import (
     WrongJobState,
     one_line,
 )
-from pensieve.store.job_records import (
+from pensieve.jobs.batch_line import LINE_BYTES_MAX
+from pensieve.jobs.job_records import (
     Job,
     JobKey,
     JobLine,
@@ -53,7 +50,10 @@ from pensieve.store.job_records import (
     ResultBytes,
     Which,
 )
-from pensieve.store.job_store import JobStore
+from pensieve.jobs.job_run import JobRun
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.values import JobHeader, JobView
+from pensieve.jobs.worker import Activity, JobsConfig, StoreThread, Worker
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")

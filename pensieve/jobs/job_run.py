@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pensieve.api.jobs.prepared import Prepared
 from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.iteration import SampledToken
@@ -25,6 +24,7 @@ from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
 from pensieve.engine.messages import Message, OfTurn, SubmitTurn, TurnAdmitted, TurnEnded
 from pensieve.errors import PensieveError
+from pensieve.jobs.prepared import Prepared
 
 
 class Ready(NamedTuple):
