@@ -15,8 +15,9 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from pensieve.api.json_fields import one_line
-from pensieve.api.openai.answer import Heading, PromptTokens, Reply, answer
+from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.request import Served, tokens_of
+from pensieve.api.reply import PromptTokens, ReplyTokens
 from pensieve.conversations.constraints import Constraints
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import Finished
@@ -121,12 +122,12 @@ class Writer(NamedTuple):
         text = one_line(answer_line(line_id, line.custom_id, body)).rstrip()
         return NewAnswer(line.line, text, usage)
 
-    def _reply(self, prepared: Prepared, finished: Finished) -> Reply:
+    def _reply(self, prepared: Prepared, finished: Finished) -> ReplyTokens:
         tail = prepared.tokens[-PROMPT_TAIL_TOKENS:]
         marker = PartMarker(self.template.tokenizer, tail)
         samples = finished.samples
         with_logprobs = prepared.line.request.sampling.logprobs is not None
-        return Reply(
+        return ReplyTokens(
             [each.token_id for each in samples],
             [each.text for each in samples],
             finished.finish,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pensieve.api.grpc import json_values, translate
 from pensieve.api.grpc.server_info import server_info
+from pensieve.api.reply import ReplyStream, ReplyTokens
 from pensieve.conversations.binding.chain import pieces_of
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.heads import ConversationSettings, GivenHistory, PrefixSettings
@@ -198,18 +199,15 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             pb.SendMessageResponse(sequence=sequence, started=translate.started(live))
         )
 
-        async def write(start: int, stop: int) -> None:
+        async def write(tokens: ReplyTokens) -> None:
             nonlocal sequence
-            for delta in translate.deltas(live, start, stop):
+            for delta in translate.deltas(tokens):
                 sequence += 1
                 await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
 
-        await daemon.conversations.follow(live, write)
-        if live.tail:
-            sequence += 1
-            kind = translate.PART_NUMBERS[live.parts[live.num_tokens - 1]]
-            rest = pb.TurnDelta(text=live.tail, kind=kind)
-            await context.write(pb.SendMessageResponse(sequence=sequence, delta=rest))
+        reply = ReplyStream(live)
+        await reply.follow(daemon.conversations, write)
+        await write(reply.tail)
         await context.write(
             pb.SendMessageResponse(sequence=sequence + 1, completed=translate.completed(live))
         )

@@ -17,6 +17,7 @@ from google.protobuf import timestamp_pb2
 from pensieve.api.grpc import sizes
 from pensieve.api.grpc.json_values import TooManyValues, one_object, one_struct, structs
 from pensieve.api.json_fields import check_json, read_json
+from pensieve.api.reply import ReplyTokens
 from pensieve.conversations.cancelling import Cancel, Cancelled
 from pensieve.conversations.constraints import FIELD
 from pensieve.conversations.draft import Ask
@@ -326,47 +327,39 @@ def started(live: LiveTurn) -> pb.TurnStarted:
     )
 
 
-def deltas(live: LiveTurn, start: int, stop: int) -> Iterator[pb.TurnDelta]:
-    """Tokens [start, stop) in few messages: one for each run of the same kind that is not too large."""
-    parts, num_bytes = live.parts, 0
-    for end in range(start + 1, stop + 1):
-        num_bytes += _bytes_max(live, end - 1)
-        if end == stop or parts[end] is not parts[start] or num_bytes > DELTA_BYTES_MAX:
-            yield from _run(live, start, end)
+def deltas(tokens: ReplyTokens) -> Iterator[pb.TurnDelta]:
+    """Yield few messages: one for each run of the same kind that is not too large."""
+    parts, start, num_bytes = tokens.parts, 0, 0
+    for end in range(1, len(parts) + 1):
+        num_bytes += _bytes_max(tokens, end - 1)
+        if end == len(parts) or parts[end] is not parts[start] or num_bytes > DELTA_BYTES_MAX:
+            yield from _run(tokens, start, end)
             start, num_bytes = end, 0
 
 
-def _bytes_max(live: LiveTurn, number: int) -> int:
+def _bytes_max(tokens: ReplyTokens, number: int) -> int:
     """What a token takes in a message, at most."""
-    text = live.texts[number] if number < len(live.texts) else ""
-    alternatives = len(live.logprobs[number][1]) if live.logprobs else 0
+    text = tokens.texts[number] if number < len(tokens.texts) else ""
+    alternatives = len(tokens.logprobs[number][1]) if tokens.logprobs else 0
     return BYTES_PER_CHARACTER_MAX * len(text) + BYTES_PER_LOGPROB_MAX * (1 + alternatives)
 
 
-def _run(live: LiveTurn, start: int, stop: int) -> Iterator[pb.TurnDelta]:
+def _run(tokens: ReplyTokens, start: int, stop: int) -> Iterator[pb.TurnDelta]:
     """One message, as a rule; text that is too long for it goes ahead in messages of its own."""
-    text, most = "".join(live.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
+    text, most = "".join(tokens.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
+    kind = PART_NUMBERS[tokens.parts[start]]
     while len(text) > most:
-        yield pb.TurnDelta(text=text[:most], kind=PART_NUMBERS[live.parts[start]])
+        yield pb.TurnDelta(text=text[:most], kind=kind)
         text = text[most:]
-    yield _delta(live, start, stop, text)
-
-
-def _delta(live: LiveTurn, start: int, stop: int, text: str) -> pb.TurnDelta:
-    given = pb.TurnDelta(
-        text=text,
-        token_ids=live.token_ids[start:stop],
-        kind=PART_NUMBERS[live.parts[start]],
-    )
-    if live.logprobs:
-        for logprob, top in (live.logprobs[each] for each in range(start, stop)):
-            given.logprobs.add(
-                logprob=logprob,
-                alternatives=[
-                    pb.Alternative(token_id=each.token_id, logprob=each.logprob) for each in top
-                ],
-            )
-    return given
+    given = pb.TurnDelta(text=text, token_ids=tokens.token_ids[start:stop], kind=kind)
+    for logprob, top in tokens.logprobs[start:stop]:
+        given.logprobs.add(
+            logprob=logprob,
+            alternatives=[
+                pb.Alternative(token_id=each.token_id, logprob=each.logprob) for each in top
+            ],
+        )
+    yield given
 
 
 def completed(live: LiveTurn) -> pb.TurnCompleted:

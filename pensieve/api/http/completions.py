@@ -16,26 +16,16 @@ from typing import Any
 
 from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.replies import (
-    digest,
-    follow,
-    follow_pieces,
-    has_key,
-    prompt_of,
-    reply_of,
-    request_id_of,
-    sources,
-    tokens_of,
-)
+from pensieve.api.http.replies import digest, follow, has_key, request_id_of, sources
 from pensieve.api.openai.answer import Heading, answer
-from pensieve.api.openai.chunks import ChatStream, CompletionStream
+from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
 from pensieve.api.openai.request import Request, RequestKind, parse
+from pensieve.api.reply import ReplyStream
 from pensieve.conversations.binding.binder import Binder, Chat
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import InvalidArgument
 from pensieve.guard.callers import Caller
-from pensieve.text.reply_pieces import Piece
 
 DONE = b"data: [DONE]\n\n"
 TASK_HEADER = "x-openwebui-task"
@@ -57,12 +47,12 @@ class Completions:
         if request.stream:
             await self._stream(exchange, request, heading, lives)
             return None
-        stays = has_key(exchange)
-        await all_of(follow(self._daemon, exchange, live, None, stays=stays) for live in lives)
+        stays, replies = has_key(exchange), [ReplyStream(live) for live in lives]
+        await all_of(follow(self._daemon, exchange, each, None, stays=stays) for each in replies)
         exchange.out |= sources(first.figures)
-        bodies, replies = self._bodies, [reply_of(live) for live in lives]
-        tokenizer, prompt = bodies.template.tokenizer, prompt_of(first)
-        made = partial(answer, request, replies, prompt, heading, tokenizer, bodies.style)
+        bodies, wholes = self._bodies, [each.whole() for each in replies]
+        tokenizer, prompt = bodies.template.tokenizer, replies[0].prompt
+        made = partial(answer, request, wholes, prompt, heading, tokenizer, bodies.style)
         return await bodies.made(by, sum(live.num_tokens for live in lives), made)
 
     async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
@@ -80,25 +70,19 @@ class Completions:
         lives: Sequence[LiveTurn],
     ) -> None:
         kind = ChatStream if self._kind is RequestKind.CHAT else CompletionStream
-        stream = kind(request, heading, self._bodies.template.tokenizer)
+        tokenizer, stays = self._bodies.template.tokenizer, has_key(exchange)
+        replies = [ReplyStream(live) for live in lives]
         exchange.begin_events()
 
-        async def one(number: int, live: LiveTurn) -> None:
-            pieces = self._bodies.pieces(request)
+        async def one(number: int, reply: ReplyStream) -> None:
+            stream = kind(request, heading, tokenizer, self._bodies.pieces(request), number)
+            await follow(self._daemon, exchange, reply, stream, stays=stays)
+            await exchange.write_events([stream.end(reply.whole().finish)])
 
-            async def on_pieces(found: Sequence[Piece], start: int, stop: int) -> None:
-                chunks = stream.chunks(number, found, tokens_of(live, start, stop))
-                await exchange.write_events(chunks)
-
-            await follow_pieces(self._daemon, exchange, live, pieces, on_pieces)
-            finish, ends_with_call = reply_of(live).finish, pieces.ends_with_call
-            end = stream.end(number, finish, ends_with_call=ends_with_call)
-            await exchange.write_events([end])
-
-        await all_of(one(number, live) for number, live in enumerate(lives))
+        await all_of(one(number, reply) for number, reply in enumerate(replies))
         if request.include_usage:
-            usage = stream.usage([reply_of(live) for live in lives], prompt_of(lives[0]))
-            await exchange.write_events([usage])
+            wholes, prompt = [each.whole() for each in replies], replies[0].prompt
+            await exchange.write_events([usage_chunk(request, heading, wholes, prompt)])
         await exchange.write(DONE)
         await exchange.end_events()
 

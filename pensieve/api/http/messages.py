@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pensieve.api.anthropic.parse import UNSUPPORTED_THREAD, parse, parse_count
@@ -28,26 +28,17 @@ from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.completions import begin_bound
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.replies import (
-    digest,
-    follow,
-    follow_pieces,
-    has_key,
-    pieces_of,
-    prompt_of,
-    reply_of,
-    sources,
-)
+from pensieve.api.http.replies import digest, follow, has_key, sources
 from pensieve.api.json_fields import Refusal
-from pensieve.api.openai.answer import Heading, PromptTokens
+from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.request import Request
+from pensieve.api.reply import PromptTokens, ReplyStream, ReplyTokens
 from pensieve.conversations.binding.binder import Binder
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import ContextFull, PensieveError
 from pensieve.guard.callers import Caller
 from pensieve.guard.client_errors import client_text
-from pensieve.text.reply_pieces import Piece, ReplyPieces
+from pensieve.text.reply_pieces import ReplyPieces
 
 
 class Messages:
@@ -61,15 +52,15 @@ class Messages:
             (live,) = await begin_bound(self._binder, self._bodies, exchange, by, request)
         answer_id = digest(by.tenant, live.conversation_id, live.turn_id)
         heading = Heading(answer_id, int(time.time()), request.model)
-        pieces = self._bodies.pieces(request)
+        reply, cutter = ReplyStream(live), self._bodies.pieces(request)
         if request.stream:
-            await self._stream(exchange, request, heading, live, pieces)
+            await self._stream(exchange, request, heading, reply, cutter)
             return None
-        await follow(self._daemon, exchange, live, None, stays=has_key(exchange))
+        await follow(self._daemon, exchange, reply, None, stays=has_key(exchange))
         exchange.out |= sources(live.figures)
-        found = pieces_of(live, pieces)
-        ending = self._ending(request, live, pieces)
-        return message(heading, found, reply_of(live), prompt_of(live), ending)
+        whole = reply.whole()
+        pieces = cutter.whole(zip(whole.parts, whole.texts, strict=True))
+        return message(heading, pieces, whole, reply.prompt, self._ending(request, whole, cutter))
 
     async def count_tokens(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         _identify(exchange)
@@ -82,25 +73,21 @@ class Messages:
         exchange: Exchange,
         request: Request,
         heading: Heading,
-        live: LiveTurn,
-        pieces: ReplyPieces,
+        reply: ReplyStream,
+        cutter: ReplyPieces,
     ) -> None:
-        prompt = PromptTokens(live.history_tokens + live.prompt_tokens)
-        stream = MessageStream(heading, prompt)
+        prompt = PromptTokens(reply.live.history_tokens + reply.live.prompt_tokens)
+        stream = MessageStream(heading, prompt, cutter)
         exchange.begin_events()
-
-        async def on_pieces(found: Sequence[Piece], start: int, stop: int) -> None:
-            await exchange.write_events(stream.events(found))
-
-        await follow_pieces(self._daemon, exchange, live, pieces, on_pieces)
-        ending = self._ending(request, live, pieces)
-        await exchange.write_events(stream.end(reply_of(live), prompt_of(live), ending))
+        await follow(self._daemon, exchange, reply, stream, stays=has_key(exchange))
+        whole = reply.whole()
+        ending = self._ending(request, whole, cutter)
+        await exchange.write_events(stream.end(whole, reply.prompt, ending))
         await exchange.end_events()
 
-    def _ending(self, request: Request, live: LiveTurn, pieces: ReplyPieces) -> Ending:
-        reply, tokenizer = reply_of(live), self._bodies.template.tokenizer
-        stop = stopped_by(reply, tokenizer, request.sampling.stop)
-        return ending_of(reply.finish, pieces.ends_with_call, stop)
+    def _ending(self, request: Request, whole: ReplyTokens, cutter: ReplyPieces) -> Ending:
+        stop = stopped_by(whole, self._bodies.template.tokenizer, request.sampling.stop)
+        return ending_of(whole.finish, cutter.ends_with_call, stop)
 
 
 def body_of(error: PensieveError) -> Mapping[str, Any]:

@@ -28,15 +28,7 @@ from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.completions import session_key
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
-from pensieve.api.http.replies import (
-    digest,
-    follow,
-    has_key,
-    prompt_of,
-    reply_of,
-    sources,
-    tokens_of,
-)
+from pensieve.api.http.replies import digest, follow, has_key, sources
 from pensieve.api.http.response_places import (
     Placed,
     ResponsePlaces,
@@ -57,6 +49,7 @@ from pensieve.api.openai.response_stream import (
     pieces_of,
     unfinished,
 )
+from pensieve.api.reply import NO_TOKENS, ReplyStream
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import FinishReason
@@ -173,7 +166,8 @@ class Responses:
             await self._stream(exchange, running, placed, stays=stays)
             return None
         try:
-            await follow(self._daemon, exchange, placed.live, None, stays=stays)
+            reply = ReplyStream(placed.live)
+            await follow(self._daemon, exchange, reply, None, stays=stays)
         finally:
             running.has_ended.set()
         await running.kept.wait()
@@ -184,13 +178,15 @@ class Responses:
     async def _stream(
         self, exchange: Exchange, running: Running, placed: Placed, *, stays: bool
     ) -> None:
-        request, live = running.request, placed.live
-        stream = self._stream_of(request, placed.where.place)
+        cutter, tokenizer = (
+            self._bodies.pieces_of(placed.where.tools),
+            self._bodies.template.tokenizer,
+        )
+        stream = ResponseStream(running.request, placed.where.place, tokenizer, cutter)
         exchange.begin_events()
         await exchange.write_events(stream.begin(running.present))
         try:
-            cutter = self._bodies.pieces_of(placed.where.tools)
-            await self._tokens(exchange, stream, cutter, live, stays=stays)
+            await follow(self._daemon, exchange, ReplyStream(placed.live), stream, stays=stays)
             running.has_ended.set()
             await running.kept.wait()
             assert running.body is not None
@@ -201,32 +197,13 @@ class Responses:
             await exchange.write_events(_of_error(stream, running, error))
         await exchange.end_events()
 
-    def _stream_of(self, request: Request, place: Place) -> ResponseStream:
-        return ResponseStream(request, place, self._bodies.template.tokenizer)
-
-    async def _tokens(
-        self,
-        exchange: Exchange,
-        stream: ResponseStream,
-        cutter: ReplyPieces,
-        live: LiveTurn,
-        *,
-        stays: bool,
-    ) -> None:
-
-        async def on_tokens(start: int, stop: int) -> None:
-            await exchange.write_events(stream.tokens(cutter, tokens_of(live, start, stop)))
-
-        await follow(self._daemon, exchange, live, on_tokens, stays=stays)
-        rest = cutter.push(live.tail, live.parts[live.num_tokens - 1]) if live.tail else []
-        await exchange.write_events(stream.pieces([*rest, *cutter.end()]))
-
     async def _replay(
         self, exchange: Exchange, request: Request, body: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
         if not request.stream:
             return body
-        stream = ResponseStream(request, _StoredNames(body), self._bodies.template.tokenizer)
+        cutter, tokenizer = self._bodies.pieces(request), self._bodies.template.tokenizer
+        stream = ResponseStream(request, _StoredNames(body), tokenizer, cutter)
         exchange.begin_events()
         before = {**body, "status": "in_progress", "output": [], "usage": None}
         await exchange.write_events(stream.begin(before))
@@ -251,19 +228,19 @@ class Responses:
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
         place = Place(digest(answer_id)[:16], 0)
+        reply, tokenizer = ReplyStream(live), self._bodies.template.tokenizer
         if not request.stream:
-            await follow(self._daemon, exchange, live, None, stays=False)
+            await follow(self._daemon, exchange, reply, None, stays=False)
             exchange.out |= sources(live.figures)
             cutter = self._bodies.pieces(whole)
-            return self._running.whole(request, heading, place, live, cutter)
-        stream = self._stream_of(request, place)
+            return self._running.whole(request, heading, place, reply, cutter)
+        stream = ResponseStream(request, place, tokenizer, self._bodies.pieces(whole))
         exchange.begin_events()
         await exchange.write_events(stream.begin(unfinished(request, heading, "in_progress")))
         try:
+            await follow(self._daemon, exchange, reply, stream, stays=False)
             cutter = self._bodies.pieces(whole)
-            await self._tokens(exchange, stream, cutter, live, stays=False)
-            cutter = self._bodies.pieces(whole)
-            body = self._running.whole(request, heading, place, live, cutter)
+            body = self._running.whole(request, heading, place, reply, cutter)
             await exchange.write_events(stream.end(body))
         except PensieveError as error:
             running = Running(request, heading, "", by.tenant)
@@ -460,8 +437,9 @@ class RunningResponses:
     ) -> StoredResponse:
         """What is stored in the transaction of its reply."""
         cutter = self._bodies.pieces_of(where.tools)
+        reply = ReplyStream(live)
         running.made = self.whole(
-            running.request, running.heading, where.place, live, cutter, finish, tail
+            running.request, running.heading, where.place, reply, cutter, finish, tail
         )
         response_id, tenant = running.response_id, running.tenant
         return stored_response(where, response_id, running.made, running.digest, tenant, None)
@@ -508,19 +486,19 @@ class RunningResponses:
         request: Request,
         heading: Heading,
         place: Place,
-        live: LiveTurn,
+        reply: ReplyStream,
         cutter: ReplyPieces,
         finish: FinishReason | None = None,
         tail: str | None = None,
     ) -> dict[str, Any]:
-        """The answer, of a turn that has ended, or is about to; `cutter` has seen nothing of it."""
-        reply = reply_of(live, finish, tail)
-        stream = ResponseStream(request, place, self._bodies.template.tokenizer)
-        stream.tokens(cutter, reply)
-        stream.pieces(cutter.end())
-        is_cut = (finish or live.finish) is FinishReason.CANCELLED
-        items = stream.items(is_whole=reply.finish is FinishReason.STOP and not is_cut)
-        return finished(request, heading, reply, prompt_of(live), items, is_cut=is_cut)
+        """Return the body of a turn that has ended or is about to; `cutter` has seen nothing of it."""
+        tokens = reply.whole(finish, tail)
+        stream = ResponseStream(request, place, self._bodies.template.tokenizer, cutter)
+        stream.tokens(tokens)
+        stream.rest(NO_TOKENS)
+        is_cut = (finish or reply.live.finish) is FinishReason.CANCELLED
+        items = stream.items(is_whole=tokens.finish is FinishReason.STOP and not is_cut)
+        return finished(request, heading, tokens, reply.prompt, items, is_cut=is_cut)
 
     def _without_reply(self, running: Running, failure: PensieveError) -> dict[str, Any]:
         if running.is_cancelled:

@@ -24,16 +24,17 @@ from pensieve.api.anthropic.render import (
     stopped_by,
     whole_part,
 )
-from pensieve.api.openai.answer import Heading, PromptTokens, Reply
+from pensieve.api.openai.answer import Heading
+from pensieve.api.reply import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text import Part, Tokenizer
-from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking
+from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking
 from tests.text.families import QWEN_3, tokenizer_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 HEADING = Heading("a1", 1_700_000_000, "tiny")
 PROMPT = PromptTokens(12, 8)
-REPLY = Reply([1, 2, 3], ["Hel", "lo", ""], STOP, [Part.THINKING, Part.TEXT, Part.TEXT])
+REPLY = ReplyTokens([1, 2, 3], ["Hel", "lo", ""], STOP, [Part.THINKING, Part.TEXT, Part.TEXT])
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
@@ -43,7 +44,7 @@ def tokenizer() -> Tokenizer:
 
 
 def streamed(pieces: Sequence[Sequence[Piece]], ending: Ending) -> list[dict[str, Any]]:
-    stream = MessageStream(HEADING, PromptTokens(12))
+    stream = MessageStream(HEADING, PromptTokens(12), ReplyPieces(None))
     events = [event for each in pieces for event in stream.events(each)]
     return events + stream.end(REPLY, PROMPT, ending)
 
@@ -242,13 +243,13 @@ def test_the_stop_string_is_known_by_the_text_that_was_withheld(
 ) -> None:
     ids = tokenizer.encode_literal(sampled)
     texts = [released, *[""] * (len(ids) - 1)]
-    assert stopped_by(Reply(ids, texts, STOP), tokenizer, stops) == found
-    assert stopped_by(Reply(ids, texts, LENGTH), tokenizer, stops) is None
+    assert stopped_by(ReplyTokens(ids, texts, STOP), tokenizer, stops) == found
+    assert stopped_by(ReplyTokens(ids, texts, LENGTH), tokenizer, stops) is None
 
 
 def test_an_end_of_turn_is_no_stop_string(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_literal("one<|im_end|>")
-    assert stopped_by(Reply(ids, ["one"], STOP), tokenizer, ("<|im_end|>", "x")) is None
+    assert stopped_by(ReplyTokens(ids, ["one"], STOP), tokenizer, ("<|im_end|>", "x")) is None
 
 
 def test_errors_go_by_their_status() -> None:
