@@ -158,6 +158,10 @@ class Admission:
         allowance = self.allowances.known(tenant)
         return allowance.limits.weight if allowance is not None else 1.0
 
+    def weight_of(self, tenant: str, now: float) -> float:
+        """Of its share of the engine."""
+        return self.allowances.of(tenant, now).limits.weight
+
     def turn_admitted(self, begun_at: float, now: float) -> None:
         """The engine had room for a turn that began then."""
         between = now - max(self._admitted_at, begun_at)

@@ -113,7 +113,8 @@ class Draft:
 
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message; before that, the constraint is checked."""
-        self.constraints.check(self.ask.options)
+        if self.ask.options.constraint is not None:
+            self.constraints.check(self.ask.options)
         setting = setting_of(self.conversation)
         if self.head:
             head = head_of(self.heads, self.head, self.conversation)

@@ -35,11 +35,12 @@ from typing import NamedTuple
 
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.engine_client import Ready
-from pensieve.conversations.live_turn import cache_key
+from pensieve.conversations.live_turn import LiveTurn, cache_key
 from pensieve.conversations.transfer_times import TransferTimes, Wanted, gain_of
 from pensieve.engine.hand_over import NO_PAGES, RUNS, digest_of
 from pensieve.engine.messages import TOKEN_BYTES, ExportKv, ImportKv, KvExported, OpenImport
 from pensieve.errors import NotFound, PensieveError, Unavailable, whole_line
+from pensieve.store.remote.remote_store import RemoteStore
 
 log = logging.getLogger("pensieve")
 PART_BYTES = 2 << 20
@@ -158,6 +159,13 @@ class HandOver:
         self.num_pulls = self.num_tokens = self.num_bytes = 0  # adopted, and received
         self._daemon, self._fetch, self._always = daemon, fetch, always
         self._loop = asyncio.get_running_loop()
+
+    async def turn_begun(self, live: LiveTurn) -> None:
+        """Bring KV of a conversation that another daemon had until now, if computing it takes longer."""
+        store, named = self._daemon.store, (live.tenant, live.conversation_id)
+        address = store.came_from.pop(named, "") if isinstance(store, RemoteStore) else ""
+        if address:
+            await self.pull(address, *named)
 
     async def pull(self, address: str, tenant: str, conversation_id: str) -> Pulled:
         """Bring KV of a conversation from the daemon at this address, as far as that is sooner.

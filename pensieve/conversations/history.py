@@ -64,7 +64,7 @@ from pensieve.store import records
 from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.declared_prefixes import stored_id
 from pensieve.store.remote.remote_store import Store
-from pensieve.text import ChatTemplate
+from pensieve.text import ChatTemplate, Tokenizer
 
 UNNUMBERED = 0  # the loop numbers what it puts
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
@@ -117,6 +117,10 @@ class History:
         self._beginnings: dict[int, Beginning] = {}  # by turn id, while the turn runs
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
         self._storage: Mapping[str, int] = {}  # the most bytes of the tenants that have a limit
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._template.tokenizer
 
     def limit_storage(self, storage: Mapping[str, int]) -> None:
         """The most bytes that each tenant's conversations may take; of those not named, any."""
@@ -270,9 +274,9 @@ class History:
     def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft | Outdated:
         """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
         drafted = self.draft(ask)
-        if not isinstance(drafted, Draft) or not (
-            self._constraints.knows(ask.options) and drafted.num_characters <= short_characters
-        ):
+        if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
+            return drafted
+        if ask.options.constraint is not None and not self._constraints.knows(ask.options):
             return drafted
         return self.begin(drafted, drafted.prompt())
 

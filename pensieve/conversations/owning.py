@@ -1,57 +1,87 @@
-"""What a daemon does about whose a conversation is, where several share a history.
+"""Whose a conversation is, where several daemons share a history.
 
-A claim that finds the conversation in another epoch (store/remote/remote_store.py) means that others have
-written to it since it was here.  What this daemon still has of it is then dropped, in this order and before
-the claim's job has its result: a turn of it that runs here, which the history does not know any more; what
-the history's thread remembers; and its KV in the engine.  The engine hears of it on the loop, which got it
-from the store's thread before it gets the result of the job, so a Submit comes behind.
+A claim that finds the conversation in another epoch (store/remote/remote_store.py) means that other daemons
+have written to the conversation since it was here. Before the job that claims has its result, this daemon
+drops what it still has of the conversation, in this order: a turn that runs here and that the history no
+longer knows, what the history's thread remembers, and the KV in the engine. The engine hears of it before the
+Submit of the next turn.
 
-A call over gRPC that needs a conversation of another daemon's is passed on to it (grpc/forwarding.py).  One
-over HTTP takes the conversation over instead, unless a turn of it runs there: its body is gone by the time
-that it is known whose the conversation is, and routers know beforehand.  `takes_over` says which it is.
+A gRPC call that needs a conversation of another daemon is passed on to that daemon (grpc/forwarding.py). An
+HTTP call takes the conversation over instead, unless a turn of it runs there: by the time the owner is known,
+the body of the request is gone. `takes_over` says which of both the present call does.
 
-A daemon that has lost its session computes turns that nobody will have: they end as soon as it knows, with an
-error after which a client says the same again.  Where one is about to be committed, the history refuses it.
+A daemon that has lost its session computes turns that nobody will have. They end as soon as the daemon knows,
+with an error after which a client retries. The history refuses a turn that is about to be committed.
 
-All of it is of the loop but `_stale`, which the store's thread calls, and `_lost`, the connection's.
+All of it belongs to the loop but `_stale`, which the store thread calls, and `_lost`, which the connection
+calls.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from pensieve.conversations.conversations import Conversations
+from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.history import History
 from pensieve.conversations.live_turn import LiveTurn, cache_key
 from pensieve.conversations.threads import Threads
-from pensieve.engine.messages import DeleteConversation, Message
-from pensieve.errors import OwnedElsewhere, QueueFull, Unavailable
-from pensieve.store.remote.remote_store import RemoteStore, Store
+from pensieve.engine.messages import DeleteConversation
+from pensieve.errors import OwnedElsewhere, Unavailable
+from pensieve.store.remote.remote_store import RemoteStore
 
-Pull = Callable[[str, str, str], Awaitable[object]]  # from an address, a tenant's conversation
+T = TypeVar("T")
 takes_over: ContextVar[bool] = ContextVar("takes_over", default=False)  # of the call that runs
 TAKEN = "the conversation was served elsewhere meanwhile; say it again"
 
 
-class Owning:
+class SharedThreads(Threads):
+    """Threads whose store is shared: a job of another daemon's conversation may take it over."""
+
     def __init__(
         self,
-        store: Store,
+        store: RemoteStore,
+        loop: asyncio.AbstractEventLoop,
+        text_threads: int,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(loop, text_threads, on_failure)
+        self._store = store
+
+    async def in_store(
+        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
+    ) -> T:
+        try:
+            return await super().in_store(tenant, function, *arguments, **named)
+        except OwnedElsewhere as elsewhere:  # and it has written nothing
+            if not takes_over.get():
+                raise
+            await self.take(elsewhere.conversation_id, tenant)
+        return await super().in_store(tenant, function, *arguments, **named)
+
+    async def take(self, conversation_id: str, tenant: str) -> None:
+        """Serve a conversation of another daemon here; OwnedElsewhere if a turn of it runs there."""
+        await super().in_store(tenant, self._store.take, conversation_id, tenant=tenant)
+
+
+class Ownership:
+    """Drops what other daemons have changed."""
+
+    def __init__(
+        self,
+        store: RemoteStore,
         history: History,
         conversations: Conversations,
         threads: Threads,
-        put: Callable[[Message], None],
+        engine: EngineClient,
     ) -> None:
-        self._store, self._history, self._conversations = store, history, conversations
-        self._threads, self._put = threads, put
-        self.pull: Pull | None = None  # where daemons fetch KV of each other
-        if isinstance(store, RemoteStore):
-            store.on_stale = self._stale
-            store.on_lost = self._lost
-            threads.is_taken = self._is_taken
-            conversations.bring_kv = self._bring_kv
+        self._history, self._conversations = history, conversations
+        self._threads, self._engine = threads, engine
+        store.watch(self._stale, self._lost)
 
     def _stale(self, tenant: str, conversation_id: str) -> None:
         """In the store's thread."""
@@ -63,7 +93,7 @@ class Owning:
         for live in turns.all_live():
             if (live.tenant, live.conversation_id) == (tenant, conversation_id):
                 self._give_up(live)
-        self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
+        self._engine.tell(DeleteConversation(cache_key(tenant, conversation_id)))
 
     def _lost(self) -> None:
         """In the connection's thread."""
@@ -78,36 +108,5 @@ class Owning:
         """Of a turn that the history does not know any more."""
         cancel = self._conversations.turns.interrupt(live) if live.is_stored else None
         if cancel is not None:
-            self._tell(cancel)
+            self._engine.tell(cancel)
             self._threads.spawn(self._conversations.end_interrupted(live, Unavailable(TAKEN)))
-
-    async def _is_taken(self, elsewhere: OwnedElsewhere, tenant: str) -> bool:
-        """After a job that was refused: whether it may be done again, here."""
-        if not takes_over.get():
-            return False
-        await self.take(elsewhere.conversation_id, tenant)
-        return True
-
-    async def _bring_kv(self, live: LiveTurn) -> None:
-        """Of a conversation that another daemon had until now, if that is sooner than computing it."""
-        if isinstance(self._store, RemoteStore):
-            named = live.tenant, live.conversation_id
-            address = self._store.came_from.pop(named, "")
-            if address and self.pull is not None:
-                await self.pull(address, *named)
-
-    def _tell(self, message: Message) -> None:
-        """A DeleteConversation is never refused (engine_client.py); without an engine there is no KV."""
-        with contextlib.suppress(Unavailable, QueueFull):
-            self._put(message)
-
-    async def take(self, conversation_id: str, tenant: str) -> None:
-        """Serve a conversation here that another daemon has; OwnedElsewhere if that one runs a turn of it."""
-        if isinstance(self._store, RemoteStore):
-            was_taking = takes_over.set(False)  # one try
-            try:
-                await self._threads.in_store(
-                    tenant, self._store.take, conversation_id, tenant=tenant
-                )
-            finally:
-                takes_over.reset(was_taking)

@@ -25,18 +25,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
-from pensieve.conversations.figures import Waiting
-from pensieve.errors import OwnedElsewhere, PensieveError
+from pensieve.errors import PensieveError
 
 log = logging.getLogger("pensieve")
 T = TypeVar("T")
+LOOK_SECONDS = 0.1  # of LoopLag
+WINDOW_SECONDS = 60.0
 
 
 class _OwnThreads(Executor):
@@ -65,8 +68,56 @@ async def aside(function: Callable[..., T], /, *arguments: Any) -> T:
     return await loop.run_in_executor(_OwnThreads(), function, *arguments)
 
 
-async def _not_taken(elsewhere: OwnedElsewhere, tenant: str) -> bool:
-    return False
+@dataclass(frozen=True)
+class Quantiles:
+    """In seconds; of none, zeros."""
+
+    p50: float = 0.0
+    p99: float = 0.0
+    most: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quantiles:
+        found = sorted(values)
+        if not found:
+            return cls()
+        return cls(_at(found, 0.5), _at(found, 0.99), found[-1])
+
+
+class Waiting(NamedTuple):
+    """Jobs of a pool of threads that have not ended."""
+
+    num_jobs: int
+    oldest_seconds: float  # since the first of them was put in
+
+
+class LoopLag:
+    """Measure how late the loop is: every stream waits as long as a call each LOOK_SECONDS is late.
+
+    Belongs to the loop.
+    """
+
+    def __init__(self) -> None:
+        self._late: deque[tuple[float, float]] = deque()  # when, and how late
+
+    async def measure(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(LOOK_SECONDS)
+            self.add(loop.time(), max(loop.time() - before - LOOK_SECONDS, 0.0))
+
+    def add(self, now: float, late: float) -> None:
+        self._late.append((now, late))
+        while self._late[0][0] < now - WINDOW_SECONDS:
+            self._late.popleft()
+
+    def quantiles(self) -> Quantiles:
+        return Quantiles.of([late for _, late in self._late])
+
+
+def _at(found: Sequence[float], share: float) -> float:
+    return found[max(math.ceil(share * len(found)) - 1, 0)]
 
 
 class Threads:
@@ -83,17 +134,11 @@ class Threads:
         self._sequences: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._on_failure = on_failure
-        self.is_taken: Callable[[OwnedElsewhere, str], Awaitable[bool]] = _not_taken  # owning.py
 
     async def in_store(
         self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
     ) -> T:
         """Call it in the store thread, behind what this tenant waits for there."""
-        try:
-            return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
-        except OwnedElsewhere as elsewhere:  # and it has written nothing
-            if not await self.is_taken(elsewhere, tenant):
-                raise
         return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
 
     @property

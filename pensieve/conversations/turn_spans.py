@@ -9,7 +9,8 @@ OpenTelemetry's for generative AI, which are still being changed, and our own be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from pensieve.conversations.live_turn import LiveTurn
@@ -29,6 +30,21 @@ class TurnSpan(NamedTuple):
     events: tuple[tuple[str, int], ...] = ()  # what happened, and when
     traceparent: str = ""  # the caller's span, as it said it
     failure: str = ""  # the reason, where there is no reply
+
+
+class TurnSpans:
+    """Make a span of each turn that ends; subscribed to `TurnEvents.ended` while spans are exported."""
+
+    def __init__(
+        self,
+        model: str,
+        export: Callable[[TurnSpan], None],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._model, self._export, self._wall_clock = model, export, wall_clock
+
+    def turn_ended(self, live: LiveTurn, now: float) -> None:
+        self._export(span_of(live, self._model, now, self._wall_clock()))
 
 
 def span_of(live: LiveTurn, model: str, now: float, wall_now: float) -> TurnSpan:

@@ -21,7 +21,7 @@ the engine and the `Reply` to commit.  What holds:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
@@ -46,6 +46,10 @@ from pensieve.errors import PensieveError, QueueFull, TurnFailed, Unavailable
 from pensieve.guard.limits import Counts
 from pensieve.text import PartMarker, Tokenizer
 
+BACKGROUND_NUMBER_MIN = (
+    1 << 40
+)  # of the turns of batch jobs; those of conversations are counted from 1
+
 
 class Ending(NamedTuple):
     """The engine has ended a turn: a reply to commit, or the reason why there is none."""
@@ -53,6 +57,52 @@ class Ending(NamedTuple):
     live: LiveTurn
     reply: Reply | None
     failure: str = ""
+
+
+DEATHS_ALONE, DEATHS_MAX = 2, 3
+RECORDS_MAX = 10_000  # of turns that nobody has sent again; the oldest are forgotten
+
+
+class Suspects:
+    """Which turns were in the engine when it died, for one of them may be what kills it.
+
+    Each turn that a killed process had is under suspicion, also a queued one. Clients send such turns again:
+
+        1 death     it is tried again, beside all others
+        2 deaths    it is tried again when no other such turn is in the engine
+        3 deaths    it has failed, and no client sends it again by itself
+
+    A death counts only where the turn had come no further than at an earlier one, so an innocent turn is soon
+    cleared.  A turn that is sent again on purpose begins without a record.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[int, tuple[int, int]] = {}  # by turn id: deaths, tokens at most
+
+    def engine_died(self, live: LiveTurn) -> bool:
+        """Count it for a turn that the engine had; whether that was once too often."""
+        num_deaths, num_tokens = self._records.pop(live.turn_id, (0, -1))
+        num_deaths += not num_deaths or live.num_tokens <= num_tokens
+        if num_deaths >= DEATHS_MAX:
+            return True
+        self._records[live.turn_id] = (num_deaths, max(num_tokens, live.num_tokens))
+        if len(self._records) > RECORDS_MAX:
+            del self._records[next(iter(self._records))]
+        return False
+
+    def must_wait(self, live: LiveTurn, all_live: Callable[[], Iterable[LiveTurn]]) -> bool:
+        """Whether the engine has another turn that may be what kills it, and this one may be too."""
+        return self._is_grave(live) and any(
+            self._is_grave(other) for other in all_live() if other is not live
+        )
+
+    def ended(self, live: LiveTurn) -> None:
+        """The engine has ended it, and lives."""
+        self._records.pop(live.turn_id, None)
+
+    def _is_grave(self, live: LiveTurn) -> bool:
+        num_deaths, num_tokens = self._records.get(live.turn_id, (0, 0))
+        return num_deaths >= DEATHS_ALONE and live.num_tokens <= num_tokens
 
 
 class _Warm(NamedTuple):
@@ -75,6 +125,7 @@ class Turns:
         self._warms: dict[int, _Warm] = {}  # by number
         self._num_warms = Counts[tuple[str, str]]()
         self._num_counted = 0
+        self.suspects = Suspects()
 
     # -- looking --
 
@@ -231,6 +282,11 @@ class Turns:
         )
         self._add(live)
         return live, submit
+
+    def check_suspect(self, live: LiveTurn) -> None:
+        """Unavailable where the turn may be what kills the engine, and the engine has another such turn."""
+        if self.suspects.must_wait(live, self.all_live):
+            raise Unavailable("the engine died twice with this turn; it is tried again alone")
 
     def admit(self, number: int, missing_tokens: int = 0) -> LiveTurn | None:
         """The engine has room for it, and has to compute so much of its context; the turn, if it is known."""

@@ -11,7 +11,7 @@ An unstored turn belongs to no conversation.  The engine knows it by a name that
 * It brings all of its tokens and keeps them while it is suspended, so the engine never asks for its log.
 * It is not begun twice under one request: a retry gets another turn.
 * Its id is negative and a salted hash of the prompt, so a prompt that kills the engine is known when it is
-  sent again (suspects.py).
+  sent again (`Suspects`).
 
 **What the next one begins with** is found by digests of whole chunks (`UnstoredPrefixes`).  A prompt that
 begins with all that is known of an idle turn goes on as its next turn, cut behind those chunks; other prompts
@@ -28,17 +28,19 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple
 
+from pensieve.conversations.admission import Admission
+from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.history import PROMPT_TAIL_TOKENS, UNNUMBERED
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.readers import Readers
 from pensieve.conversations.turns import Turns
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.messages import DeleteConversation, Message, RewindConversation, SubmitTurn
+from pensieve.engine.messages import DeleteConversation, RewindConversation, SubmitTurn
 from pensieve.errors import ContextFull, InvalidArgument, PensieveError
 
 ID_BITS = 62
@@ -56,13 +58,11 @@ class UnstoredTurns:
         turns: Turns,
         readers: Readers,
         loop: asyncio.AbstractEventLoop,
-        put: Callable[[Message], None],
-        tell: Callable[[Message], bool],
-        weight_of: Callable[[str], float],
+        engine: EngineClient,
+        admission: Admission,
     ) -> None:
-        """`put` raises where the engine does not take a message, `tell` does not."""
         self._turns, self._readers, self._loop = turns, readers, loop
-        self._put, self._tell, self._weight_of = put, tell, weight_of
+        self._engine, self._admission = engine, admission
         self._running: dict[int, _Running] = {}  # by number
         self._keys: set[str] = set()  # of those that run
         self._prefixes, self._chunk_tokens = UnstoredPrefixes(0), 1
@@ -82,11 +82,14 @@ class UnstoredTurns:
         chain.extend(prompt)
         submit = self._from_what_is_there(submit, chain, len(prompt))
         named, prompt_end = (self._id(prompt, tenant), tenant), prompt[-PROMPT_TAIL_TOKENS:]
-        now, weight = self._loop.time(), self._weight_of(tenant)
+        now = self._loop.time()
+        weight = self._admission.weight_of(tenant, now)
         live, submit = self._turns.begin_unstored(*named, submit, prompt_end, now, weight)
         live.arrived_at = now
         try:
-            self._put(submit)
+            self._admission.prompts.submitted(live)
+            self._turns.check_suspect(live)
+            self._engine.put(submit)
         except PensieveError as error:
             self._turns.interrupt(live)  # nobody is told: the engine has not heard of it
             self._turns.fail(live, error)
@@ -113,7 +116,7 @@ class UnstoredTurns:
             self._prefixes.forget(running.key)
         self._keys.discard(running.key)
         if running.key not in self._prefixes:
-            self._tell(DeleteConversation(running.key))
+            self._engine.tell(DeleteConversation(running.key))
 
     def _from_what_is_there(self, submit: SubmitTurn, chain: Chain, num_tokens: int) -> SubmitTurn:
         """It begins with KV that the engine may still have; at least one token is to be computed."""
@@ -124,14 +127,14 @@ class UnstoredTurns:
         shared = found.num_chunks * self._chunk_tokens
         submit = replace(submit, history_tokens=min(shared + 1, num_tokens - 1))
         if found.is_whole and found.holder not in self._keys:
-            self._tell(RewindConversation(found.holder, shared))
+            self._engine.tell(RewindConversation(found.holder, shared))
             return replace(submit, conversation_id=found.holder)
         return replace(submit, prefix_of=found.holder, prefix_tokens=shared)
 
     def _register(self, running: _Running) -> None:
         for key in self._prefixes.register(running.key, running.chain.digests):
             if key not in self._keys:
-                self._tell(DeleteConversation(key))
+                self._engine.tell(DeleteConversation(key))
 
     def _id(self, prompt: array[int], tenant: str) -> int:
         turn_id = -1 - hash((tenant, prompt.tobytes())) % (1 << ID_BITS)

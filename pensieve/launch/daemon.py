@@ -24,8 +24,6 @@ from pensieve.api.grpc.admin_socket import socket_path
 from pensieve.api.grpc.server import Server
 from pensieve.api.grpc.server_info import in_words, server_info
 from pensieve.api.http.listener import serve_http
-from pensieve.api.jobs.batch_jobs import BatchJobs
-from pensieve.api.jobs.worker import JobsConfig
 from pensieve.config import Resolved, Settings, shown_store
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import (
@@ -38,6 +36,7 @@ from pensieve.conversations.daemon_config import (
 )
 from pensieve.conversations.engine_client import EngineProgram
 from pensieve.conversations.history import Texts
+from pensieve.conversations.turn_spans import TurnSpans
 from pensieve.errors import (
     ConfigError,
     InvalidArgument,
@@ -47,6 +46,10 @@ from pensieve.errors import (
 )
 from pensieve.guard.callers import limits_of, read_tokens
 from pensieve.guard.exposure import Listening, check_exposure
+from pensieve.jobs.batch_jobs import BatchJobs
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.plugin import JobsPlugin
+from pensieve.jobs.worker import JobsConfig
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
 from pensieve.launch.shared_history import (
@@ -59,7 +62,6 @@ from pensieve.launch.shared_history import (
     sharing_of,
 )
 from pensieve.launch.traces import Traces, open_traces
-from pensieve.store.job_store import JobStore
 from pensieve.text import style_named
 
 SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
@@ -199,10 +201,12 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
         program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
         if setup.traces is not None:
-            daemon.on_span = setup.traces.export
+            spans = TurnSpans(program.model_name, setup.traces.export)
+            daemon.events.ended.subscribe(spans.turn_ended)
         style = style_named(setup.tool_calls, texts.template)
         jobs = _jobs(daemon, settings.data, texts, JobsConfig(call_style=style), report)
-        server = Server(daemon, setup.listening, jobs)
+        plugins = [JobsPlugin(jobs, daemon.config.stall_seconds)]
+        server = Server(daemon, setup.listening, plugins)
         if setup.listening.http:
             serve_http(server, texts.template, style)
         return server

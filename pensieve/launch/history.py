@@ -210,7 +210,8 @@ def _start_upkeep(
     async def sweep() -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            erasing.sweep()
+            if store.erasure.due:
+                erasing.start()
 
     threads.spawn(sweep())
     if setup.backup is not None:

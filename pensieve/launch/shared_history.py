@@ -107,7 +107,7 @@ def fetch_kv(server: Server, sharing: Sharing) -> None:
     daemon = server.daemon
     if isinstance(daemon.store, RemoteStore):
         fetcher = KvFetcher(sharing.secret, server.listening.peers)
-        daemon.owning.pull = HandOver(daemon, fetcher.fetch).pull
+        daemon.events.begun.subscribe(HandOver(daemon, fetcher.fetch).turn_begun)
 
 
 def drain(server: Server) -> None:

@@ -60,52 +60,44 @@ class Phase(Enum):
 class State(NamedTuple):
     """Where a pass is; a step makes the next state, which counts once its transaction is committed."""
 
-    phase: Phase = Phase.REST
+    phase: Phase
     fence: int = 0  # the first row of it
     moved: int = 0  # the last row that `move` has looked at
     wiped_bytes: int = 0  # what the pass gives back
 
 
 class Compaction:
-    """The compaction of one database; used outside of transactions."""
+    """A pass over one database; used outside of transactions."""
 
-    def __init__(self, writer: Writer, bytes_min: int) -> None:
+    def __init__(self, writer: Writer, first: Phase) -> None:
         self._writer = writer
-        self._bytes_min = bytes_min
-        self._state = State()
+        self._state = State(first)
 
-    @property
-    def due(self) -> bool:
-        """Whether there is a step to take."""
-        return self._state.phase is not Phase.REST
+    def step(self) -> bool:
+        """Take one step, in one transaction; whether there is another one to take."""
+        with self._writer.writing() as conn:
+            state = STEPS[self._state.phase](conn, self._state)
+        self._state = state
+        return state.phase is not Phase.REST
 
-    def look(self, *, is_urgent: bool = False) -> None:
-        """Begin if at least `bytes_min` and more than half of the file are wiped, or free.
 
-        `is_urgent`: the disk is full, so give back any free page.
-        """
-        if self.due:
-            return
-        with self._writer.reading() as conn:
-            page_bytes = _number(conn, "PRAGMA page_size")
-            file_bytes = page_bytes * _number(conn, "PRAGMA page_count")
-            free_bytes = page_bytes * _number(conn, "PRAGMA freelist_count")
-            wiped_bytes = _number(conn, "SELECT wiped_bytes FROM space")
-            can_trim = _number(conn, "PRAGMA auto_vacuum") == AUTO_VACUUM_INCREMENTAL
-        if wiped_bytes >= self._bytes_min and 2 * wiped_bytes > file_bytes - free_bytes:
-            self._state = State(Phase.FENCE)
-        elif can_trim and (
-            (is_urgent and free_bytes)
-            or (free_bytes >= self._bytes_min and 2 * free_bytes > file_bytes)
-        ):
-            self._state = State(Phase.TRIM)
+def first_phase(writer: Writer, bytes_min: int, *, is_urgent: bool = False) -> Phase:
+    """Return what a pass begins with: REST unless `bytes_min` and half of the file are wiped, or free.
 
-    def step(self) -> None:
-        """One transaction."""
-        if self.due:
-            with self._writer.writing() as conn:
-                state = STEPS[self._state.phase](conn, self._state)
-            self._state = state
+    `is_urgent`: the disk is full, so give back any free page.
+    """
+    with writer.reading() as conn:
+        page_bytes = _number(conn, "PRAGMA page_size")
+        file_bytes = page_bytes * _number(conn, "PRAGMA page_count")
+        free_bytes = page_bytes * _number(conn, "PRAGMA freelist_count")
+        wiped_bytes = _number(conn, "SELECT wiped_bytes FROM space")
+        can_trim = _number(conn, "PRAGMA auto_vacuum") == AUTO_VACUUM_INCREMENTAL
+    if wiped_bytes >= bytes_min and 2 * wiped_bytes > file_bytes - free_bytes:
+        return Phase.FENCE
+    is_mostly_free = free_bytes >= bytes_min and 2 * free_bytes > file_bytes
+    if can_trim and ((is_urgent and free_bytes) or is_mostly_free):
+        return Phase.TRIM
+    return Phase.REST
 
 
 def _place_fence(conn: Connection, state: State) -> State:
@@ -166,7 +158,7 @@ def _trim(conn: Connection, state: State) -> State:
     before = _number(conn, "PRAGMA freelist_count")
     conn.execute(f"PRAGMA incremental_vacuum({STEP_PAGES})").fetchall()
     is_shorter = _number(conn, "PRAGMA freelist_count") < before
-    return state if is_shorter else State()
+    return state if is_shorter else State(Phase.REST)
 
 
 STEPS = {

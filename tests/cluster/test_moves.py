@@ -33,7 +33,7 @@ TINY |= {"token_budget": "48", "turns_max": "12", "threads": "1"}
 
 async def hand_over(rig: DaemonRig, always: bool) -> HandOver:
     fetched = HandOver(rig.daemon, KvFetcher().fetch, always=always)
-    rig.daemon.owning.pull = fetched.pull
+    rig.daemon.events.begun.subscribe(fetched.turn_begun)
     return fetched
 
 

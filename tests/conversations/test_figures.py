@@ -17,7 +17,7 @@ from grpc._cython import cygrpc
 from pensieve.api.grpc.interceptor import CountedContext
 from pensieve.cli.main import main
 from pensieve.conversations.daemon_config import DaemonConfig
-from pensieve.conversations.figures import LoopLag, Quantiles
+from pensieve.conversations.threads import LoopLag, Quantiles
 from pensieve.guard.exposure import Listening
 from pensieve.guard.limits import Limits
 from pensieve.store import connection

@@ -514,13 +514,11 @@ def order_of_admission(
     slow, written = (*ECHO, "--seconds=0.002"), {"turns_max": "1"}
     with TokensRig(folder, {"first": {"weight": 100}, **limits}, slow, written) as rig:
         admitted: list[str] = []
-        on_admitted = rig.daemon.conversations._on_admitted
 
         def noted(live: Any, missing: int) -> None:
             admitted.append(live.tenant)
-            on_admitted(live, missing)
 
-        rig.daemon.conversations._on_admitted = noted
+        rig.daemon.events.admitted.subscribe(noted)
         first = rig.begin("first", "c")
         calls = [rig.begin(tenant, f"c{i}", SHORT) for i, tenant in enumerate(turns)]
         assert admitted == ["first"]

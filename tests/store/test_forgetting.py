@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.store import ConversationStore, TurnRequest, TurnState, forgetting
-from pensieve.store.compaction import Phase, State
+from pensieve.store.compaction import Compaction, Phase
 from pensieve.store.sqlite_backend import Erasure
 from tests.store.faulty import history, world, writer_of
 from tests.store.talk import begin, create, reply, say, user
@@ -72,7 +72,7 @@ def test_logprobs_are_the_turns_alone_and_go_with_its_request(
     assert store.stored_bytes() < before + 2 * len(secret)
     assert store.verify() == []
     assert isinstance(store.erasure, Erasure)
-    store.erasure._compaction._state = State(Phase.FENCE)
+    store.erasure._compaction = Compaction(store.erasure._writer, Phase.FENCE)
     while store.erasure.step():
         pass
     assert store.verify() == []

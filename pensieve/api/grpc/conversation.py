@@ -180,7 +180,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.DeletePrefixRequest, context: Any
     ) -> pb.DeletePrefixResponse:
         prefix_id = _prefix_id(request.prefix_id)
-        await self.daemon.writable.prefixes.delete(prefix_id, caller().tenant)
+        await self.daemon.writable.delete_prefix(prefix_id, caller().tenant)
         return pb.DeletePrefixResponse()
 
     # -- turns --

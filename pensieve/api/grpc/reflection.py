@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf import descriptor_pb2
-from google.protobuf.descriptor import Descriptor, FileDescriptor
+from google.protobuf.descriptor import Descriptor, FileDescriptor, ServiceDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
-from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, replica_pb2
+from pensieve.v1 import admin_pb2, conversation_pb2
 from pensieve.v1 import status_pb2 as pb
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 SERVICES = (
     "pensieve.v1.ConversationService",
-    "pensieve.v1.JobService",
     "pensieve.v1.AdminService",
     HEALTH,
     *REFLECTION,
@@ -43,12 +42,13 @@ class ReflectedMethod(NamedTuple):
 class Reflection:
     """What it answers never changes."""
 
-    def __init__(self, more: Sequence[str] = ()) -> None:
-        """`more`: the service that daemons of a cluster offer one another, where this one does."""
+    def __init__(self, more: Sequence[ServiceDescriptor] = ()) -> None:
+        """`more`: services that not every server has."""
         self._pool = DescriptorPool()
-        self._services = (*SERVICES, *more)
-        for file in (conversation_pb2, jobs_pb2, admin_pb2, *([replica_pb2] if more else [])):
-            for each in _with_imports(file.DESCRIPTOR):
+        self._services = (*SERVICES, *(each.full_name for each in more))
+        ours = (conversation_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, *(each.file for each in more))
+        for file in ours:
+            for each in _with_imports(file):
                 self._pool.AddSerializedFile(each.serialized_pb)
         check = (pb.HealthCheckRequest.DESCRIPTOR, pb.HealthCheckResponse.DESCRIPTOR)
         self._add(

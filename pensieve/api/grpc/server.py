@@ -26,16 +26,14 @@ from pensieve.api.grpc.admin_socket import socket_address
 from pensieve.api.grpc.conversation import ConversationService
 from pensieve.api.grpc.forwarding import Forwarder, ForwardingService
 from pensieve.api.grpc.interceptor import GuardInterceptor
-from pensieve.api.grpc.jobs import JobService
 from pensieve.api.grpc.json_methods import json_methods
 from pensieve.api.grpc.reflection import HEALTH, Reflection
-from pensieve.api.grpc.replica import NAME as REPLICA
 from pensieve.api.grpc.replica import ReplicaService
-from pensieve.api.jobs.values import Jobs
 from pensieve.api.metrics.listener import Answers, MetricsListener
 from pensieve.api.metrics.scrape import Scrape
+from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.figures import LoopLag
+from pensieve.conversations.threads import LoopLag
 from pensieve.errors import AddressInUse, ConfigError, DeadlineExceeded, NotFound
 from pensieve.guard.audit import Audit, AuditLog
 from pensieve.guard.callers import Token, caller, limits_of
@@ -43,7 +41,7 @@ from pensieve.guard.exposure import Listening, check_exposure, is_loopback
 from pensieve.guard.guard import Guard
 from pensieve.guard.reload import Reloaded, watch_tokens
 from pensieve.store.remote.remote_store import RemoteStore
-from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, jobs_pb2_grpc, replica_pb2_grpc
+from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
 WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
@@ -53,11 +51,11 @@ IDENTITY = 1  # the bit of "no compression"
 SERVICES = (
     "",
     "pensieve.v1.ConversationService",
-    "pensieve.v1.JobService",
     "pensieve.v1.AdminService",
 )
 STRANGERS_WATCH_SECONDS = 300.0
 STOP_SECONDS = 0.5  # for streams that watch
+REPLICA = replica_pb2.DESCRIPTOR.services_by_name["ReplicaService"]
 OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", sizes.REQUEST_BYTES_MAX),
@@ -159,16 +157,21 @@ class _OneQueue:
 
 
 class Server:
-    """A daemon behind its sockets; without `jobs` it takes none.
+    """A daemon behind its sockets, with what is plugged into them.
 
     `beside` are listeners of other protocols, which open after gRPC's and close before the daemon does.
     """
 
-    def __init__(self, daemon: Daemon, listening: Listening, jobs: Jobs | None = None) -> None:
+    def __init__(
+        self, daemon: Daemon, listening: Listening, plugins: Sequence[Plugin] = ()
+    ) -> None:
         check_exposure(listening)
         self.daemon = daemon
-        more = (REPLICA,) if listening.hand_over else ()
-        self.health = Health((*SERVICES, *more))
+        self.plugins = plugins
+        more = [each.service for each in plugins]
+        if listening.hand_over:
+            more.append(REPLICA)
+        self.health = Health((*SERVICES, *(each.full_name for each in more)))
         self.stopping = asyncio.Event()  # set where the end is wanted
         self.failure: BaseException | None = None  # why it must be, where nobody wanted it
         self.address = ""
@@ -197,12 +200,11 @@ class Server:
             conversations = ForwardingService(self.forwarder)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(conversations, services)
         self.json_methods = tuple(json_methods(ConversationService(daemon)))
-        self.batch_jobs = jobs
-        self.jobs = JobService(jobs, daemon.config.stall_seconds)
-        jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, services)
+        for plugin in plugins:
+            plugin.add_service(services)
         self._scrape = Scrape(
             daemon,
-            jobs,
+            plugins,
             self._loop_lag.quantiles,
             lambda: self._facts().audit_lines_lost,
         )
@@ -214,8 +216,8 @@ class Server:
         if listening.hand_over:
             replica_pb2_grpc.add_ReplicaServiceServicer_to_server(ReplicaService(daemon), services)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
-        daemon.on_serving = self.health.set
-        daemon.on_failure = self._fail
+        daemon.events.serving.subscribe(self.health.set)
+        daemon.events.failed.subscribe(self._fail)
         self._server.add_generic_rpc_handlers(Reflection(more).handlers())
 
     async def listen(self) -> str:

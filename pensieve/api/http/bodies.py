@@ -123,7 +123,8 @@ class Bodies:
         options = self.options(request, by)
 
         def prepare() -> list[int]:
-            self._constraints.check(options)
+            if options.constraint is not None:
+                self._constraints.check(options)
             return self.tokens(request)
 
         prompt = await self._daemon.threads.in_text_pool(by.tenant, prepare)

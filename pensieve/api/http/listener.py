@@ -14,7 +14,7 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from pensieve.api.http.connections import HEAD_BYTES_MAX, IDLE_SECONDS, protocol
 from pensieve.api.http.front import Allowed, Front, own_names
 from pensieve.api.http.gateway import GatewayMethod
 from pensieve.api.http.routes import application
-from pensieve.api.jobs.values import Jobs
+from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import AddressInUse, ConfigError
 from pensieve.extras import need
@@ -47,7 +47,7 @@ class GuardedServer(Protocol):
     daemon: Daemon
     guard: Guard
     listening: Listening
-    batch_jobs: Jobs | None
+    plugins: Sequence[Plugin]
     beside: list[Any]  # listeners that open and close with the server
 
     @property
@@ -67,8 +67,8 @@ def serve_http(
     front = Front(server.guard, Allowed(hosts, of.http_origins, is_local))
 
     def make() -> Any:
-        methods, jobs = server.json_methods, server.batch_jobs
-        return application(front, server.daemon, template, style, methods, jobs)
+        methods, plugins = server.json_methods, server.plugins
+        return application(front, server.daemon, template, style, methods, plugins)
 
     server.beside.append(HttpListener(of, make, server.guard.audit.certificate_reloaded))
 

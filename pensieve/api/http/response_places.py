@@ -315,7 +315,7 @@ class ResponsePlaces:
             template_options=turn.request.template_options,
         )
         model = self._bodies.template, self._daemon.context_max
-        await self._daemon.conversations.tokenized(
+        await self._daemon.conversations.tokenizing.run(
             turn.tenant, partial(check_settings, *model, settings)
         )
 

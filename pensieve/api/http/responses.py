@@ -5,7 +5,8 @@
     POST …/cancel       end one in the background, so that nothing of its turn stays
     DELETE              delete it, and its conversation if that was made for responses and this was the last
 
-response_places.py chooses the conversation. `store: false` makes a turn of the whole prompt that leaves nothing.
+response_places.py chooses the conversation. `store: false` makes a turn of the whole prompt that leaves
+nothing.
 
 A request whose `Idempotency-Key` came before gets the same response: the running one, or the stored one.
 """

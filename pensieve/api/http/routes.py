@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pensieve import __version__
-from pensieve.api.http.batches import Batches, Files
 from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.completions import CompletionsEndpoint
 from pensieve.api.http.conversations import ConversationEndpoints
@@ -20,9 +19,9 @@ from pensieve.api.http.page import MemoryEndpoints, PageEndpoint
 from pensieve.api.http.response_places import ResponsePlaces
 from pensieve.api.http.responses import ResponseEndpoints
 from pensieve.api.http.stored import StoredConversations
-from pensieve.api.jobs.values import Jobs
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.request import RequestKind
+from pensieve.api.plugins import Plugin
 from pensieve.conversations.binding.binder import Binder
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import DiskFull, NotFound, Unavailable
@@ -43,14 +42,13 @@ def application(
     template: ChatTemplate,
     style: CallStyle | None,
     gateway: Iterable[GatewayMethod] = (),
-    jobs: Jobs | None = None,
+    plugins: Sequence[Plugin] = (),
 ) -> Any:
     routing = need("http", "starlette.routing", PURPOSE)
     bodies = Bodies(front, daemon, template, style)
     models, health, binder = ModelEndpoints(daemon, bodies), HealthEndpoints(daemon), Binder(daemon)
     messages = MessageEndpoints(daemon, bodies, binder)
     memory = MemoryEndpoints(daemon, front.allowed.is_local)
-    files, batches = Files(daemon, bodies, jobs), Batches(bodies, jobs)
     as_anthropic = {"error_body": anthropics}
     acts: Sequence[Route] = (
         ("GET", "/", PageEndpoint(), {"is_open": True}),
@@ -75,16 +73,7 @@ def application(
         ),
         ("POST", "/v1/messages", messages.create, as_anthropic),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens, as_anthropic),
-        ("POST", "/v1/files", files.upload, {}),
-        ("GET", "/v1/files", files.all, {}),
-        ("GET", "/v1/files/{job_id}", files.one, {}),
-        ("DELETE", "/v1/files/{job_id}", files.delete, DELETION),
-        ("GET", "/v1/files/{job_id}/content", files.content, {}),
-        ("POST", "/v1/batches", batches.create, {}),
-        ("GET", "/v1/batches", batches.all, {}),
-        ("GET", "/v1/batches/{job_id}", batches.one, {}),
-        ("DELETE", "/v1/batches/{job_id}", batches.delete, DELETION),
-        ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
+        *(route for plugin in plugins for route in plugin.routes(bodies)),
         *_of_responses(daemon, bodies, binder),
     )
     by_path: dict[str, dict[str, Endpoint]] = {}

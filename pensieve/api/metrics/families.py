@@ -112,10 +112,6 @@ FAMILIES = (
     _family(
         "audit_lines_lost", GAUGE, "Lines that the audit log has lost since it could be written."
     ),
-    # batch jobs
-    _family("jobs", GAUGE, "Batch jobs.", "state"),
-    _family("job_lines_running", GAUGE, "Lines of batch jobs that the engine has."),
-    _family("job_tokens_per_second", GAUGE, "Tokens of batch jobs in a second."),
 )
 
 

@@ -125,7 +125,6 @@ class Binder:
         self._unused: dict[tuple[str, str], int] = {}  # made for a turn, with their revision
         self._num_lookups = Counts[str]()
         self._reserved = Counts[tuple[str, str]]()  # by tenant and conversation
-        daemon.on_turn_ended = self._ended
 
     async def begin(self, chat: Chat, seconds_left: float | None = None) -> list[Bound]:
         """Its choices, each as a turn that runs or has its reply."""
@@ -163,7 +162,8 @@ class Binder:
         self._num_lookups[chat.tenant] += 1
         bound: list[Bound] = []
         try:
-            past, shared = await self._past(chat), SharedPrompt()
+            past = await self._past(chat)
+            shared = SharedPrompt() if chat.num_choices > 1 else None
             for choice in range(chat.num_choices):
                 if choice == 1 and bound[0].how is How.NEW:
                     await self._computed(bound[0].live, left)
@@ -299,19 +299,28 @@ class Binder:
 
     async def _in_made(self, ask: Ask, revision: int, seconds_left: float | None) -> LiveTurn:
         name = ask.tenant, ask.conversation_id
+        if not self._unused:
+            self._daemon.events.ended.subscribe(self._turn_ended)
         self._unused[name] = revision
         try:
             live = await self._daemon.begin(ask, seconds_left)
         except BaseException:
-            self._unused.pop(name, None)
+            self._used(*name)
             await self._discard(*name, revision)
             raise
         if live.replayed:  # then nobody will say that it has ended
-            self._unused.pop(name, None)
+            self._used(*name)
         return live
 
-    def _ended(self, live: LiveTurn) -> None:
-        revision = self._unused.pop((live.tenant, live.conversation_id), None)
+    def _used(self, tenant: str, conversation_id: str) -> int | None:
+        """Something has become of it; its revision, if it was made for a turn that runs."""
+        revision = self._unused.pop((tenant, conversation_id), None)
+        if revision is not None and not self._unused:
+            self._daemon.events.ended.unsubscribe(self._turn_ended)
+        return revision
+
+    def _turn_ended(self, live: LiveTurn, now: float) -> None:
+        revision = self._used(live.tenant, live.conversation_id)
         if revision is not None and live.failure is not None:
             discarded = self._discard(live.tenant, live.conversation_id, revision)
             self._daemon.threads.spawn(discarded)
@@ -329,7 +338,7 @@ class _Choice:
         chat: Chat,
         number: int,
         past: History,
-        shared: SharedPrompt,
+        shared: SharedPrompt | None,  # of several choices
         random_bits: Callable[[int], int],
     ) -> None:
         self.chat, self.number, self.past, self.shared = chat, number, past, shared
@@ -372,8 +381,7 @@ class _Choice:
             chat.tenant,
         )
         ask = self.ask(self.conversation_id, int(has_prompt))
-        shared = self.shared if chat.num_choices > 1 else None
-        return replace(ask, create_if_missing=True, settings=settings, shared_prompt=shared)
+        return replace(ask, create_if_missing=True, settings=settings, shared_prompt=self.shared)
 
     def _options(self) -> TurnOptions:
         """A seed that is given is the first choice's; the others follow from it."""

@@ -290,7 +290,7 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         "store/backup.py",  # the moments of a backup
         "store/conversation_store.py",  # created, updated, finished
         "store/remote/remote_store.py",
-        "store/job_store.py",  # created, started, ended
+        "jobs/job_store.py",  # created, started, ended
     }
 
 

@@ -11,9 +11,8 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from pensieve.api.jobs.values import JobHeader, JobView
 from pensieve.errors import InvalidArgument
-from pensieve.store.job_records import (
+from pensieve.jobs.job_records import (
     Job,
     JobKey,
     JobLine,
@@ -27,7 +26,8 @@ from pensieve.store.job_records import (
     ResultBytes,
     Which,
 )
-from pensieve.store.job_store import JobStore
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.values import JobHeader, JobView
 
 LOOK_SECONDS = 0.01
 

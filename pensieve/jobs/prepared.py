@@ -16,7 +16,13 @@ from typing import NamedTuple
 
 from pensieve.api.json_fields import one_line
 from pensieve.api.openai.answer import Heading, answer
-from pensieve.api.openai.batch_line import (
+from pensieve.api.openai.request import Served, tokens_of
+from pensieve.api.reply import PromptTokens, ReplyTokens
+from pensieve.conversations.constraints import Constraints
+from pensieve.core.turn import TurnOptions
+from pensieve.engine.batch_run import Finished
+from pensieve.errors import ContextFull, PensieveError
+from pensieve.jobs.batch_line import (
     BatchLine,
     LineError,
     answer_line,
@@ -24,14 +30,8 @@ from pensieve.api.openai.batch_line import (
     line_error,
     read_line,
 )
-from pensieve.api.openai.request import Served, tokens_of
-from pensieve.api.reply import PromptTokens, ReplyTokens
-from pensieve.conversations.constraints import Constraints
-from pensieve.core.turn import TurnOptions
-from pensieve.engine.batch_run import Finished
-from pensieve.errors import ContextFull, PensieveError
+from pensieve.jobs.job_records import Job, JobLine, JobUsage, NewAnswer, NewRefusal
 from pensieve.sampling import Sampling
-from pensieve.store.job_records import Job, JobLine, JobUsage, NewAnswer, NewRefusal
 from pensieve.text import CallStyle, ChatTemplate, PartMarker
 
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt

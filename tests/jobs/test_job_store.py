@@ -15,7 +15,7 @@ from pensieve.errors import (
     NotFound,
     WrongJobState,
 )
-from pensieve.store.job_records import (
+from pensieve.jobs.job_records import (
     JOB_TRANSITIONS,
     Duplicate,
     JobKey,
@@ -27,8 +27,8 @@ from pensieve.store.job_records import (
     NewJob,
     Which,
 )
-from pensieve.store.job_store import OPEN_MAX, JobStore
-from tests.store.jobs import (
+from pensieve.jobs.job_store import OPEN_MAX, JobStore
+from tests.jobs.stored_jobs import (
     KEY,
     answer,
     everything,

@@ -14,7 +14,7 @@ from typing import Any
 from pensieve.client import Client, Job
 from pensieve.errors import PensieveError
 from tests.conversations.rig_daemon import PATIENCE_SECONDS, ServeProcess
-from tests.conversations.test_batch_jobs import file_of, line
+from tests.jobs.test_batch_jobs import file_of, line
 from tests.scale import SCALE, SEED
 
 LINES, KILLS = 100 * SCALE, 3 * SCALE

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from pensieve.api.json_fields import one_line, read_json
-from pensieve.api.openai.batch_line import (
+from pensieve.api.openai.request import RequestKind
+from pensieve.errors import ContextFull, InvalidArgument, TurnFailed
+from pensieve.jobs.batch_line import (
     BatchLine,
     LineError,
     answer_line,
@@ -16,8 +18,6 @@ from pensieve.api.openai.batch_line import (
     line_error,
     read_line,
 )
-from pensieve.api.openai.request import RequestKind
-from pensieve.errors import ContextFull, InvalidArgument, TurnFailed
 from pensieve.text import Message
 from tests.api.openai.bodies import SERVED, USER
 

@@ -24,18 +24,16 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from pensieve.api.jobs.job_run import JobRun, Ready
-from pensieve.api.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
-from pensieve.api.openai.batch_line import LineError
 from pensieve.api.openai.request import Served
 from pensieve.conversations.constraints import Constraints
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.history import Texts
 from pensieve.conversations.threads import FairPool
+from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
 from pensieve.core.group_feed import FeedConfig
-from pensieve.engine.messages import Message
 from pensieve.errors import Unavailable, one_line
-from pensieve.store.job_records import (
+from pensieve.jobs.batch_line import LineError
+from pensieve.jobs.job_records import (
     Job,
     JobKey,
     JobLine,
@@ -44,10 +42,11 @@ from pensieve.store.job_records import (
     NewAnswer,
     NewRefusal,
 )
-from pensieve.store.job_store import JobStore
+from pensieve.jobs.job_run import JobRun, Ready
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
 from pensieve.text import CallStyle
 
-FIRST_NUMBER = 1 << 40  # of the turns of jobs; those of conversations are counted from 1
 TURNS_MAX = 64  # of a job at once
 WINDOW_TOKENS = 16 << 20  # of prompts, that are in memory at once
 LINES_A_HOP = 32  # that are read in the text pool, until others may
@@ -105,10 +104,10 @@ class Activity:
     num_tokens: int = 0  # that these took
     _before: deque[tuple[float, int]] = field(default_factory=deque)  # when, and `num_tokens` then
 
-    def stop(self, put: Callable[[Message], None]) -> None:
+    def stop(self) -> None:
         self.stopping = True
         if self.run is not None:
-            self.run.stop(put)
+            self.run.stop()
 
     def done(self, num_lines: int, num_tokens: int, now: float) -> None:
         self.num_done += num_lines
@@ -145,7 +144,7 @@ class Worker:
         self._config = config
         self._constraints = Constraints(texts.template.tokenizer)
         self._loop = asyncio.get_running_loop()
-        self._numbers = count(FIRST_NUMBER)
+        self._numbers = count(BACKGROUND_NUMBER_MIN)
         self._names = count(1)
         self.engine_up = asyncio.Event()
 
@@ -214,8 +213,9 @@ class Worker:
         feed = FeedConfig(pages, ready.chunk_tokens, self._config.turns_max)
         share, weight = f"~batch/{key.tenant}", self._daemon.allowance(key.tenant).limits.weight
         name = f"{next(self._names)}"
+        numbers, put = self._numbers.__next__, self._daemon.engine.put
         return await self._daemon.threads.in_text_pool(
-            key.tenant, lambda: JobRun(name, some, feed, self._numbers.__next__, share, weight)
+            key.tenant, lambda: JobRun(name, some, feed, numbers, share, weight, put)
         )
 
     async def _follow(
@@ -228,6 +228,8 @@ class Worker:
         if activity.stopping or not self.engine_up.is_set():
             return True
         activity.run, tenant = run, job.key.tenant
+        engine_events = self._daemon.events.engine_events
+        engine_events.subscribe(run.engine_events)
         try:
             while True:
                 run.changed.clear()
@@ -236,7 +238,7 @@ class Worker:
                     run.is_held = True
                 elif allowance.has_spare(now):
                     run.is_held = False
-                run.go(self._daemon.engine.put)
+                run.go()
                 if ready := run.take_ready():
                     await self._write(ready, run, job, activity)
                     for each in ready:
@@ -250,7 +252,8 @@ class Worker:
                         async with asyncio.timeout(LOOK_SECONDS):
                             await run.changed.wait()
         finally:
-            run.stop(self._daemon.engine.put)  # of one that is over there is nothing
+            engine_events.unsubscribe(run.engine_events)
+            run.stop()  # of one that is over there is nothing
             activity.run = None
 
     async def _write(

@@ -67,13 +67,7 @@ from pensieve.errors import (
     WrongJobState,
     one_line,
 )
-from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS
-from pensieve.store.bodies import canonical_json
-from pensieve.store.connection import Writer, preferred_driver
-from pensieve.store.conversation_rows import digest
-from pensieve.store.durable import sync
-from pensieve.store.folder import JOBS_NAME
-from pensieve.store.job_records import (
+from pensieve.jobs.job_records import (
     JOB_TRANSITIONS,
     Duplicate,
     Job,
@@ -89,6 +83,12 @@ from pensieve.store.job_records import (
     ResultBytes,
     Which,
 )
+from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS
+from pensieve.store.bodies import canonical_json
+from pensieve.store.connection import Writer, preferred_driver
+from pensieve.store.conversation_rows import digest
+from pensieve.store.durable import sync
+from pensieve.store.folder import JOBS_NAME
 from pensieve.store.migrations import migrate
 from pensieve.store.records import check_id
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from pensieve.errors import NotFound, PensieveError
-from pensieve.store.job_records import JobKey, JobState
-from pensieve.store.job_store import JobStore
+from pensieve.jobs.job_records import JobKey, JobState
+from pensieve.jobs.job_store import JobStore
+from tests.jobs.stored_jobs import KEY, answer, files, numbers, results, sent
 from tests.scale import SCALE
-from tests.store.jobs import KEY, answer, files, numbers, results, sent
 from tests.store.power import NOTE, Event, files_after, recorded
 from tests.store.test_power_loss import library
 
@@ -31,9 +31,9 @@ NUM_LINES = 400
 CHILD = """
 import os, random, sys
 from pathlib import Path
-from pensieve.store.job_records import JobState
-from pensieve.store.job_store import JobStore
-from tests.store.jobs import KEY, answer, sent
+from pensieve.jobs.job_records import JobState
+from pensieve.jobs.job_store import JobStore
+from tests.jobs.stored_jobs import KEY, answer, sent
 
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole or not at all
@@ -112,8 +112,8 @@ KILLED_AT = {
 @pytest.mark.parametrize("state", KILLED_AT)
 def test_what_a_kill_leaves_of_each_state(tmp_path: Path, state: str) -> None:
     child = (
-        "import os, sys; from pathlib import Path; from pensieve.store.job_records import *;"
-        "from pensieve.store.job_store import JobStore; from tests.store.jobs import *;"
+        "import os, sys; from pathlib import Path; from pensieve.jobs.job_records import *;"
+        "from pensieve.jobs.job_store import JobStore; from tests.jobs.stored_jobs import *;"
         f"store = JobStore.open(Path(sys.argv[1])); {KILLED_AT[state]}; os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", child, str(tmp_path)])
@@ -151,9 +151,9 @@ def test_a_deletion_that_was_killed_halfway_is_finished_at_the_next_opening(tmp_
 POWER_CHILD = """
 import importlib, json, os, random, sys
 from pathlib import Path
-from pensieve.store.job_records import JobKey, JobState
-from pensieve.store.job_store import JobStore
-from tests.store.jobs import answer, sent
+from pensieve.jobs.job_records import JobKey, JobState
+from pensieve.jobs.job_store import JobStore
+from tests.jobs.stored_jobs import answer, sent
 from tests.store.power import note
 
 def tell(what, *words):

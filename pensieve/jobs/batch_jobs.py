@@ -1,7 +1,7 @@
 """The batch jobs of a daemon: received, checked, run one after another, and answered; on the loop.
 
     the loop            which job is at work, its run in the engine, who watches
-    the jobs' thread    the store of jobs (store/job_store.py), one call at a time
+    the jobs' thread    the store of jobs (jobs/job_store.py), one call at a time
     the text pool       reading and tokenizing lines, writing answers
 
 At most two *activities* go on: one checks the lines of a job that is `checking`, one runs a job that is
@@ -26,14 +26,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from functools import partial
 from typing import Any, TypeVar
 
-from pensieve.api.jobs.job_run import JobRun
-from pensieve.api.jobs.values import JobHeader, JobView
-from pensieve.api.jobs.worker import FIRST_NUMBER, Activity, JobsConfig, StoreThread, Worker
-from pensieve.api.openai.batch_line import LINE_BYTES_MAX
-from pensieve.conversations.daemon import Background, Daemon
+from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import Sources
 from pensieve.conversations.history import Texts
-from pensieve.engine.messages import OfTurn
 from pensieve.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -43,7 +38,8 @@ from pensieve.errors import (
     WrongJobState,
     one_line,
 )
-from pensieve.store.job_records import (
+from pensieve.jobs.batch_line import LINE_BYTES_MAX
+from pensieve.jobs.job_records import (
     Job,
     JobKey,
     JobLine,
@@ -54,7 +50,10 @@ from pensieve.store.job_records import (
     ResultBytes,
     Which,
 )
-from pensieve.store.job_store import JobStore
+from pensieve.jobs.job_run import JobRun
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.values import JobHeader, JobView
+from pensieve.jobs.worker import Activity, JobsConfig, StoreThread, Worker
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")
@@ -71,7 +70,7 @@ NUMBERS_MAX = 200_000  # lines, blank ones included
 PAGE_BYTES, PAGE_LINES = 256 << 10, 1000  # of lines that are stored at once
 
 
-class BatchJobs(Background):
+class BatchJobs:
     def __init__(
         self,
         daemon: Daemon,
@@ -95,44 +94,35 @@ class BatchJobs(Background):
         self._closing = False
         self._news = [asyncio.Event() for _ in ACTIVITIES]  # a job may be there for it
         self._tasks: list[asyncio.Task[None]] = []
-        daemon.background = self
+        events = daemon.events
+        events.engine_up.subscribe(self._engine_up)
+        events.engine_down.subscribe(self._engine_down)
+        events.draining.subscribe(self._drain)
+        events.closing.subscribe(self._close)
 
     # -- the daemon's part --
 
-    def engine_started(self) -> None:
+    def _engine_up(self) -> None:
         self._worker.engine_up.set()
         if not self._tasks:
             work = [self._work(*each) for each in zip(ACTIVITIES, self._news, strict=True)]
             self._tasks = [self._loop.create_task(each) for each in (*work, self._forget())]
 
-    def engine_lost(self) -> None:
+    def _engine_down(self, reason: str) -> None:
         self._worker.engine_up.clear()
         had_others = self._daemon.conversations.turns.num_live > 0
         for run in self._runs():
             run.engine_lost(had_others)
 
-    def take(self, event: OfTurn) -> bool:
-        """Whether it was of a turn of a job, be it of one that nobody knows any more."""
-        if event.turn_id < FIRST_NUMBER:
-            return False
-        for run in self._runs():
-            if run.take(event):
-                break
-        return True
-
-    def go(self) -> None:
-        for run in self._runs():
-            run.go(self._daemon.engine.put)
-
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """End what goes on; the next daemon goes on with it."""
         self._closing = True
         for activity in self._activities.values():
-            activity.stop(self._daemon.engine.put)
+            activity.stop()
         self._tell()
 
-    async def close(self) -> None:
-        self.drain()
+    async def _close(self) -> None:
+        self._drain()
         await asyncio.gather(*(each.ended.wait() for each in list(self._activities.values())))
         for task in self._tasks:
             task.cancel()
@@ -256,29 +246,29 @@ class BatchJobs(Background):
         """One job after another that is in one of these states."""
         while not self._closing:
             news.clear()
+            retry_seconds: float | None = RETRY_SECONDS
             try:
-                if (job := await self._next(states)) is not None:
+                jobs = await self._store.call("", self._store.jobs.list_jobs)
+                jobs = [job for job in jobs if job.state in states]
+                if (job := self._next(jobs, states)) is not None:
                     await self._act(job)
                     continue
+                if not jobs:
+                    retry_seconds = None  # whatever makes one says so
             except (
                 Exception
             ) as error:  # whatever it is: jobs would stand still, and nobody would know
                 log.error("jobs cannot go on for now", exc_info=error)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_SECONDS):
+                async with asyncio.timeout(retry_seconds):
                     await news.wait()
 
-    async def _next(self, states: Sequence[JobState]) -> Job | None:
+    def _next(self, jobs: Sequence[Job], states: Sequence[JobState]) -> Job | None:
         """Of the tenant whose turn it is, one that runs already, else the oldest."""
-        jobs = await self._store.call("", self._store.jobs.list_jobs)
         now = self._loop.time()
 
         def may_go(job: Job) -> bool:
-            if (
-                job.state not in states
-                or job.key in self._held
-                or self._later.get(job.key, 0) > now
-            ):
+            if job.key in self._held or self._later.get(job.key, 0) > now:
                 return False
             return job.state is JobState.CHECKING or self._daemon.allowance(
                 job.key.tenant
@@ -314,7 +304,7 @@ class BatchJobs(Background):
             log.error("the job %s of %r cannot go on", key.job_id, key.tenant, exc_info=error)
             await self._give_up(key, one_line(error) or type(error).__name__)
         finally:
-            activity.stop(self._daemon.engine.put)
+            activity.stop()
             del self._activities[key]
             activity.ended.set()
             self._tell()
@@ -366,7 +356,7 @@ class BatchJobs(Background):
         self._held.add(key)
         try:
             if (activity := self._activities.get(key)) is not None:
-                activity.stop(self._daemon.engine.put)
+                activity.stop()
                 await activity.ended.wait()
             return await operation()
         finally:

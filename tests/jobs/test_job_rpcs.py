@@ -13,15 +13,15 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.api.grpc.jobs import CHUNK_BYTES
 from pensieve.guard import callers
 from pensieve.guard.exposure import Listening
 from pensieve.guard.request_bodies import SENDING_MAX
-from pensieve.store.job_records import JobKey, JobState
+from pensieve.jobs.job_records import JobKey, JobState
+from pensieve.jobs.job_service import CHUNK_BYTES
 from pensieve.v1 import jobs_pb2 as pb
 from pensieve.v1 import jobs_pb2_grpc
 from tests.conversations.rig_daemon import DaemonRig, details, wait_for
-from tests.conversations.scripted_jobs import ScriptedJobs
+from tests.jobs.scripted_jobs import ScriptedJobs
 
 LINES = [json.dumps({"custom_id": f"r{n}", "q": "w" * n}) for n in range(1, 8)]
 FILE = "\n".join([*LINES[:3], "broken", "", *LINES[3:]]).encode() + b"\n"

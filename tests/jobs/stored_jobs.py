@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pensieve.store.folder import JOBS_NAME
-from pensieve.store.job_records import (
+from pensieve.jobs.job_records import (
     Job,
     JobKey,
     JobLine,
@@ -18,7 +17,8 @@ from pensieve.store.job_records import (
     NewRefusal,
     Which,
 )
-from pensieve.store.job_store import JobStore
+from pensieve.jobs.job_store import JobStore
+from pensieve.store.folder import JOBS_NAME
 
 KEY = JobKey("acme", "nightly")
 OTHER = JobKey("", "other")

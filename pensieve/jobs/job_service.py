@@ -13,7 +13,6 @@ from dataclasses import fields
 from typing import Any
 
 from pensieve.api.grpc.translate import page_of, timestamp
-from pensieve.api.jobs.values import JobHeader, Jobs, JobView
 from pensieve.errors import (
     InvalidArgument,
     NotFound,
@@ -21,7 +20,8 @@ from pensieve.errors import (
 )
 from pensieve.guard.callers import caller
 from pensieve.guard.limits import Watchers, delivered
-from pensieve.store.job_records import JobOutcome, JobState, Result, Which
+from pensieve.jobs.job_records import JobOutcome, JobState, Result, Which
+from pensieve.jobs.values import JobHeader, Jobs, JobView
 from pensieve.store.records import ID_PATTERN, check_id
 from pensieve.v1 import jobs_pb2 as pb
 from pensieve.v1 import jobs_pb2_grpc

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pensieve.store.job_records import JobLine, JobOutcome, JobState, Result, ResultBytes, Which
+from pensieve.jobs.job_records import JobLine, JobOutcome, JobState, Result, ResultBytes, Which
 
 
 @dataclass(frozen=True, slots=True)

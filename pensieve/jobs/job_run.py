@@ -1,7 +1,7 @@
 """Lines of a job in one engine process, from their tokens to what the engine answers; on the loop.
 
     go      puts what the engine has to hear; after each frame of its events, and when that is allowed again
-    take    an event of the engine; a line whose choices have all ended is `ready`
+    engine_events    a frame of the engine's events; a line whose choices have all ended is `ready`
     over    all are ready, the engine is lost, or somebody stopped it: `changed` is set, and nothing follows
 
 Each choice of a line is a request of a `BatchRun` (engine/batch_run.py), so choices share their whole prompt.
@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pensieve.api.jobs.prepared import Prepared
+from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
-from pensieve.engine.messages import Event, Message, SubmitTurn, TurnAdmitted, TurnEnded
+from pensieve.engine.messages import Message, OfTurn, SubmitTurn, TurnAdmitted, TurnEnded
 from pensieve.errors import PensieveError
+from pensieve.jobs.prepared import Prepared
 
 
 class Ready(NamedTuple):
@@ -52,9 +53,11 @@ class JobRun:
         numbers: Callable[[], int],
         share: str,
         weight: float,
+        put: Callable[[Message], None],
         sharing: Sharing = "groups",
     ) -> None:
         """Takes seconds for many lines; in any thread.  `name`: no other run of this engine has it."""
+        self._put = put
         self.changed = asyncio.Event()
         self.is_over = self.was_lost = self.had_others = False
         self.begun: set[int] = set()  # lines that were in the engine when it died
@@ -75,38 +78,44 @@ class JobRun:
 
     # -- to the engine --
 
-    def go(self, put: Callable[[Message], None]) -> None:
+    def go(self) -> None:
         """What the engine does not take is tried again after its next event, or the next `go`."""
         if self.is_over:
             return
         for message in self._batch.go(submits=not self.is_held):
             try:
-                put(message)
+                self._put(message)
             except PensieveError:
                 if isinstance(message, SubmitTurn):
                     self._not_taken(message)
         self._see_the_end()
 
-    def stop(self, put: Callable[[Message], None]) -> None:
+    def stop(self) -> None:
         """Leave nothing behind in the engine, and end."""
         if self.is_over:
             return
         self._end()
         for message in self._batch.stop():
             try:
-                put(message)
+                self._put(message)
             except PensieveError:
                 return  # the engine is gone, or will be
 
     # -- from the engine --
 
-    def take(self, event: Event) -> bool:
-        """Whether it was an event of a turn of this run."""
+    def engine_events(self, events: Sequence[OfTurn]) -> None:
+        """Take a frame, which may have events of other turns, and go on."""
+        for event in events:
+            if event.turn_id >= BACKGROUND_NUMBER_MIN:
+                self._take(event)
+        self.go()
+
+    def _take(self, event: OfTurn) -> None:
         if not isinstance(event, SampledToken | TurnAdmitted | TurnEnded):
-            return False
+            return
         request = self._batch.request_of(event.turn_id)
         if request is None:
-            return False
+            return
         index, choice = self._requests[request]
         line = self._lines[index].prepared.line.line
         if isinstance(event, TurnAdmitted):
@@ -118,7 +127,6 @@ class JobRun:
         finished = self._batch.take(event)
         if finished is not None:
             self._finish(index, choice, finished)
-        return True
 
     def engine_lost(self, had_others: bool) -> None:
         """The process is gone, and all that it had; with `had_others` it may have died of another turn."""

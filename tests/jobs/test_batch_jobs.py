@@ -16,9 +16,6 @@ from typing import Any
 
 import pytest
 
-from pensieve.api.jobs.prepared import LineReader
-from pensieve.api.jobs.values import JobHeader, JobView
-from pensieve.api.jobs.worker import JobsConfig
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.errors import (
     AlreadyExists,
@@ -31,7 +28,10 @@ from pensieve.errors import (
     WrongJobState,
 )
 from pensieve.guard.limits import Limits
-from pensieve.store.job_records import JobOutcome, JobState, Which
+from pensieve.jobs.job_records import JobOutcome, JobState, Which
+from pensieve.jobs.prepared import LineReader
+from pensieve.jobs.values import JobHeader, JobView
+from pensieve.jobs.worker import JobsConfig
 from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
 
 URL = "/v1/chat/completions"

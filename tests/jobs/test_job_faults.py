@@ -20,10 +20,20 @@ from pensieve.errors import (
     StoreTooNew,
     StoreUnavailable,
 )
-from pensieve.store.job_records import JobKey, JobOutcome, JobState, NewJob
-from pensieve.store.job_store import LAST_RESORT, JobStore
+from pensieve.jobs.job_records import JobKey, JobOutcome, JobState, NewJob
+from pensieve.jobs.job_store import LAST_RESORT, JobStore
+from tests.jobs.stored_jobs import (
+    KEY,
+    answer,
+    everything,
+    files,
+    line,
+    numbers,
+    refusal,
+    results,
+    sent,
+)
 from tests.store.faulty import FaultyDriver
-from tests.store.jobs import KEY, answer, everything, files, line, numbers, refusal, results, sent
 from tests.store.talk import DRIVERS
 from tests.store.test_disk_faults import FULL, IO_ERROR
 
@@ -127,8 +137,8 @@ FILE_LIMIT_CHILD = """
 import resource, signal, sys
 from pathlib import Path
 from pensieve.errors import StoreUnavailable
-from pensieve.store.job_store import JobStore
-from tests.store.jobs import KEY, OTHER, answer, numbers, results, sent
+from pensieve.jobs.job_store import JobStore
+from tests.jobs.stored_jobs import KEY, OTHER, answer, numbers, results, sent
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = JobStore.open(Path(sys.argv[1]))
 sent(store, KEY, 100)

@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.api.http.uploads import Upload
-from pensieve.api.jobs.values import JobHeader, Jobs, JobView
 from pensieve.api.json_fields import Fields, Refusal
 from pensieve.api.openai.request import RequestKind
-from pensieve.conversations.daemon import Daemon
 from pensieve.errors import InvalidArgument, NotFound, WrongJobState
 from pensieve.guard.callers import Caller, group_of
 from pensieve.guard.limits import delivered
-from pensieve.store.job_records import JobOutcome, JobState, ResultBytes, Which
+from pensieve.jobs.job_records import JobOutcome, JobState, ResultBytes, Which
+from pensieve.jobs.values import JobHeader, Jobs, JobView
 from pensieve.store.records import ID_PATTERN
 
 NAME_CHARACTERS_MAX = 128
@@ -74,9 +73,9 @@ class _OfJobs:
 
 
 class Files(_OfJobs):
-    def __init__(self, daemon: Daemon, bodies: Bodies, jobs: Jobs | None) -> None:
+    def __init__(self, bodies: Bodies, jobs: Jobs | None, stall_seconds: float) -> None:
         super().__init__(jobs)
-        self._daemon, self._bodies = daemon, bodies
+        self._bodies, self._stall_seconds = bodies, stall_seconds
         self._sizes: OrderedDict[tuple[object, ...], ResultBytes] = OrderedDict()
 
     async def upload(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
@@ -126,7 +125,7 @@ class Files(_OfJobs):
             return None
         exchange.begin_bytes(kind)
         async for chunk in _concatenated(self._lines(by, view.job_id, file_id.content)):
-            await delivered(self._daemon.config.stall_seconds, exchange.write(chunk))
+            await delivered(self._stall_seconds, exchange.write(chunk))
         await exchange.end_bytes()
         return None
 

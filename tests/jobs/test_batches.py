@@ -12,12 +12,12 @@ from typing import Any
 import openai
 import pytest
 
-from pensieve.api.http.batches import batch_object, result_files
-from pensieve.api.jobs.values import JobHeader, JobView
-from pensieve.api.jobs.worker import JobsConfig
 from pensieve.guard.callers import Token
 from pensieve.guard.guard import GuardedCall
-from pensieve.store.job_records import JobKey, JobOutcome, JobState, ResultBytes
+from pensieve.jobs.batch_endpoints import batch_object, result_files
+from pensieve.jobs.job_records import JobKey, JobOutcome, JobState, ResultBytes
+from pensieve.jobs.values import JobHeader, JobView
+from pensieve.jobs.worker import JobsConfig
 from tests.api.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.conversations.rig_daemon import wait_for
 
