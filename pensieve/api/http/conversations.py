@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
+from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.response_places import new_conversation_id
 from pensieve.api.http.stored import StoredConversations, appended, as_stored
 from pensieve.api.json_fields import Fields, Refusal, check_json
@@ -55,12 +55,12 @@ class ConversationItems(NamedTuple):
 
 
 class ConversationEndpoints:
-    def __init__(self, daemon: Daemon, bodies: Bodies, stored: StoredConversations) -> None:
-        self._daemon, self._bodies = daemon, bodies
+    def __init__(self, daemon: Daemon, requests: ApiRequests, stored: StoredConversations) -> None:
+        self._daemon, self._requests = daemon, requests
         self._stored = stored
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        given = await self._bodies.json(exchange, by)
+        given = await self._requests.json(exchange, by)
         fields = Fields({} if given is None else given)
         metadata, messages = _metadata(fields) or {}, _items(fields)
         fields.end()
@@ -75,7 +75,7 @@ class ConversationEndpoints:
 
     async def update(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         conversation = await self._conversation(exchange, by)
-        fields = Fields(await self._bodies.json(exchange, by))
+        fields = Fields(await self._requests.json(exchange, by))
         metadata = _metadata(fields)
         fields.end()
         if metadata is None:
@@ -107,7 +107,7 @@ class ConversationEndpoints:
 
     async def add_items(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         seen = await self._seen(exchange, by)
-        fields = Fields(await self._bodies.json(exchange, by))
+        fields = Fields(await self._requests.json(exchange, by))
         if "items" not in fields:
             raise Refusal("items", "is required", "missing_required_parameter")
         messages = _items(fields)
@@ -178,7 +178,7 @@ class ConversationEndpoints:
 
     def _of(self, message: records.Message, seen: ConversationItems) -> list[dict[str, Any]]:
         place = Place(seen.tag, seen.first_number + message.index)
-        return items_of(message, place, self._bodies.pieces_of(seen.conversation.tools))
+        return items_of(message, place, self._requests.cutter(seen.conversation.tools))
 
     async def _items(
         self,

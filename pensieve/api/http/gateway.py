@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.exchange import Exchange, event
 from pensieve.api.http.front import Act
+from pensieve.api.http.requests import ApiRequests
 from pensieve.guard.callers import Caller
 
 PREFIX = "/pensieve.v1.ConversationService/"
@@ -46,16 +46,16 @@ class GatewayCall:
 
 
 def gateway_routes(
-    methods: Iterable[GatewayMethod], bodies: Bodies
+    methods: Iterable[GatewayMethod], requests: ApiRequests
 ) -> Iterator[tuple[str, str, Act, Mapping[str, Any]]]:
     for method in methods:
         settings = {"is_deletion": method.is_deletion}
-        yield "POST", f"{PREFIX}{method.name}", _act_of(method, bodies), settings
+        yield "POST", f"{PREFIX}{method.name}", _act_of(method, requests), settings
 
 
-def _act_of(method: GatewayMethod, bodies: Bodies) -> Act:
+def _act_of(method: GatewayMethod, requests: ApiRequests) -> Act:
     async def act(exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        answer = await method.act(await bodies.json(exchange, by), GatewayCall(exchange))
+        answer = await method.act(await requests.json(exchange, by), GatewayCall(exchange))
         if answer is None:
             await exchange.end_events()
         return answer

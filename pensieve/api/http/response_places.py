@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pensieve.api.http.bodies import Bodies
+from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.stored import (
     TAKEN_BACK,
     StartingPoint,
@@ -36,7 +36,7 @@ from pensieve.api.http.stored import (
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import Place, tag_of
 from pensieve.api.openai.request import Request
-from pensieve.conversations.binding.binder import Binder, Chat
+from pensieve.conversations.binding.binder import Chat
 from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import Ask, check_settings
@@ -99,11 +99,10 @@ class ResponsePlaces:
     def __init__(
         self,
         daemon: Daemon,
-        bodies: Bodies,
+        requests: ApiRequests,
         stored: StoredConversations,
-        binder: Binder,
     ) -> None:
-        self._daemon, self._bodies, self._binder = daemon, bodies, binder
+        self._daemon, self._requests = daemon, requests
         self._stored = stored
 
     async def begin(self, turn: NewTurn) -> PlacedTurn:
@@ -146,10 +145,10 @@ class ResponsePlaces:
             request.template_options,
             turn.tenant,
             turn.session_key,
-            reply_reader=self._bodies.reply_reader(request),
+            reply_reader=self._requests.reply_reader(request),
         )
         for _ in range(ATTEMPTS_MAX):
-            history, match = await self._binder.look(chat)
+            history, match = await self._requests.binder.look(chat)
             turn = replace(turn, chain=history.end)
             if match is None:
                 break
@@ -162,7 +161,7 @@ class ResponsePlaces:
         conversation_id, tenant = match.conversation_id, turn.tenant
         if not match.may_append:
             new_id = new_conversation_id()
-            with self._binder.reserved(tenant, new_id):
+            with self._requests.binder.reserved(tenant, new_id):
                 fork = await self._daemon.writable_by(tenant).fork(
                     conversation_id, new_id, match.revision, tenant=tenant
                 )
@@ -193,7 +192,7 @@ class ResponsePlaces:
                 where = _where(turn, conversation, start.first_number, is_ours=start.is_ours)
                 return PlacedTurn(await self._begin(turn, where), where)
         new_id = new_conversation_id()
-        with self._binder.reserved(tenant, new_id):
+        with self._requests.binder.reserved(tenant, new_id):
             try:
                 fork = await self._daemon.writable_by(tenant).fork(
                     conversation.conversation_id, new_id, start.revision, tenant=tenant
@@ -314,7 +313,7 @@ class ResponsePlaces:
             tools=turn.request.tools,
             template_options=turn.request.template_options,
         )
-        model = self._bodies.template, self._daemon.context_max
+        model = self._requests.template, self._daemon.context_max
         await self._daemon.conversations.tokenizing.run(
             turn.tenant, partial(check_settings, *model, settings)
         )

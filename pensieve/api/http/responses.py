@@ -23,12 +23,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pensieve.api.http.bodies import Bodies, named
-from pensieve.api.http.completions import session_key
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
 from pensieve.api.http.idempotency import OneAtATime, digest, key_of, key_reused
 from pensieve.api.http.replies import follow, sources
+from pensieve.api.http.requests import ApiRequests, named, session_key
 from pensieve.api.http.response_places import (
     NewTurn,
     PlacedTurn,
@@ -66,17 +65,21 @@ LOST = "the server stopped before the response was complete"
 
 class ResponseEndpoints:
     def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: StoredConversations, places: ResponsePlaces
+        self,
+        daemon: Daemon,
+        requests: ApiRequests,
+        stored: StoredConversations,
+        places: ResponsePlaces,
     ) -> None:
-        self._daemon, self._bodies = daemon, bodies
+        self._daemon, self._requests = daemon, requests
         self._stored, self._places = stored, places
-        self._running = RunningResponses(daemon, bodies, stored, places)
+        self._running = RunningResponses(daemon, requests, stored, places)
         self._beginning = OneAtATime()  # requests with a key, by their answer's id
 
     # -- a response is made --
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        request = await self._bodies.read(exchange, by, partial(parse, RequestKind.RESPONSE))
+        request = await self._requests.read(exchange, by, partial(parse, RequestKind.RESPONSE))
         turn = self._new_turn(exchange, by, request)
         with named(request):
             if request.store is False:
@@ -112,8 +115,8 @@ class ResponseEndpoints:
         messages = request.messages
         if request.echoed.get("instructions") is not None:
             messages = messages[1:]
-        options = self._bodies.options(request, by)
-        given = self._bodies.given_sampling(request)
+        options = self._requests.options(request, by)
+        given = self._requests.given_sampling(request)
         key = session_key(exchange, request)
         return NewTurn(request, instructions, messages, options, by.tenant, given, key)
 
@@ -164,8 +167,8 @@ class ResponseEndpoints:
         self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, stays: bool
     ) -> None:
         cutter, tokenizer = (
-            self._bodies.pieces_of(placed.where.tools),
-            self._bodies.template.tokenizer,
+            self._requests.cutter(placed.where.tools),
+            self._requests.template.tokenizer,
         )
         stream = ResponseStream(running.request, placed.where.place, tokenizer, cutter)
         exchange.begin_events()
@@ -187,7 +190,7 @@ class ResponseEndpoints:
     ) -> Mapping[str, Any] | None:
         if not request.stream:
             return body
-        cutter, tokenizer = self._bodies.pieces(request), self._bodies.template.tokenizer
+        cutter, tokenizer = self._requests.cutter(request.tools), self._requests.template.tokenizer
         stream = ResponseStream(request, StoredNames(body), tokenizer, cutter)
         exchange.begin_events()
         before = {**body, "status": "in_progress", "output": [], "usage": None}
@@ -209,22 +212,22 @@ class ResponseEndpoints:
         if request.background:
             raise Refusal("background", "needs store: true: it is fetched later")
         whole = await self._places.whole(turn)
-        (live,) = await self._bodies.begin_unstored(whole, by)
+        (live,) = await self._requests.begin_unstored(whole, by)
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
         place = Place(digest(answer_id)[:16], 0)
-        reply, tokenizer = ReplyStream(live), self._bodies.template.tokenizer
+        reply, tokenizer = ReplyStream(live), self._requests.template.tokenizer
         if not request.stream:
             await follow(self._daemon, exchange, reply, None, stays=False)
             exchange.out |= sources(live.figures)
-            cutter = self._bodies.pieces(whole)
+            cutter = self._requests.cutter(whole.tools)
             return self._running.whole(request, heading, place, reply, cutter)
-        stream = ResponseStream(request, place, tokenizer, self._bodies.pieces(whole))
+        stream = ResponseStream(request, place, tokenizer, self._requests.cutter(whole.tools))
         exchange.begin_events()
         await exchange.write_events(stream.begin(unfinished(request, heading, "in_progress")))
         try:
             await follow(self._daemon, exchange, reply, stream, stays=False)
-            cutter = self._bodies.pieces(whole)
+            cutter = self._requests.cutter(whole.tools)
             body = self._running.whole(request, heading, place, reply, cutter)
             await exchange.write_events(stream.end(body))
         except PensieveError as error:
@@ -390,9 +393,13 @@ class RunningResponses:
     """
 
     def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: StoredConversations, places: ResponsePlaces
+        self,
+        daemon: Daemon,
+        requests: ApiRequests,
+        stored: StoredConversations,
+        places: ResponsePlaces,
     ) -> None:
-        self._daemon, self._bodies = daemon, bodies
+        self._daemon, self._requests = daemon, requests
         self._stored, self._places = stored, places
         self._running: dict[tuple[str, str], RunningResponse] = {}  # by tenant and id
 
@@ -426,7 +433,7 @@ class RunningResponses:
         tail: str,
     ) -> StoredResponse:
         """Return what is stored in the transaction of the reply."""
-        cutter = self._bodies.pieces_of(where.tools)
+        cutter = self._requests.cutter(where.tools)
         reply = ReplyStream(live)
         running.made = self.whole(
             running.request, running.heading, where.place, reply, cutter, finish, tail
@@ -483,7 +490,7 @@ class RunningResponses:
     ) -> dict[str, Any]:
         """Return the body of a turn that has ended or is about to; `cutter` has seen nothing of it."""
         tokens = reply.whole(finish, tail)
-        stream = ResponseStream(request, place, self._bodies.template.tokenizer, cutter)
+        stream = ResponseStream(request, place, self._requests.template.tokenizer, cutter)
         stream.tokens(tokens)
         stream.rest(NO_TOKENS)
         is_cut = (finish or reply.live.finish) is FinishReason.CANCELLED

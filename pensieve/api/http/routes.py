@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pensieve import __version__
-from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.completions import CompletionsEndpoint
 from pensieve.api.http.conversations import ConversationEndpoints
 from pensieve.api.http.exchange import Exchange
@@ -16,13 +15,13 @@ from pensieve.api.http.gateway import GatewayMethod, gateway_routes
 from pensieve.api.http.messages import MessageEndpoints
 from pensieve.api.http.messages import body_of as anthropics
 from pensieve.api.http.page import MemoryEndpoints, PageEndpoint
+from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.response_places import ResponsePlaces
 from pensieve.api.http.responses import ResponseEndpoints
 from pensieve.api.http.stored import StoredConversations
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.request import RequestKind
 from pensieve.api.plugins import Plugin
-from pensieve.conversations.binding.binder import Binder
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import DiskFull, NotFound, Unavailable
 from pensieve.extras import need
@@ -45,16 +44,16 @@ def application(
     plugins: Sequence[Plugin] = (),
 ) -> Any:
     routing = need("http", "starlette.routing", PURPOSE)
-    bodies = Bodies(front, daemon, template, style)
-    models, health, binder = ModelEndpoints(daemon, bodies), HealthEndpoints(daemon), Binder(daemon)
-    messages = MessageEndpoints(daemon, bodies, binder)
+    requests = ApiRequests(front, daemon, template, style)
+    models, health = ModelEndpoints(daemon, requests), HealthEndpoints(daemon)
+    messages = MessageEndpoints(daemon, requests)
     memory = MemoryEndpoints(daemon, front.allowed.is_local)
     as_anthropic = {"error_body": anthropics}
     acts: Sequence[Route] = (
         ("GET", "/", PageEndpoint(), {"is_open": True}),
         ("GET", "/pensieve/memory", memory, {}),
         ("GET", "/pensieve/explain/{conversation_id}", memory.explain, {}),
-        *gateway_routes(gateway, bodies),
+        *gateway_routes(gateway, requests),
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),
         ("GET", "/v1/models", models.all, {}),
@@ -62,19 +61,19 @@ def application(
         (
             "POST",
             "/v1/chat/completions",
-            CompletionsEndpoint(daemon, bodies, binder, RequestKind.CHAT),
+            CompletionsEndpoint(daemon, requests, RequestKind.CHAT),
             {},
         ),
         (
             "POST",
             "/v1/completions",
-            CompletionsEndpoint(daemon, bodies, binder, RequestKind.COMPLETION),
+            CompletionsEndpoint(daemon, requests, RequestKind.COMPLETION),
             {},
         ),
         ("POST", "/v1/messages", messages.create, as_anthropic),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens, as_anthropic),
-        *(route for plugin in plugins for route in plugin.routes(bodies)),
-        *_of_responses(daemon, bodies, binder),
+        *(route for plugin in plugins for route in plugin.routes(requests)),
+        *_of_responses(daemon, requests),
     )
     by_path: dict[str, dict[str, Endpoint]] = {}
     for method, path, act, settings in acts:
@@ -84,11 +83,11 @@ def application(
     return routing.Router([*routes, routing.Mount("/", nothing)], default=nothing)
 
 
-def _of_responses(daemon: Daemon, bodies: Bodies, binder: Binder) -> Sequence[Route]:
-    stored = StoredConversations(daemon, bodies)
-    places = ResponsePlaces(daemon, bodies, stored, binder)
-    responses = ResponseEndpoints(daemon, bodies, stored, places)
-    conversations = ConversationEndpoints(daemon, bodies, stored)
+def _of_responses(daemon: Daemon, requests: ApiRequests) -> Sequence[Route]:
+    stored = StoredConversations(daemon, requests)
+    places = ResponsePlaces(daemon, requests, stored)
+    responses = ResponseEndpoints(daemon, requests, stored, places)
+    conversations = ConversationEndpoints(daemon, requests, stored)
     one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
     return (
         ("POST", "/v1/responses", responses.create, {}),
@@ -120,16 +119,16 @@ class _Methods:
 
 
 class ModelEndpoints:
-    def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
-        self._daemon, self._bodies = daemon, bodies
+    def __init__(self, daemon: Daemon, requests: ApiRequests) -> None:
+        self._daemon, self._requests = daemon, requests
         self._since = int(time.time())
 
     async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        return {"object": "list", "data": [self._model(self._bodies.models[0])]}
+        return {"object": "list", "data": [self._model(self._requests.models[0])]}
 
     async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         name = exchange.values["model"]
-        if name not in self._bodies.models:
+        if name not in self._requests.models:
             raise Refusal("model", "is not served here", "model_not_found")
         return self._model(name)
 

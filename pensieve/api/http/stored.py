@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from pensieve.api.http.bodies import Bodies
+from pensieve.api.http.requests import ApiRequests
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import (
     Place,
@@ -52,8 +52,8 @@ class StartingPoint:
 class StoredConversations:
     """Runs on the event loop."""
 
-    def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
-        self._daemon, self._bodies = daemon, bodies
+    def __init__(self, daemon: Daemon, requests: ApiRequests) -> None:
+        self._daemon, self._requests = daemon, requests
         self._store, self._threads = daemon.store, daemon.threads
 
     async def after_response(self, response_id: str, tenant: str) -> StartingPoint:
@@ -141,7 +141,7 @@ class StoredConversations:
             if stored.finish_reason is None:
                 found.append(message_of(stored))
             else:
-                cutter = self._bodies.pieces_of(conversation.tools)
+                cutter = self._requests.cutter(conversation.tools)
                 place = Place(tag, start.first_number + stored.index)
                 found.append(reply_as_sent_back(stored, place, cutter))
         if start.is_of_response and last_revision != start.revision:
@@ -276,7 +276,7 @@ class StoredConversations:
         tag = tag_of(conversation.tenant, conversation.conversation_id)
         async for stored in self.messages(conversation, last):
             place = Place(tag, first + stored.index)
-            cutter = self._bodies.pieces_of(conversation.tools)
+            cutter = self._requests.cutter(conversation.tools)
             found |= calls_of(items_of(stored, place, cutter))
         return found
 

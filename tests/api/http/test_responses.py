@@ -296,7 +296,7 @@ def test_only_a_conversation_that_nobody_has_used_is_discarded(door: HttpRig) ->
     first = respond(door, "One.")
     conversation = first.headers["x-pensieve-conversation-id"]
     unneeded: Any = None
-    places = ResponsePlaces(door.rig.daemon, unneeded, unneeded, unneeded)
+    places = ResponsePlaces(door.rig.daemon, unneeded, unneeded)
     door.rig.call(places.discard(conversation, 0, ""))
     assert len(contents(door, first)) == 2
     door.rig.call(places.discard(conversation, 1, ""))
