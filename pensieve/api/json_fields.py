@@ -1,12 +1,12 @@
-"""The members of a JSON object, taken one by one with their types; what no one has taken is refused.
+"""Read JSON from a client: its members are taken one by one with their types, and unknown ones are refused.
 
-* A member that is null is absent.
-* A bool is no number, a number with a point no integer.  Numbers are finite, and no larger than a double.
-* Every problem names its member by the path that leads to it: `messages[2].content[0].type`.
+* A null member counts as absent.
+* A bool is not a number, and a number with a point is not an integer. Numbers are finite and fit a double.
+* Errors name a member by its path: `messages[2].content[0].type`.
 
-`read_json` refuses what Python's parser would let pass: a name that an object has twice, NaN and Infinity,
-more than OBJECTS_MAX objects.  `check_json` comes next, for a whole value: afterwards all its strings can be
-written as UTF-8, and its depth and the number of its values are bounded.
+`read_json` refuses text that Python's parser would accept: a name twice in one object, NaN and Infinity, more
+than OBJECTS_MAX objects. `check_json` then checks a whole value: all of its strings can be written as UTF-8,
+and its depth and its number of values are limited.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Refusal(InvalidArgument):
 
 
 def quoted(text: str) -> str:
-    """A client's text in an error: as a literal of ASCII, and short."""
+    """Return a client's text for an error: as a short ASCII literal."""
     return ascii(text if len(text) <= NAME_CHARACTERS_MAX else text[:NAME_CHARACTERS_MAX] + "...")
 
 
 def check_json(value: Any, where: str, values_max: int = VALUES_MAX) -> None:
-    """Refuse what is no JSON value, or one that is too deep or has too many values."""
+    """Refuse a value that is not JSON, is too deep, or has too many values."""
     left, stack = values_max - 1, [(value, 0)]
     while stack:
         each, depth = stack.pop()
@@ -65,7 +65,7 @@ def check_json(value: Any, where: str, values_max: int = VALUES_MAX) -> None:
 
 
 class Fields:
-    """One object.  Taking a member removes it; `end` refuses what is left."""
+    """One object. Taking a member removes it; `end` refuses the rest."""
 
     def __init__(self, given: Any, path: str = "") -> None:
         if not isinstance(given, Mapping):
@@ -74,7 +74,7 @@ class Fields:
         self._path = path
 
     def where(self, name: str) -> str:
-        """The path of a member, as errors name it."""
+        """Return the path of a member for errors."""
         plain = name.isidentifier() and len(name) <= NAME_CHARACTERS_MAX
         shown = name if plain else quoted(name)
         return f"{self._path}.{shown}" if self._path else shown
@@ -83,7 +83,7 @@ class Fields:
         return name in self._left
 
     def take(self, name: str) -> Any:
-        """Of any type; None if it is absent."""
+        """Take a member of any type; None if it is absent."""
         return self._left.pop(name, None)
 
     def text(self, name: str) -> str | None:
@@ -121,7 +121,7 @@ class Fields:
         return None if found is None else Fields(found, self.where(name))
 
     def only(self, name: str, *allowed: Any, problem: str = "") -> None:
-        """A member that changes nothing where it has one of these values; others are not supported."""
+        """Take a member that may have only these values, which change nothing."""
         found = self.take(name)
         if found is None or any(type(found) is type(each) and found == each for each in allowed):
             return
@@ -150,7 +150,7 @@ OBJECTS_MAX = 65_536  # of one text, their members counted too
 
 
 def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -> Any:
-    """The value; whatever is wrong with the text becomes a Refusal of `where`."""
+    """Parse the text; a problem becomes a Refusal of `where`."""
     try:
         written = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(
@@ -170,17 +170,17 @@ def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -
 
 
 def one_line(value: Mapping[str, Any]) -> bytes:
-    """A line of JSON, with its end; nothing within it ends a line for any reader."""
+    """Return a line of JSON with its end; nothing within it is a line end to any reader."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(LINE_ENDS).encode() + b"\n"
 
 
 class _NotOurs(ValueError):
-    """Python reads it, and we do not."""
+    """Python's parser accepts it, but we do not."""
 
 
 class _Objects:
-    """Makes the objects of one text, of the parser's pairs."""
+    """Makes objects of the pairs that the parser finds in one text."""
 
     def __init__(self, objects_max: float) -> None:
         self._objects_max = self._left = objects_max

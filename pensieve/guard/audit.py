@@ -135,7 +135,7 @@ def _short(method: str) -> str:
 
 class AuditLog:
     def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """ConfigError if the file cannot be opened now; later, that is only reported."""
+        """Open the file, or raise ConfigError; if that fails later, it is only logged."""
         self._path = path
         self._wall_clock = wall_clock
         self._file = -1
@@ -152,11 +152,11 @@ class AuditLog:
 
     @property
     def num_lost(self) -> int:
-        """Lines that could not be written since the last one that could."""
+        """Lines that were lost since the last one was written."""
         return self._num_lost
 
     def write(self, event: str, **fields: str | float | None) -> None:
-        """Put down what happened; returns at once.  Fields without a value are left out."""
+        """Queue a line and return at once; fields without a value are left out."""
         entry: dict[str, str | float] = {"time": round(self._wall_clock(), 3), "event": event}
         for name, value in fields.items():
             if isinstance(value, str):
@@ -169,7 +169,7 @@ class AuditLog:
             self._lose(1)
 
     def close(self) -> None:
-        """Write what waits; not for ever."""
+        """Write the queued lines; give up after CLOSE_SECONDS."""
         with contextlib.suppress(Full):
             self._lines.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)

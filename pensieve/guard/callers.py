@@ -76,7 +76,7 @@ def set_caller(found: Caller) -> None:
 
 
 def read_tokens(path: Path) -> tuple[Token, ...]:
-    """The token file: TOML, a `[[token]]` for each with sha256, tenant and admin."""
+    """Read the token file: TOML with a `[[token]]` table for each token."""
     try:
         text = path.read_bytes()
         mode = path.stat().st_mode
@@ -88,13 +88,13 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
 
 
 def check_mode(path: Path, mode: int) -> None:
-    """Only its owner may write to it.  Reading it helps nobody: it holds digests of random tokens."""
+    """Refuse a file that others can write. Others may read it: it has digests of random tokens."""
     if mode & 0o022:
         raise ConfigError(f"others can write to {path}; chmod 644 it")
 
 
 def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
-    """What a token file with this text says; `path` is named where it is wrong."""
+    """Parse the text of a token file; errors name `path`."""
     try:
         table = tomllib.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
@@ -135,7 +135,7 @@ def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
 
 
 def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
-    """By tenant; all tokens of a tenant must say the same."""
+    """Return the limits of each tenant; all of its tokens must have the same."""
     found: dict[str, Limits] = {}
     for token in tokens:
         if found.setdefault(token.tenant, token.limits) != token.limits:
@@ -181,7 +181,7 @@ class KnownTokens:
 
 
 def is_local_peer(peer: str) -> bool:
-    """Whether it is the socket in the data folder; check_exposure refuses any other UNIX socket."""
+    """Whether the peer is on the socket in the data folder; check_exposure refuses any other UNIX socket."""
     return peer.startswith(LOCAL_PREFIX)
 
 
@@ -191,7 +191,7 @@ def group_of(by: Caller, peer: str) -> str:
 
 
 def new_token(tenant: str, admin: bool, name: str = "", **limits: float | None) -> tuple[str, str]:
-    """A token for a client, and the entry for the token file; limits are named as in it."""
+    """Make a token for a client and its entry for the token file; limits have their names in the file."""
     assert limits.keys() <= KEYS, limits
     token = secrets.token_urlsafe(32)
     lines: Mapping[str, str] = {

@@ -1,23 +1,23 @@
-"""What a tenant may take of the daemon, and what it has taken.
+"""The limits of a tenant, and how much of them it has used.
 
     turns_max             turns at once: running, waiting, about to begin, and warms
-    tokens_per_second     on average; new and sampled tokens, what a warm computes, and of each other call
-                          that changes the history at least one
+    tokens_per_second     on average; new and sampled tokens, tokens that a warm computes, and one for each
+                          other call that changes the history
     requests_per_second   on average, of all methods but the operator's and health
-    calls_max             calls at once; a stream is one until its client has taken its end
-    storage_bytes         of its conversations; more is refused, what runs is stored all the same
-    prefixes_max          that it has declared
-    unread_bytes          of answers that are on their way, or that the client does not take
-    weight                of its turns where more wait than can run; see core/fair_queue.py
+    calls_max             calls at once; a stream counts until its client has taken the end
+    storage_bytes         of its conversations; new ones are refused, running turns are stored all the same
+    prefixes_max          declared prefixes
+    unread_bytes          of answers that are on their way, or that clients do not take
+    weight                of its turns when more wait than can run; see core/fair_queue.py
 
-Tokens are paid for when a turn has ended: those it brought and those of its reply, not those found in the
-cache.  A tenant may save up BURST_SECONDS of its rates.  One in debt is refused until it is out of it, but
-may read and delete.  A tenant beyond its limits is slowed down: refusals for limits, and all errors of one in
-debt, come at REFUSALS_PER_SECOND, and the calls of one in debt begin at CALLS_PER_SECOND; none waits longer
-than PAUSE_SECONDS_MAX.
+A turn is charged when it has ended: for its new tokens and those of its reply, not for tokens found in the
+cache. A tenant may save up BURST_SECONDS of its rates. A tenant in debt may read and delete, but nothing
+else. A tenant beyond its limits is slowed down: refusals for limits, and all errors of a tenant in debt, come
+at REFUSALS_PER_SECOND. Calls of a tenant in debt begin at CALLS_PER_SECOND. No call waits longer than
+PAUSE_SECONDS_MAX.
 
-Allowances belong to the loop.  Other limits take force at once: what was saved or owed stays, and turns and
-calls that are there go on.
+Allowances are used on the event loop. Changed limits take effect at once: what was saved or owed stays, and
+running turns and calls go on.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ WHOLE = frozenset({"turns_max", "calls_max", "storage_bytes", "unread_bytes", "p
 
 
 class Bucket:
-    """A rate, and what was saved up of it."""
+    """A token bucket: a rate, and the amount that is saved up."""
 
     def __init__(self, rate: float | None, now: float, least: float = 0.0) -> None:
-        """It holds BURST_SECONDS of the rate, but at least `least`."""
+        """The bucket holds BURST_SECONDS of the rate, but at least `least`."""
         self.rate = rate
         self.saved = 0.0  # below 0: owed
         self._least = least
@@ -69,7 +69,7 @@ class Bucket:
         self.saved = self.most
 
     def change(self, rate: float | None, now: float) -> None:
-        """Another rate; what was saved or owed stays, as far as there is room."""
+        """Set another rate; what was saved or owed stays, as far as there is room."""
         if rate == self.rate:
             return
         self._count(now)
@@ -77,14 +77,14 @@ class Bucket:
         self.saved = min(self.saved, self.most) if had_rate else self.most
 
     def level(self, now: float) -> float | None:
-        """What is saved up now; None without a limit."""
+        """Return what is saved up now; None without a limit."""
         if self.rate is None:
             return None
         self._count(now)
         return self.saved
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """From now until so much is saved up; 0 if it is."""
+        """Return the time until this amount is saved up; 0 if it is."""
         if self.rate is None:
             return 0.0
         self._count(now)
@@ -96,7 +96,7 @@ class Bucket:
             self.saved -= amount
 
     def pause(self, now: float) -> float:
-        """Spend 1, and say how long to wait until it was saved up; at most PAUSE_SECONDS_MAX."""
+        """Spend 1, and return how long to wait until it was saved up; at most PAUSE_SECONDS_MAX."""
         wait = min(self.seconds_until(1.0, now), PAUSE_SECONDS_MAX)
         if wait < PAUSE_SECONDS_MAX:  # or the debt would grow for ever
             self.spend(1.0, now)
@@ -113,7 +113,7 @@ class Bucket:
 
 
 class Allowance:
-    """The present state of one tenant's limits."""
+    """One tenant's limits, and how much of them is used."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.limits = limits
@@ -130,7 +130,7 @@ class Allowance:
         self.requests.change(limits.requests_per_second, now)
 
     def exceeded(self, num_turns: int, now: float) -> QueueFull | None:
-        """Which limit another turn would exceed beside this many; None if it would not."""
+        """Return the error if one more turn than these would exceed a limit."""
         limits = self.limits
         if limits.turns_max is not None and num_turns >= limits.turns_max:
             return _full("turns_max", f"this token may run {limits.turns_max} turns at once")
@@ -148,11 +148,11 @@ class Allowance:
         self.tokens.spend(num_tokens, now)
 
     def has_spare(self, now: float) -> bool:
-        """Half of what can be saved up is: then what nobody waits for may have some of it."""
+        """Whether half of the possible savings are there: then background turns may use some."""
         return not self.tokens.seconds_until(self.tokens.most / 2, now)
 
     def request(self, now: float) -> QueueFull | None:
-        """Count a request; which limit it exceeds, if it does, and then it counts for nothing."""
+        """Count a request; return the error if it exceeds the limit, and then it does not count."""
         if wait := self.requests.seconds_until(1.0, now):
             rate = self.limits.requests_per_second
             text = f"this token may send {rate:g} requests per second"
@@ -161,25 +161,25 @@ class Allowance:
         return None
 
     def seconds_to_refuse(self, error: PensieveError, now: float) -> float:
-        """How long this error waits until its caller is told."""
+        """Return how long to wait before this error is told."""
         is_for_limit = isinstance(error, QueueFull) and error.limit
         if not is_for_limit and self.in_debt(now) is None:
             return 0.0
         return self._refusals.pause(now)
 
     def seconds_to_begin(self, now: float) -> float:
-        """How long a call that is let in waits until its request is received."""
+        """Return how long to wait before the request of an admitted call is received."""
         return 0.0 if self.in_debt(now) is None else self._calls.pause(now)
 
     def calls_exceeded(self, allowed: int = 1) -> QueueFull | None:
-        """Whether there are more calls than `allowed` times those that may be, the present one included."""
+        """Return the error if there are more than `allowed` times calls_max calls, this one included."""
         calls_max = self.limits.calls_max
         if calls_max is None or self.num_calls <= allowed * calls_max:
             return None
         return _full("calls_max", f"this token may have {calls_max} calls at once")
 
     def unread_exceeded(self, num_bytes: int) -> QueueFull | None:
-        """Whether so many bytes more would be too many that nobody has read."""
+        """Return the error if with so many bytes more there would be too many unread ones."""
         if self.num_unread_bytes + num_bytes <= self.limits.unread_bytes:
             return None
         text = f"this token's clients have {self.num_unread_bytes:,} bytes to read first"
@@ -187,7 +187,7 @@ class Allowance:
 
 
 class Allowances:
-    """Those of all tenants.  A tenant that nothing is said of has no limits."""
+    """The allowances of all tenants; by default a tenant has no limits."""
 
     def __init__(self, limits: Mapping[str, Limits], now: float) -> None:
         self._of_tenant = {tenant: Allowance(each, now) for tenant, each in limits.items()}
@@ -204,7 +204,7 @@ class Allowances:
         return sorted(self._of_tenant)
 
     def known(self, tenant: str) -> Allowance | None:
-        """Of a tenant that has called, or that something is said of."""
+        """Return the allowance of a tenant that has limits or has called."""
         return self._of_tenant.get(tenant)
 
     def of(self, tenant: str, now: float) -> Allowance:
@@ -214,7 +214,7 @@ class Allowances:
         return found
 
     def change(self, limits: Mapping[str, Limits], now: float) -> None:
-        """Other limits are in force from now on."""
+        """Put other limits into force."""
         for tenant in {*limits, *self._of_tenant}:
             self.of(tenant, now).change(limits.get(tenant, NO_LIMITS), now)
         for tenant, allowance in [*self._of_tenant.items()]:
@@ -248,7 +248,7 @@ class Counts(Counter[Key]):
 
 
 class Watchers:
-    """The calls that watch one kind of thing.
+    """Counts the calls that watch one kind of thing.
 
     Each tenant has a limit, and all tenants together have one. The first watcher of a tenant is always let
     in, so no tenant can lock out another.

@@ -1,11 +1,11 @@
-"""A request body of Anthropic's API, as the values that a body of OpenAI's becomes.
+"""Read a request body of Anthropic's API into the same values as one of OpenAI's.
 
-A parameter is honoured, or it changes nothing about the answer (`metadata`, `cache_control`, `service_tier`),
-or it is refused with its name.  What is not said has the model's defaults, not Anthropic's.  Two parameters
-go as far as a model's template does:
+A parameter is honoured, or does not affect the answer (`metadata`, `cache_control`, `service_tier`), or is
+refused with its name. Defaults are the model's, not Anthropic's. Two parameters depend on the model's
+template:
 
-    thinking               its switch, where it has one; `budget_tokens` is no limit of its own
-    output_config.effort   the template's `reasoning_effort`; `high` is the API's default, and always passes
+    thinking               its switch, if it has one; `budget_tokens` is not a limit of its own
+    output_config.effort   its `reasoning_effort`; `high` is the API's default and always accepted
 
 Neighbouring messages of one role are read as one, and become
 
@@ -13,9 +13,10 @@ Neighbouring messages of one role are read as one, and become
     user         a tool's message for each `tool_result`, then a user's message with the text
     assistant    one message: thinking, text and calls
 
-Their blocks of text are lines, but those of the assistant are joined as they are: an answer cuts one text
-into blocks where a call or thinking was between.  A `tool_result` answers a `tool_use` of the assistant just
-before; one with `is_error` says so in its text.  `redacted_thinking` was another model's and is left out.
+Blocks of text become lines. Those of the assistant are joined without line ends, because an answer is cut
+into blocks where a call or thinking was in between. A `tool_result` answers a `tool_use` of the assistant's
+message just before; one with `is_error` says so in its text. `redacted_thinking` is another model's and left
+out.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
 
 
 def parse(body: Any, served: Served) -> Request:
-    """Of a message.  Raises InvalidArgument with the name of the parameter, whatever the body is."""
+    """Read the body of a message; InvalidArgument names the wrong parameter."""
     fields = _checked(body)
     values, form = _prompt(fields, served)
     values |= _sampling(fields, served)
@@ -61,7 +62,7 @@ def parse(body: Any, served: Served) -> Request:
 
 
 def parse_count(body: Any, served: Served) -> Request:
-    """Of a count of a prompt's tokens: what it says beside the prompt is nothing."""
+    """Read the body of a token count: only the prompt matters."""
     fields = _checked(body)
     values, _ = _prompt(fields, served)
     fields.end()
@@ -78,7 +79,7 @@ def _checked(body: Any) -> Fields:
 
 
 def _prompt(fields: Fields, served: Served) -> tuple[dict[str, Any], FormatFields]:
-    """And what the reply has to be, which is said beside the effort."""
+    """Read the effort, and the form of the reply, which is beside it."""
     fields.object("cache_control")
     fields.only("speed", "standard")
     fields.only("mcp_servers", [])
@@ -140,7 +141,7 @@ def _effort(effort: str | None, where: str, known: Collection[str] | None) -> di
 
 
 def _thread(fields: Fields) -> None:
-    """A conversation that the server keeps; by this code clients see that they have to send all of it."""
+    """Refuse a conversation kept by the server; this code tells clients to send the whole history."""
     if fields.take("thread") not in (None, False):
         problem = "is not supported: send the whole history, which is found here"
         raise Refusal(fields.where("thread"), problem, UNSUPPORTED_THREAD)
@@ -179,7 +180,7 @@ def _stop(fields: Fields) -> tuple[str, ...] | None:
 
 
 def _tools(fields: Fields) -> ToolRules:
-    """In the shape of a chat completion's, which is what templates know."""
+    """Read tools into the shape of a chat completion's, which templates know."""
     given, where = fields.items("tools") or (), fields.where("tools")
     strict: dict[int, str] = {}
     tools = tuple(_tool(Fields(each, f"{where}[{n}]"), n, strict) for n, each in enumerate(given))
@@ -201,7 +202,7 @@ def _tools(fields: Fields) -> ToolRules:
 
 
 def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, Any]:
-    """Its place goes into `strict` if it is."""
+    """Read a tool; a strict one has its place added to `strict`."""
     kind = fields.text("type") or "custom"
     if kind != "custom":
         problem = (
@@ -250,7 +251,7 @@ class RoleRun:
 
 
 def take_messages(fields: Fields) -> tuple[Message, ...]:
-    """With the system prompt in front."""
+    """Read the messages, after the system prompt."""
     system = _system(fields)
     given, where = fields.items("messages"), fields.where("messages")
     if given is None:
@@ -284,7 +285,7 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
 
 
 def _system(fields: Fields) -> Message | None:
-    """None where it is empty: templates have a system prompt of their own, or none."""
+    """Return the system message; None if it is empty, because templates may have a prompt of their own."""
     run = RoleRun("system")
     if "system" in fields:
         _take_content(fields, run, {}, "system")

@@ -1,12 +1,12 @@
-"""Replies as messages of Anthropic's API, as a whole or as events; and errors.
+"""Render replies as messages of Anthropic's API, whole or as events; and errors.
 
     Thinking, Thinking          {"type": "thinking", "thinking": …, "signature": SIGNATURE}
     Text                        {"type": "text", "text": …}
     CallBegan, CallArguments    {"type": "tool_use", "id": "toolu_…", "name": …, "input": {…}}
 
-Neighbours of one kind are one block, and each call is one.  A signature signs nothing, but it is not empty,
-since clients send thinking without one back as text.  Of a call that broke off at the limit of the reply's
-length, `input` has what is whole of its arguments.
+Neighbours of one kind are one block, and each call is a block. A signature signs nothing, but it is not
+empty, because clients send thinking without a signature back as text. If a call broke off at the limit of the
+reply's length, `input` has the members of its arguments that are whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def message(
     prompt: PromptTokens,
     ending: MessageEnding,
 ) -> dict[str, Any]:
-    """The body; `pieces` are those of the whole reply."""
+    """Return the body; `pieces` are those of the whole reply."""
     return {
         "id": message_id(heading),
         "type": "message",
@@ -56,7 +56,7 @@ def message_id(heading: Heading) -> str:
 
 
 def call_id(answer_id: str, index: int) -> str:
-    """The same whenever the answer is written."""
+    """Return the id of a call; an answer that is made again has the same."""
     return f"toolu_{answer_id}{index:02d}"
 
 
@@ -71,9 +71,9 @@ def ending_of(
 
 
 def stopped_by(reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str]) -> str | None:
-    """The stop string that ended the reply, if one did.
+    """Return the stop string that ended the reply, if one did.
 
-    It is in the tokens and not in the text, where its beginning is what follows.
+    It is in the tokens, but not in the text.
     """
     if not stops or reply.finish is not FinishReason.STOP:
         return None
@@ -84,7 +84,7 @@ def stopped_by(reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str]) -
 
 
 def usage_of(prompt: PromptTokens, reply: ReplyTokens | None = None) -> dict[str, Any]:
-    """What was cached is counted apart; nothing is written to the cache for a client: all is, for all."""
+    """Return the usage. Cached tokens count apart; cache writes are 0, as no client asks for them."""
     usage: dict[str, Any] = {
         "input_tokens": prompt.num_tokens - prompt.num_cached,
         "cache_creation_input_tokens": 0,
@@ -120,7 +120,7 @@ def blocks_of(pieces: Iterable[Piece], answer_id: str) -> list[dict[str, Any]]:
 
 
 def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
-    """The block that a piece begins, without anything in it."""
+    """Return the empty block that a piece begins."""
     assert not isinstance(piece, CallArguments), "a call begins with its name"
     if isinstance(piece, CallBegan):
         found = {"type": "tool_use", "id": call_id(answer_id, piece.index), "name": piece.name}
@@ -131,7 +131,7 @@ def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
 
 
 def whole_part(text: str) -> dict[str, Any]:
-    """Of an object's JSON that may break off anywhere: the members and values that are whole."""
+    """Return the whole members of an object whose JSON may break off anywhere."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -140,7 +140,7 @@ def whole_part(text: str) -> dict[str, Any]:
 
 
 def _closed(text: str) -> Any:
-    """Up to the last comma or bracket outside of strings, with all brackets closed."""
+    """Parse up to the last comma or bracket outside of strings, with all brackets closed."""
     open_brackets: list[str] = []
     end = 0  # where that is: no bracket follows it
     in_string = is_escaped = False
@@ -180,7 +180,7 @@ TYPES = {
 def error_body(
     status: int, message: str, details: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What is in no line of the table is an error of ours."""
+    """Return the body of an error; a status without a type is an API error."""
     error = {"type": TYPES.get(status, "api_error"), "message": message}
     return {"type": "error", "error": error | ({"details": details} if details else {})}
 
@@ -189,11 +189,12 @@ DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
 
 
 class MessageStream:
-    """A message as events, which a client puts together to the same blocks.
+    """A message as events, of which a client makes the same blocks.
 
-    message_start, ping                       with the length of the prompt content_block_start, deltas,
-    content_block_stop     once for each block, one after the other message_delta
-    why it ended, and what it took, in place of the first numbers message_stop
+    message_start, ping                                with the length of the prompt
+    content_block_start, deltas, content_block_stop    once for each block, one after the other
+    message_delta                                      why the message ended, and the final usage
+    message_stop
     """
 
     def __init__(self, heading: Heading, prompt: PromptTokens, cutter: ReplyPieces) -> None:
@@ -234,7 +235,7 @@ class MessageStream:
     def end(
         self, reply: ReplyTokens, prompt: PromptTokens, ending: MessageEnding
     ) -> list[dict[str, Any]]:
-        """Once all pieces are there; `prompt` with what was cached of it."""
+        """Return the last events; `prompt` has the number of cached tokens."""
         delta = {"stop_reason": ending.reason, "stop_sequence": ending.stop_sequence}
         return [
             *self._begin(),

@@ -1,7 +1,6 @@
 """The methods of gRPC's AdminService, for the operator: what the daemon holds and does.
 
-Those who watch are few, and one that takes nothing for `stall_seconds` is dropped: it would hold a call, and
-nobody would read it.
+WATCHERS_MAX calls may watch at once. A watcher that takes nothing for `stall_seconds` is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WATCHERS_MAX = 64
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What the sockets' owner knows."""
+    """Figures that the server has, and not the daemon."""
 
     loop_lag: Quantiles
     port: int  # 0: it listens on none
@@ -192,7 +191,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return pb.DrainResponse(turns_running=self.daemon.conversations.turns.num_live)
 
     async def _owner(self, conversation_id: str, tenant: str) -> str:
-        """Whose conversation the operator means; one who names no tenant may mean the only one's."""
+        """Return the tenant of the conversation; if none was named, the only one that has it."""
         threads, reader = self.daemon.threads, self.daemon.reader
         tenants = await threads.in_reader("", reader.tenants_of, conversation_id)
         if tenant in tenants:
@@ -280,7 +279,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
 
 def num_connections(port: int) -> int | None:
-    """Those that this machine's network has to a port of its own; takes longer the more there are of any."""
+    """Count the connections of this machine to one of its ports; slower the more connections there are."""
     found = None
     for name in ("tcp", "tcp6"):
         try:

@@ -1,4 +1,4 @@
-"""Where a daemon's local socket is, which only its owner may open, and how gRPC is told of it."""
+"""The path of a daemon's local socket, which only its owner may open, and its address for gRPC."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOCKET_BYTES_MAX = 107  # of a UNIX socket's path
 
 
 def socket_path(data: Path) -> Path:
-    """DATA/admin.sock, or a name in XDG_RUNTIME_DIR where that path cannot be a socket's."""
+    """Return DATA/admin.sock, or a name in XDG_RUNTIME_DIR if that path cannot be a socket's."""
     path = data.absolute() / "admin.sock"
     if (problem := _problem(path)) is None:
         return path
@@ -26,12 +26,12 @@ def socket_path(data: Path) -> Path:
 
 
 def socket_address(path: Path) -> str:
-    """What gRPC listens on, and what its clients connect to: a URI, so most of a path is encoded."""
+    """Return the URI that gRPC listens on and connects to; most characters of the path are encoded."""
     return f"unix:{quote(os.fsencode(path.absolute()))}"
 
 
 def is_listened_to(path: Path) -> bool:
-    """Whether a daemon has this socket open; one that was killed leaves its file behind."""
+    """Whether a daemon listens on this socket; a daemon that was killed leaves the file behind."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ours:
             ours.connect(os.fspath(path))

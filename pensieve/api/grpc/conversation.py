@@ -239,7 +239,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
 
 
 async def _fill(page: Any, messages: Iterable[Any]) -> int:
-    """Add as many messages as a page may have on the wire, where they are longer than in the store."""
+    """Fill a page up to its size on the wire, and return the number of messages."""
     num_bytes = 0
     for each in messages:
         num_bytes += each.ByteSize()
@@ -290,7 +290,7 @@ def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:
 
 
 def _id(conversation_id: str) -> str:
-    """An id that could exist; one that could not does not."""
+    """Return the id; NotFound for one that no conversation can have."""
     if not conversation_id:
         raise InvalidArgument("conversation_id", "is missing")
     if not records.ID_PATTERN.fullmatch(conversation_id):

@@ -1,12 +1,11 @@
-"""Calls about conversations that another daemon has: they are passed on to it.
+"""Forward calls about conversations that another daemon owns.
 
-    served here ──OwnedElsewhere──> passed on to its owner ──> answered
-                                       └──it cannot be reached──> taken over, and served here
+    served here ──OwnedElsewhere──> forwarded to the owner ──> answered
+                                       └──the owner is unreachable──> taken over, and served here
 
-A conversation stays where its KV is: so a call that reaches the wrong daemon is right, only slower.  Its
-bytes are not looked at, errors come back as they are, and what is passed on once is not passed on again (two
-daemons that disagree would do it for ever).  The answer's first metadata name the owner, so that a client or
-a router can go there by itself.
+A conversation stays where its KV is, so a call that reaches the wrong daemon only takes longer. The forwarder
+passes bytes and errors on unchanged. A forwarded call is not forwarded again: two daemons that disagree would
+do so for ever. The answer's initial metadata name the owner, so that a client or a router can go there.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ PASSED_ON = (
 )
 REPEATABLE = ("SendMessage", "CancelTurn", "WarmConversation")  # done twice, they are done once
 NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words before it has sent anything
-Act = Callable[[Any, Any], Awaitable[Any]]
+Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Unreachable(Exception):
-    """The owner does not answer, and the call may be carried out here."""
+    """The owner cannot be reached, and the call may be carried out here."""
 
 
 class Forwarder:
-    """Belongs to the loop."""
+    """Forwards calls to the owners of conversations. Runs on the event loop."""
 
     def __init__(
         self, daemon: Daemon, name: str, credentials: grpc.ChannelCredentials | None = None
@@ -73,10 +72,10 @@ class Forwarder:
         self._credentials = credentials
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def served(self, act: Act, method: str, request: Any, context: Any) -> Any:
-        """The answer of this daemon, or that of the one that has the conversation."""
+    async def served(self, handler: Handler, method: str, request: Any, context: Any) -> Any:
+        """Return the answer of this daemon, or of the owner of the conversation."""
         try:
-            return await act(request, context)
+            return await handler(request, context)
         except OwnedElsewhere as elsewhere:
             if _is_forwarded(context) or not elsewhere.address:
                 raise
@@ -89,7 +88,7 @@ class Forwarder:
         except Unreachable:
             self.num_taken += 1
             await self._threads.take(owner.conversation_id, caller().tenant)
-            return await act(request, context)
+            return await handler(request, context)
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -153,13 +152,13 @@ class Forwarder:
 
 
 class ForwardingService(ConversationService):
-    """The ConversationService of a daemon that is one of several."""
+    """The ConversationService of a daemon that shares its history with others."""
 
     def __init__(self, forwarder: Forwarder) -> None:
         super().__init__(forwarder.daemon)
         for name in PASSED_ON:
-            act = getattr(self, name)
-            setattr(self, name, partial(forwarder.served, act, name))
+            handler = getattr(self, name)
+            setattr(self, name, partial(forwarder.served, handler, name))
 
     async def CancelTurn(
         self, request: pb.CancelTurnRequest, context: Any

@@ -66,7 +66,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
         is_audited = method.startswith((ADMIN_PREFIX, JOB_PREFIX)) or method in DELETIONS
 
         async def guarded(
-            act: Callable[[Any, Any], Any], requests: Any, context: Any, takes: str
+            behaviour: Callable[[Any, Any], Any], requests: Any, context: Any, takes: str
         ) -> Any:
             request, answer = None, None
             call = GuardedCall(
@@ -82,7 +82,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
                         request = requests = _parsed(parse, await call.body())
                     elif takes == "many":
                         requests = self._messages(call, context, parse)
-                    answer = await act(requests, counted)
+                    answer = await behaviour(requests, counted)
                     if answer is not None and kind.is_counted:
                         call.answers(answer.ByteSize())
                 except grpc.aio.AbortError as aborted:  # by a handler: its status has been sent
@@ -95,13 +95,13 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
                     return answer
             return None
 
-        for act, make, takes in (
+        for behaviour, make, takes in (
             (handler.unary_unary, grpc.stream_unary_rpc_method_handler, "one"),
             (handler.unary_stream, grpc.stream_stream_rpc_method_handler, "one"),
             (handler.stream_unary, grpc.stream_unary_rpc_method_handler, "many"),
         ):
-            if act is not None:
-                guard = partial(guarded, act, takes=takes)
+            if behaviour is not None:
+                guard = partial(guarded, behaviour, takes=takes)
                 return make(guard, response_serializer=handler.response_serializer)
         both = handler.stream_stream  # reflection, the only one that there is
         if both is None:

@@ -35,7 +35,7 @@ class JsonCall(Protocol):
 class JsonMethod:
     name: str
     is_deletion: bool
-    act: Callable[[Any, JsonCall], Awaitable[Json | None]]  # None: it has written a stream
+    handler: Callable[[Any, JsonCall], Awaitable[Json | None]]  # None: it has written a stream
 
 
 def json_methods(service: ConversationService) -> Iterator[JsonMethod]:
@@ -43,16 +43,16 @@ def json_methods(service: ConversationService) -> Iterator[JsonMethod]:
     for method in pb.DESCRIPTOR.services_by_name[SERVICE].methods:
         if not method.client_streaming:
             kind: Any = getattr(pb, method.input_type.name)
-            act = _act_of(getattr(service, method.name), kind)
-            yield JsonMethod(method.name, method.name.startswith("Delete"), act)
+            handler = _handler_of(getattr(service, method.name), kind)
+            yield JsonMethod(method.name, method.name.startswith("Delete"), handler)
 
 
-def _act_of(call: Any, kind: Any) -> Callable[[Any, JsonCall], Awaitable[Json | None]]:
-    async def act(value: Any, json_call: JsonCall) -> Json | None:
+def _handler_of(call: Any, kind: Any) -> Callable[[Any, JsonCall], Awaitable[Json | None]]:
+    async def handler(value: Any, json_call: JsonCall) -> Json | None:
         answer = await call(_read(kind, value), _Context(json_call))
         return None if answer is None else _written(answer)
 
-    return act
+    return handler
 
 
 class _Context:

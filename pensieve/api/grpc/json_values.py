@@ -1,7 +1,7 @@
-"""JSON of the wire (google.protobuf.Struct) to plain values and back, bounded by the number of values.
+"""Convert google.protobuf.Struct to plain JSON values and back, up to VALUES_MAX values.
 
-`json_format` writes text and parses it again, which takes ten times as long; these conversions go value by
-value, in the loop, and stop where there are more than VALUES_MAX: some twenty milliseconds.
+`json_format` writes text and parses it again, which takes ten times as long. These conversions run on the
+loop; VALUES_MAX values take some twenty milliseconds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ WHOLE_MAX = 2.0**53  # numbers of the wire are doubles
 
 
 class TooManyValues(ValueError):
-    """More than VALUES_MAX."""
+    """There are more than VALUES_MAX."""
 
 
 class NoValue(ValueError):
-    """A value of none of the kinds: it is no JSON, and would be longer once it is."""
+    """A Value has no kind, so it is not JSON."""
 
 
 class _Count:
@@ -37,7 +37,7 @@ class _Count:
 
 
 def objects(name: str, structs: Any) -> list[dict[str, Any]]:
-    """Structs as JSON objects; their numbers are doubles, whole ones become ints again."""
+    """Return Structs as JSON objects; whole doubles become ints again."""
     count = _Count()
     try:
         return [_object(struct, count) for struct in structs]
@@ -87,7 +87,7 @@ def _number(number: float) -> float | int:
 
 
 def structs(values: Any) -> list[struct_pb2.Struct]:
-    """JSON objects as Structs; TooManyValues if there are too many values in them together."""
+    """Return JSON objects as Structs; TooManyValues if there are too many values in all of them."""
     count = _Count()
     given = []
     for value in values:

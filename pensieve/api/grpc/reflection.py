@@ -40,7 +40,7 @@ class ReflectedMethod(NamedTuple):
 
 
 class Reflection:
-    """What it answers never changes."""
+    """Answers what services there are; the answers never change."""
 
     def __init__(self, more: Sequence[ServiceDescriptor] = ()) -> None:
         """`more`: services that not every server has."""
@@ -107,7 +107,7 @@ class Reflection:
             return self._pool.FindMethodByName(symbol).containing_service.file
 
     def _add(self, file_name: str, service: str, methods: Mapping[str, ReflectedMethod]) -> None:
-        """A file of a service, whose messages are those of status.proto under another package."""
+        """Add the file of a service whose messages are those of status.proto in another package."""
         package, _, name = service.rpartition(".")
         file = descriptor_pb2.FileDescriptorProto(name=file_name, package=package, syntax="proto3")
         declared = file.service.add(name=name)
@@ -142,7 +142,7 @@ def _with_fields(kinds: Iterable[Descriptor]) -> list[Descriptor]:
 
 
 def _with_imports(file: FileDescriptor) -> Iterator[FileDescriptor]:
-    """What it imports comes first; a file may come more than once."""
+    """Yield a file after those it imports; a file may come more than once."""
     for each in file.dependencies:
         yield from _with_imports(each)
     yield file

@@ -1,7 +1,7 @@
-"""ReplicaService, by which daemons of one cluster fetch KV of each other, and the call of it.
+"""ReplicaService, by which the daemons of a cluster fetch KV from each other, and its client.
 
-A part may be longer than a message of gRPC should be, so its bytes come in pieces behind it.  A source whose
-receiver takes nothing for as long as a stream may stall ends the call.
+A part may be longer than a gRPC message should be, so its bytes follow in pieces. If the receiver takes
+nothing for `stall_seconds`, the source ends the call.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _messages(each: KvHeader | KvPart) -> Iterator[pb.FetchKvResponse]:
 
 
 class KvFetcher:
-    """The receiver's side: fetches from a daemon's address."""
+    """Fetches KV from other daemons, by their addresses."""
 
     def __init__(self, token: str = "", credentials: grpc.ChannelCredentials | None = None) -> None:
         """`token` is an operator's, where the daemons need one; without `credentials` there is no TLS."""
@@ -83,7 +83,7 @@ class KvFetcher:
     async def fetch(
         self, address: str, tenant: str, conversation_id: str, num_tokens: int
     ) -> Parts:
-        """Unavailable, whatever went wrong."""
+        """Yield the parts that a daemon has; Unavailable, whatever goes wrong."""
         request = pb.FetchKvRequest(
             tenant=tenant, conversation_id=conversation_id, num_tokens=num_tokens
         )
@@ -108,7 +108,7 @@ class KvFetcher:
 
 
 async def _assembled(responses: Any) -> Parts:
-    """Parts with all of their bytes; one that breaks off is none."""
+    """Yield parts with all of their bytes; Unavailable if one breaks off."""
     part: pb.KvPart | None = None
     pieces: list[bytes] = []
     missing = 0

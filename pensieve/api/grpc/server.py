@@ -1,12 +1,12 @@
-"""The listening sockets: options, health, and the order in which things open and close.
+"""The gRPC server of a daemon: sockets, options, health, and the order in which things open and close.
 
-Some defaults of gRPC are wrong for us: two servers may share a port (so_reuseport), a client that was stopped
-is never noticed unless `ping_timeout_ms` is set, a request may unpack to a thousand times its size, windows
-widen to megabytes, and connections have no limit.  The options below are the answers; the answer to bodies of
-calls that may not be made is guard/request_bodies.py.
+Some defaults of gRPC are wrong for us: two servers may share a port (so_reuseport), a stopped client is never
+noticed unless `ping_timeout_ms` is set, a request may unpack to a thousand times its size, windows widen to
+megabytes, and connections have no limit. The options below change that. guard/request_bodies.py handles
+bodies of calls that may not be made.
 
-Closing: NOT_SERVING first, so that balancers look elsewhere; then no new turns; then the running ones
-end or are interrupted; then connections, engine and store, in this order.
+Closing: health becomes NOT_SERVING, so that balancers look elsewhere. Then no new turns begin, and running
+ones end or are interrupted. Then connections, engine and store are closed, in this order.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class Health:
             await changed.wait()
 
     def handlers(self) -> Any:
-        def method(make: Any, act: Any) -> Any:
+        def method(make: Any, behaviour: Any) -> Any:
             return make(
-                act,
+                behaviour,
                 request_deserializer=pb.HealthCheckRequest.FromString,
                 response_serializer=pb.HealthCheckResponse.SerializeToString,
             )
@@ -153,7 +153,7 @@ class _OneQueue:
         self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
-        """They are in the generic handlers, too."""
+        """Do nothing: the methods are among the generic handlers, too."""
 
 
 class Server:
@@ -221,7 +221,7 @@ class Server:
         self._server.add_generic_rpc_handlers(Reflection(more).handlers())
 
     async def listen(self) -> str:
-        """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""
+        """Bind and answer; turns are refused until the daemon serves. Return the address with its port."""
         listening = self.listening
         if listening.address:
             self._listen_on_port()
@@ -254,17 +254,17 @@ class Server:
         self.daemon.use_limits(limits)
 
     def _watching_ended(self, watching: asyncio.Task[None]) -> None:
-        """A daemon that does not hear of tokens that are taken out must not go on."""
+        """End the daemon: it would go on to accept tokens that are taken out of the file."""
         if not watching.cancelled() and (error := watching.exception()) is not None:
             self._fail(error)
 
     @property
     def metrics_address(self) -> str:
-        """With its port; "" where metrics are not listened for."""
+        """HOST:PORT, with the port that was bound; "" if metrics are not served."""
         return self._metrics.address
 
     def _may_scrape(self, authorization: str, peer: str) -> bool:
-        """On this machine everybody; elsewhere, where there are tokens, who has an operator's."""
+        """Whether a caller may scrape: anybody on this machine or without tokens, else an operator."""
         listening = self.listening
         if not listening.tokens or is_loopback(listening.metrics.rpartition(":")[0]):
             return True
@@ -315,7 +315,7 @@ class Server:
         return ServerFacts(self._loop_lag.quantiles(), port, self.listening.connections_max, lost)
 
     async def answers(self) -> None:
-        """Until the store thread has; but it is not asked when it may be gone in a moment."""
+        """Return once the store thread answers; it is not asked while the server stops."""
         if not self.stopping.is_set():
             await self.daemon.threads.in_store("", lambda: None)
 

@@ -1,7 +1,7 @@
-"""Which model a daemon serves, and how, for whoever may call it.
+"""Which model a daemon serves, and how.
 
-Name and fingerprint are known from the start, the rest once a model was loaded.  Of a model in a folder it
-tells the folder's name, and not where it lies.
+Name and fingerprint are known from the start, the rest once the model is loaded. A model in a folder has the
+folder's name, without its path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
 
 
 def in_words(given: pb.ServerInfo) -> str:
-    """For a line of the log, once a model was loaded."""
+    """Return a line for the log, once the model is loaded."""
     how = ", ".join(
         part
         for part in (
@@ -65,7 +65,7 @@ def _state(daemon: Daemon) -> pb.ServerState.ValueType:
 
 @cache
 def version_of(package: str) -> str:
-    """As it is installed; it is not imported for that."""
+    """Return the version of an installed package without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,18 +1,18 @@
-"""How large a request and each of its fields may be, checked in its bytes before anything is parsed.
+"""Check the size of a request and of its fields in its bytes, before anything is parsed.
 
-A request of a few megabytes can take the loop a hundred times as long as one of kilobytes: millions of empty
-messages, deep JSON, maps.  So whatever is expensive by the element is small:
+A request of a few megabytes can hold the loop up a hundred times as long as one of kilobytes: millions of
+empty messages, deep JSON, maps. So fields that are expensive by the element must be small:
 
-* `check` walks over the fields of a request (at most FIELDS_MAX), and over those of a turn's messages (at
-  most INNER_FIELDS_MAX of each), and looks into no other.
-* What is then parsed has small fields, but for the texts, which cost nothing but their length.
+* `check` walks over the fields of a request (at most FIELDS_MAX) and of a turn's messages (at most
+  INNER_FIELDS_MAX of each). It looks into no other message.
+* The message that is then parsed has small fields, except for texts, which cost only their length.
 * JSON values are counted while they are converted (json_values.py).
 
-What was written can always be read: the largest message of a history fits into the 4 MiB that gRPC's clients
-receive by default (8 MiB with its tokens, as our SDK receives).  Pages end before the store's PAGE_BYTES_MAX;
-one of a single item may be larger.
+Everything that was written can be read: the largest message of a history fits into the 4 MiB that gRPC
+clients receive by default (8 MiB with its tokens, as our SDK receives). Pages end before the store's
+PAGE_BYTES_MAX, unless a single item is larger.
 
-The comments of the proto repeat these limits, and docs/operating.md the most important.
+The comments of the proto repeat these limits, and docs/operating.md has the most important ones.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def check(kind: Any, raw: bytes) -> None:
 def _check_fields(
     descriptor: Any, raw: bytes, place: int, end: int, fields_max: int, path: str
 ) -> None:
-    """Those of the message that lies at [place, end); `path` leads to it."""
+    """Check the fields of the message at [place, end); `path` leads to it."""
     _, limits = LIMITS.get(descriptor.name, UNNAMED)
     num_bytes: dict[int, int] = {}
     counts: dict[int, int] = {}
@@ -175,7 +175,7 @@ def _check_fields(
 
 
 def _varint(raw: bytes, place: int) -> tuple[int, int]:
-    """The number that begins here, and the place behind it; past the end where there is none."""
+    """Return the number that begins here and the place after it; past the end if there is none."""
     value = 0
     for shift in range(0, 70, 7):
         if place >= len(raw):

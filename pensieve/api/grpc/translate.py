@@ -1,7 +1,6 @@
-"""Messages of the wire to values of ours and back.  No decisions are made here.
+"""Translate protobuf messages to our values and back.
 
-What a client may get wrong is refused with the name of the field; what the store or the engine refuse
-is an error of our tree, and becomes a canonical code with google.rpc details.
+A wrong field is refused by its name. An error of our tree becomes a canonical code with google.rpc details.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ REASON_NUMBERS = {
 
 
 def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]:
-    """Errors call the first of them `messages[first]`."""
+    """Read messages; errors name the first of them `messages[first]`."""
     check_arguments(given)
     messages = []
     for index, each in enumerate(given, first):
@@ -114,13 +113,13 @@ def ask(
         request.request_id,
         request.expected_revision if request.HasField("expected_revision") else None,
         request.create_if_missing,
-        one_object("metadata", request.metadata),
+        one_object("metadata", request.metadata) if request.HasField("metadata") else {},
         given,
     )
 
 
 def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
-    """The model's defaults with whatever the client gave in their place."""
+    """Return the model's defaults, replaced by what the client gave."""
     values = {"ignore_eos": False, **given}
     if "min_tokens" in given and "max_tokens" not in given:
         values["max_tokens"] = max(defaults.max_tokens, given["min_tokens"])
@@ -141,7 +140,7 @@ def given_sampling(given: pb.Sampling) -> dict[str, Any]:
 
 
 def away_seconds(hints: pb.Hints) -> float:
-    """How long the client expects to be away after the turn."""
+    """Return for how long the client expects to be away after the turn."""
     seconds = hints.expected_return_seconds
     if not 0.0 <= seconds <= AWAY_SECONDS_MAX:  # not a number is neither
         raise InvalidArgument(
@@ -183,7 +182,7 @@ def constraint_of(request: pb.SendMessageRequest) -> Constraint | None:
 
 
 def check_arguments(messages: Iterable[pb.NewMessage]) -> None:
-    """Refuse more of them than one request may have, before any is read."""
+    """Refuse more arguments of tool calls than a request may have, before any is read."""
     if (
         sum(len(c.arguments) for each in messages for c in each.tool_calls)
         > sizes.TOOL_CALLS_BYTES_MAX
@@ -195,7 +194,7 @@ def check_arguments(messages: Iterable[pb.NewMessage]) -> None:
 
 
 def calls_of(message: pb.NewMessage, where: str) -> tuple[ToolCall, ...]:
-    """The calls of one message; `where` is its name in errors."""
+    """Read the tool calls of one message; `where` is its name in errors."""
     calls = []
     for number, each in enumerate(message.tool_calls):
         path = f"{where}.tool_calls[{number}]"
@@ -212,7 +211,7 @@ def calls_of(message: pb.NewMessage, where: str) -> tuple[ToolCall, ...]:
 
 
 def page_of(request: Any) -> tuple[int, int]:
-    """How many are wanted, and the number that the page token names; 0: none."""
+    """Return the page size, and the number in the page token; 0 if there is none."""
     size, token = request.page_size or PAGE_SIZE, request.page_token
     if not 1 <= size <= records.PAGE_SIZE_MAX:
         raise InvalidArgument("page_size", f"must lie in 1..{records.PAGE_SIZE_MAX}")
@@ -225,7 +224,7 @@ def page_of(request: Any) -> tuple[int, int]:
 
 
 def conversation(found: records.Conversation, context_max: int) -> pb.Conversation:
-    """Without what an earlier version took that is larger than this one takes."""
+    """Leave out fields from an earlier version that are larger than this one accepts."""
     given = pb.Conversation(
         conversation_id=found.conversation_id,
         revision=found.revision,
@@ -246,7 +245,7 @@ def conversation(found: records.Conversation, context_max: int) -> pb.Conversati
 
 
 def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: int) -> None:
-    """Set a field of JSON objects, or name it as left out."""
+    """Set a field of JSON objects; name it as left out if it is too large."""
     try:
         made = structs(values)
     except TooManyValues:
@@ -306,7 +305,7 @@ def message(found: records.Message) -> pb.Message:
 
 
 def stored_calls(extra: Mapping[str, Any]) -> list[pb.ToolCall]:
-    """Of a message of the history, from what the store keeps beside its text."""
+    """Return the tool calls of a stored message."""
     return [
         pb.ToolCall(
             id=each["id"] or "",
@@ -338,14 +337,14 @@ def deltas(tokens: ReplyTokens) -> Iterator[pb.TurnDelta]:
 
 
 def _bytes_max(tokens: ReplyTokens, number: int) -> int:
-    """What a token takes in a message, at most."""
+    """Return an upper bound for the bytes of a token in a message."""
     text = tokens.texts[number] if number < len(tokens.texts) else ""
     alternatives = len(tokens.logprobs[number][1]) if tokens.logprobs else 0
     return BYTES_PER_CHARACTER_MAX * len(text) + BYTES_PER_LOGPROB_MAX * (1 + alternatives)
 
 
 def _run(tokens: ReplyTokens, start: int, stop: int) -> Iterator[pb.TurnDelta]:
-    """One message, as a rule; text that is too long for it goes ahead in messages of its own."""
+    """Yield one message; text that is too long for it comes before in messages of its own."""
     text, most = "".join(tokens.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
     kind = PART_NUMBERS[tokens.parts[start]]
     while len(text) > most:

@@ -1,10 +1,10 @@
-"""A connection of HTTP, with bounds that uvicorn's does not have by itself.
+"""HTTP connections with limits that uvicorn's do not have.
 
-    head       HEAD_SECONDS to send it, HEAD_BYTES_MAX and LINES_MAX: a parser takes its time for each line
-    body       `Incoming`'s time; one that nobody wants has a head's, and UNWANTED_BYTES_MAX
-    behind it  a client may send its next request early; it waits, and what comes behind that is not read
-    answer     one that takes nothing of it for STALL_SECONDS is cut off
-    idle       closed after IDLE_SECONDS, the first time as after an answer
+    head       HEAD_SECONDS, HEAD_BYTES_MAX and LINES_MAX: the parser takes its time for each line
+    body       the time of guard/request_bodies.py; an unwanted body has HEAD_SECONDS and UNWANTED_BYTES_MAX
+    pipelined  a client may send its next request early; it waits, and nothing after it is read
+    answer     a client that takes nothing for STALL_SECONDS is cut off
+    idle       closed after IDLE_SECONDS, before the first request as after an answer
 
 The parser gets a few KiB at a time, since h11 holds the loop up for a millisecond with each KiB of short
 lines. What belongs to the next request reaches it only when this one is answered.
@@ -35,7 +35,7 @@ FULL = b"503 Service Unavailable\r\nretry-after: 1"
 
 
 def protocol(connections_max: int) -> Any:
-    """uvicorn's class of connections, with these bounds; of more than so many at once each is refused."""
+    """Return uvicorn's class of connections with these limits; more than `connections_max` are refused."""
     uvicorns = need("http", "uvicorn.protocols.http.h11_impl", PURPOSE)
     h11 = need("http", "h11", PURPOSE)
 
@@ -103,7 +103,7 @@ def protocol(connections_max: int) -> Any:
                 super().connection_lost(exc)
 
         def _is_small(self, piece: bytes) -> bool:
-            """Whether what has come of a head, with this, is no more than one may have."""
+            """Whether the head, with this piece, is within its limits."""
             before, self._head = max(len(self._head) - 2, 0), self._head + piece
             end = HEAD_END.search(self._head, before)
             head = self._head if end is None else self._head[: end.end()]
@@ -112,12 +112,12 @@ def protocol(connections_max: int) -> Any:
             return len(head) <= HEAD_BYTES_MAX and head.count(b"\n") <= LINES_MAX
 
         def _is_bearable(self, num_bytes: int) -> bool:
-            """Whether so much more of a body may come that nobody reads."""
+            """Whether so many more bytes of an unwanted body may come."""
             self._num_unwanted += num_bytes
             return self._num_unwanted <= UNWANTED_BYTES_MAX
 
         def _keep(self, data: bytes) -> None:
-            """It came behind a request that is not answered yet."""
+            """Keep data that came after a request that is not answered yet."""
             self._behind += data
             if len(self._behind) > HEAD_BYTES_MAX:
                 self.flow.pause_reading()  # until it is
@@ -128,7 +128,7 @@ def protocol(connections_max: int) -> Any:
             self.transport.close()
 
         def _look_again(self, left_before: int) -> None:
-            """Give a client up that has taken nothing since the last look; `close` would wait for it."""
+            """Abort if the client took nothing since the last look; `close` would wait for it."""
             left = self.transport.get_write_buffer_size()
             if left_before and left >= left_before:
                 self.transport.abort()

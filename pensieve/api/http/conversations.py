@@ -1,13 +1,13 @@
-"""`/v1/conversations`: conversations as they are everywhere, with their messages as items.
+"""`/v1/conversations`: the same conversations as over gRPC, with their messages as items.
 
-POST                    one without messages; items that it begins with are pending
-GET, POST …/{id}        what it is; its metadata is replaced
-DELETE                  nothing of it stays
+POST                    create one without messages; items in the request are pending
+GET, POST …/{id}        describe it; replace its metadata
+DELETE                  delete it
 
-items: GET, GET one     messages, a reply in its parts (openai/conversation_items), then what is pending
-items: POST             pending, until the next turn brings them (store/conversation_changes)
-items: DELETE           only of the last one: a pending item is erased; a reply is taken back by a rewind,
-                        and the messages that it answers are pending again
+items: GET, GET one     its messages, a reply in its parts (openai/conversation_items), then pending items
+items: POST             add pending items; the next turn includes them (store/conversation_changes)
+items: DELETE           delete the last item. A pending item is erased. A reply is removed by a rewind, and
+                        the messages that it answers are pending again
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ConversationItems(NamedTuple):
 
     @property
     def waiting(self) -> list[records.Message]:
-        """The pending messages, as if they were the next of the conversation."""
+        """Return the pending messages as if they were the next of the conversation."""
         return as_stored(self.pending, self.conversation)
 
     @property
@@ -124,10 +124,10 @@ class ConversationEndpoints:
         return (await self._item(exchange.values["item_id"], seen))[1]
 
     async def delete_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Delete the item that the id names when the request comes, if it is the last one.
+        """Delete the item with this id, if it is the last one.
 
-        Should the conversation change before the item is deleted, the request looks again.  An item that got
-        the same id meanwhile is another one and stays.
+        If the conversation changes before that, look again. An item that got the same id meanwhile is another
+        one, and stays.
         """
         conversations = self._daemon.writable
         named: records.Message | None = None
@@ -152,7 +152,7 @@ class ConversationEndpoints:
     # -- inside --
 
     def _appended(self, messages: Sequence[Message]) -> Callable[[Pending], Pending]:
-        """More of what is pending; all of it has to fit a turn, or no turn could bring it."""
+        """Return a change that adds pending messages; together they must fit into a turn."""
         add, context_max = appended(messages), self._daemon.context_max
 
         def change(found: Pending) -> Pending:
@@ -186,7 +186,7 @@ class ConversationEndpoints:
         after: tuple[int, int] | None,
         descending: bool,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Behind this one (a message's index, and a part of it), in either order."""
+        """Yield the items after this one (a message's index, and a part of it), in either order."""
         walk = self._backward if descending else self._forward
         first = None if after is None else after[0]
         num_messages = 0
@@ -250,7 +250,7 @@ def no_item() -> NotFound:
 
 
 def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
-    """The index of the item's message, and which part of it the item is."""
+    """Return the index of the item's message, and which part of it the item is."""
     found = place_of(item_id)
     if found is None or found[0].tag != seen.tag or found[0].number < seen.first_number:
         raise no_item()
@@ -258,7 +258,7 @@ def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
 
 
 def _is_same(one: records.Message, other: records.Message) -> bool:
-    """Whether both are one message, read twice; a pending one has no revision of its own yet."""
+    """Whether both are the same message, read twice; a pending one has no revision of its own."""
     is_reply = one.finish_reason is not None
     return (one.role, one.content, one.tool_call_id, one.extra, is_reply and one.revision) == (
         *(other.role, other.content, other.tool_call_id, other.extra),
@@ -267,7 +267,7 @@ def _is_same(one: records.Message, other: records.Message) -> bool:
 
 
 def _length(message: records.NewMessage) -> int:
-    """In characters, with its thoughts and its calls."""
+    """Return the length in characters, with thoughts and calls."""
     return len(message.content) + (len(str(message.extra)) if message.extra else 0)
 
 

@@ -1,4 +1,4 @@
-"""Errors of our tree as those of OpenAI's API: a status, and a body that its clients make exceptions of."""
+"""Errors of our tree as OpenAI's API has them: a status, and a body that its clients make exceptions of."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def body_of(error: errors.PensieveError) -> dict[str, Any]:
 
 
 def retry_after(error: errors.PensieveError) -> dict[str, str]:
-    """The headers that say when to try again; whole seconds, and for OpenAI's clients milliseconds too."""
+    """Return headers that say when to retry; whole seconds, and milliseconds for OpenAI's clients."""
     if (seconds := retry_seconds(error)) is None:
         return {}
     return {

@@ -1,12 +1,12 @@
-"""One request of HTTP and its answer, as the parts of the service that count and limit calls see a call.
+"""One HTTP request and its answer; to the guard, the transport of a call.
 
-    reading    `read` takes the body in, up to a limit
-    waiting    the client may leave; then the task that answers is cancelled, and `has_left` says why
+    reading    `read` receives the body, up to a limit
+    waiting    if the client leaves, the task that answers is cancelled, and `has_left` is set
     answering  one whole answer (`answer`), or a stream of events (`begin_events`, `write`)
-    over       `end`; the functions of `add_done_callback` are called once
+    over       `end` calls the functions of `add_done_callback` once
 
-A stream's headers are sent with its first event or KEEP_ALIVE_SECONDS later, so what fails before that is an
-error with a status; what fails later is an event.  While nothing else is written, a comment is sent every
+A stream's headers are sent with its first event, or after KEEP_ALIVE_SECONDS. A failure before that is an
+error with a status; a later one is an event. While nothing else is written, a comment is sent every
 KEEP_ALIVE_SECONDS, so that proxies keep the connection.
 """
 
@@ -24,21 +24,21 @@ from pensieve.errors import InvalidArgument
 from pensieve.guard.guard import GuardedCall
 
 BODY_BYTES_MAX = 8 << 20
-SHORT_BODY_BYTES = 64 << 10  # that a body has without a place among those on their way
+SHORT_BODY_BYTES = 64 << 10  # of a body that does not count among those on their way
 KEEP_ALIVE_SECONDS = 15.0
 QUERY_FIELDS_MAX = 64
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class BodyTooLarge(InvalidArgument):
-    """The body is larger than any that is taken."""
+    """The body is larger than BODY_BYTES_MAX."""
 
 
 class PackedBody(InvalidArgument):
-    """The body is compressed: it could become any size."""
+    """The body is compressed, and could become any size."""
 
 
-WINDOW_BYTES = 64 << 10  # of an answer, at once
+WINDOW_BYTES = 64 << 10  # of an answer that are sent at once
 
 
 class Exchange:
@@ -54,8 +54,8 @@ class Exchange:
         self.has_left = False  # the client
         self.num_bytes = 0  # of the body, that were read
         self._body = bytearray()  # what was read of it
-        self._has_body = False  # all pieces of it were read
-        self.call: GuardedCall | None = None  # until an error is told
+        self._has_body = False  # all of it was read
+        self.call: GuardedCall | None = None  # None once an error is told
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
         self.begun = False  # the answer's headers are sent
@@ -65,7 +65,7 @@ class Exchange:
         self._lock = asyncio.Lock()  # of what is sent
         self._sent_at = 0.0
 
-    # -- what calls and incoming bodies ask of a call --
+    # -- as the guard uses it --
 
     def peer(self) -> str:
         host, port = self.scope.get("client") or ("unknown", 0)
@@ -84,7 +84,7 @@ class Exchange:
         return body
 
     async def read_ahead(self) -> bool:
-        """Read what a short body has; whether that is all of it."""
+        """Receive as much as a short body has, and return whether that is the whole body."""
         self._check_coding()
         declared = self.headers.get("content-length", "")
         if declared.isdigit() and len(declared) < 20 and int(declared) > BODY_BYTES_MAX:
@@ -102,7 +102,7 @@ class Exchange:
         self._body += chunk
 
     async def read_chunk(self) -> bytes | None:
-        """The next piece of a body of any length; None behind the last."""
+        """Return the next piece of a body of any length; None after the last."""
         if self._has_body:
             return None
         self._check_coding()
@@ -117,9 +117,9 @@ class Exchange:
         return chunk
 
     def check_framing(self) -> None:
-        """Refuse a version that is not spoken here, and a head that says twice how long its body is.
+        """Refuse other versions of HTTP, and a head that gives the length of its body twice.
 
-        A proxy in front may have believed the other.
+        A proxy in front may have believed the other length.
         """
         if self.scope.get("http_version") not in ("1.0", "1.1"):
             self.out["connection"] = "close"
@@ -146,7 +146,7 @@ class Exchange:
             task.cancel()
 
     async def no_body(self) -> None:
-        """Of a request that brings none: from now on its task ends when the client leaves."""
+        """Expect no body: from now on the task is cancelled when the client leaves."""
         self._watch()
 
     # -- the answer --
@@ -168,7 +168,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     def begin_events(self) -> None:
-        """The answer is a stream; its headers go with its first event."""
+        """Answer with a stream of events; the headers are sent with the first."""
         self.is_stream = True
         self.out |= {
             "content-type": "text/event-stream; charset=utf-8",
@@ -180,21 +180,21 @@ class Exchange:
         self._keeping = loop.create_task(self._keep_alive())
 
     def begin_bytes(self, kind: str) -> None:
-        """The answer is a stream of bytes; its headers go with the first of them.
+        """Answer with a stream of bytes; the headers are sent with the first.
 
-        What fails after that breaks the connection off, so that no client takes it for whole.
+        A failure after that breaks the connection off, so that no client takes the answer for whole.
         """
         self.out["content-type"] = kind
 
     async def write(self, piece: bytes) -> None:
-        """A piece of a stream; returns when the client may have more."""
+        """Write a piece of a stream; return when the client may have more."""
         if self.call is None:
             await self.write_now(piece)
         else:
             await self.call.send(len(piece), self.write_now, piece)
 
     async def write_now(self, piece: bytes) -> None:
-        """The same, whatever its tenant's clients have to take first."""
+        """Write a piece, however much the tenant's clients have still to read."""
         async with self._lock:
             if not self.begun:
                 await self._begin(200)
@@ -202,7 +202,7 @@ class Exchange:
             self._sent_at = asyncio.get_running_loop().time()
 
     async def write_events(self, values: Iterable[Mapping[str, Any]]) -> None:
-        """Pieces of a stream, each named by its type, if it has one."""
+        """Write events, each named by its type if it has one."""
         if events := b"".join(event(each, each.get("type", "")) for each in values):
             await self.write(events)
 
@@ -248,14 +248,14 @@ class Exchange:
 
 
 def event(value: Mapping[str, Any], name: str = "") -> bytes:
-    """A server-sent event; JSON holds no line end, so one `data` line is enough."""
+    """Return a server-sent event; JSON holds no line end, so one `data` line is enough."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode("utf-8", "replace")
 
 
 def _header(value: str) -> bytes:
-    """Printable ASCII, whatever it holds: a line end would begin another header."""
+    """Return the value as printable ASCII: a line end would begin another header."""
     return "".join(each if " " <= each <= "~" else "?" for each in value).encode()
 
 
@@ -264,7 +264,7 @@ def _too_large() -> BodyTooLarge:
 
 
 def query_of(exchange: Exchange) -> dict[str, str]:
-    """What stands behind the question mark of the path: the first value of each name."""
+    """Return the query of the path: the first value of each name."""
     raw = exchange.scope.get("query_string", b"").decode("latin-1")
     found: dict[str, str] = {}
     try:

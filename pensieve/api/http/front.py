@@ -1,10 +1,10 @@
-"""What every request passes before its endpoint, and how whatever goes wrong is told.
+"""What every request passes before its endpoint, and how errors are told.
 
     Host and Origin   a page of another site, or a name that points here by trickery, does nothing
     caller            by a bearer token (or `x-api-key`), as over gRPC; health and version need none
-    limits            of its tenant: calls, requests per second, bytes on their way and unread
+    limits            of the caller's tenant: calls, requests per second, bytes on their way and unread
     endpoint          answers, or raises an error of our tree
-    the end           the call is counted no more, whether the client took the answer or left
+    the end           the call is no longer counted, whether the client took the answer or left
 
 Host is checked where callers need neither a token nor a client certificate. Without the check, a web page
 could read the daemon under a name of its own (DNS rebinding). IP addresses are always served: rebinding needs
@@ -33,7 +33,7 @@ from pensieve.guard.callers import Caller
 from pensieve.guard.guard import CallKind, Guard, GuardedCall
 
 ENDPOINT = CallKind()
-Act = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
+Handler = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
 ErrorBody = Callable[[PensieveError], Mapping[str, Any]]
 METHODS = "GET, POST, DELETE, OPTIONS"
 HOST = re.compile(r"(\[[^][@]*\]|[^][:@]*)(?::[0-9]*)?")
@@ -85,18 +85,18 @@ class Front:
             }
 
     async def body(self, exchange: Exchange) -> bytes:
-        """Return the bytes of a request; its tenant's limit has them until the answer begins."""
+        """Return the bytes of a request; they count for its tenant until the answer begins."""
         assert exchange.call is not None
         return await exchange.call.body(in_pieces=True)
 
 
 class Endpoint:
-    """An ASGI application around a method of an API."""
+    """An ASGI application around an endpoint's function."""
 
     def __init__(
         self,
         front: Front,
-        act: Act,
+        handler: Handler,
         *,
         is_open: bool = False,
         is_deletion: bool = False,
@@ -106,7 +106,7 @@ class Endpoint:
 
         `is_deletion`: the audit log has the call, with the ids in its path.
         """
-        self._front, self._act, self._is_open = front, act, is_open
+        self._front, self._handler, self._is_open = front, handler, is_open
         self._is_deletion, self._error_body = is_deletion, error_body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -140,7 +140,7 @@ class Endpoint:
             if not self._is_open:
                 by = await call.enter(_authorization(exchange))
                 takes_over.set(True)
-            value = await self._act(exchange, by)
+            value = await self._handler(exchange, by)
             if value is not None:
                 await exchange.answer(value)
 
@@ -166,7 +166,7 @@ class Endpoint:
 
 
 def _place_of(origin: str) -> str:
-    """The name and port of an Origin; empty if it is none."""
+    """Return the name and port of an Origin; empty if it is malformed."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -193,7 +193,7 @@ def _audited(exchange: Exchange) -> AuditedCall:
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without its port; all of it where it is not written like one."""
+    """Return the name in a Host header without its port; all of it if it is malformed."""
     found = HOST.fullmatch(host)
     return (host if found is None else found[1]).lower()
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from pensieve.api.http.exchange import Exchange, event
-from pensieve.api.http.front import Act
+from pensieve.api.http.front import Handler
 from pensieve.api.http.requests import ApiRequests
 from pensieve.guard.callers import Caller
 
@@ -27,7 +27,7 @@ class GatewayMethod(Protocol):
     @property
     def is_deletion(self) -> bool: ...
     @property
-    def act(self) -> Callable[[Any, Any], Awaitable[dict[str, Any] | None]]: ...
+    def handler(self) -> Callable[[Any, Any], Awaitable[dict[str, Any] | None]]: ...
 
 
 class GatewayCall:
@@ -47,17 +47,17 @@ class GatewayCall:
 
 def gateway_routes(
     methods: Iterable[GatewayMethod], requests: ApiRequests
-) -> Iterator[tuple[str, str, Act, Mapping[str, Any]]]:
+) -> Iterator[tuple[str, str, Handler, Mapping[str, Any]]]:
     for method in methods:
         settings = {"is_deletion": method.is_deletion}
-        yield "POST", f"{PREFIX}{method.name}", _act_of(method, requests), settings
+        yield "POST", f"{PREFIX}{method.name}", _handler_of(method, requests), settings
 
 
-def _act_of(method: GatewayMethod, requests: ApiRequests) -> Act:
-    async def act(exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        answer = await method.act(await requests.json(exchange, by), GatewayCall(exchange))
+def _handler_of(method: GatewayMethod, requests: ApiRequests) -> Handler:
+    async def handler(exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
+        answer = await method.handler(await requests.json(exchange, by), GatewayCall(exchange))
         if answer is None:
             await exchange.end_events()
         return answer
 
-    return act
+    return handler

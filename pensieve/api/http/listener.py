@@ -1,9 +1,9 @@
-"""The socket of HTTP: uvicorn in the service's own loop, with connections that have bounds (connections.py).
+"""The HTTP socket: uvicorn on the service's event loop, with limited connections (connections.py).
 
-There are CONNECTIONS_MAX of them, or as many as the limit of open files allows, apart from gRPC's; more are
-told to come again.  The soft limit is raised as far as the hard one allows.
+CONNECTIONS_MAX connections may be open, apart from gRPC's, or as many as the limit of open files allows.
+Others are told to come again. The soft limit is raised as far as the hard limit allows.
 
-The daemon ends it: connections that wait are closed, those that are answered end with their turns.
+The daemon closes the socket: idle connections are closed, the others end with their turns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLOSE_SECONDS = 2.0  # for answers that are on their way when the daemon ends
 
 
 class GuardedServer(Protocol):
-    """The server of another door, beside which HTTP is served."""
+    """The gRPC server, beside which HTTP is served."""
 
     daemon: Daemon
     guard: Guard
@@ -57,7 +57,7 @@ class GuardedServer(Protocol):
 def serve_http(
     server: GuardedServer, template: ChatTemplate, style: CallStyle | None = None
 ) -> None:
-    """Have a server listen for HTTP too, once it listens; `style`: how the model writes calls of tools."""
+    """Have the server listen for HTTP, too; `style` is how the model writes calls of tools."""
     of = server.listening
     host = of.http.rpartition(":")[0]
     is_open = not of.tokens and of.tls_client_ca is None
@@ -74,7 +74,7 @@ def serve_http(
 
 
 def connections_max() -> int:
-    """As many as are wanted, or as the limit of open files leaves room for."""
+    """Return CONNECTIONS_MAX, or as many as the limit of open files leaves room for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CONNECTIONS_MAX + FILES_KEPT
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -100,7 +100,7 @@ class HttpListener:
         make: Callable[[], Any],
         on_reload: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """`make` gives the application, when the socket is about to answer; `on_reload` as Reloaded's."""
+        """`make` is called for the application just before the socket answers; `on_reload` as Reloaded's."""
         need("http", "uvicorn", PURPOSE)
         need("http", "starlette", PURPOSE)
         need("http", "python_multipart", PURPOSE)
@@ -181,7 +181,7 @@ def tls_context(
     client_ca: Path | None,
     on_reload: Callable[[str], None] = lambda problem: None,
 ) -> ssl.SSLContext:
-    """One whose handshakes each have the certificate that is in force when they begin.
+    """Return a context whose handshakes each use the certificate that is in force when they begin.
 
     If files have changed, a new context is made of them, and takes the place of the one before only if it
     could be made: a certificate with the key of another would otherwise be half in force.
@@ -218,7 +218,7 @@ def _reason(error: Exception) -> str:
 
 def _server(uvicorn: Any) -> Any:
     class QuietServer(uvicorn.Server):  # type: ignore[misc]
-        """Signals are the daemon's."""
+        """A server that leaves signals to the daemon."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The page, and what it watches of the engine's cache."""
+"""The web page, and the pictures of the engine's cache that it shows."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FIGURES = (
 
 
 class PageEndpoint:
-    """`GET /`: one file that brings all it needs and asks no other host for anything.
+    """`GET /`: one file that needs nothing from another host.
 
-    Its Content-Security-Policy allows the script and the style that it holds, by their digests, calls to the
-    place that it came from, and its icon; nothing else runs or is fetched, whatever a model writes.
+    Its Content-Security-Policy allows its own script and style by their digests, calls to its own origin, and
+    its icon. Nothing else runs or is fetched, whatever a model writes.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class PageEndpoint:
 
 
 class MemoryEndpoints:
-    """`GET /pensieve/memory`: where the conversations of a tenant lie, as events, while somebody watches.
+    """`GET /pensieve/memory`: events that show where the KV of a tenant's conversations is.
 
-    One picture of the engine's cache is made at a time for each tenant that is watched, whoever watches.  A
-    watcher that takes nothing misses pictures: the next one is whole.
+    One picture of the engine's cache is made at a time per tenant, for all of its watchers. A slow watcher
+    misses pictures; each picture is complete.
     """
 
     def __init__(self, daemon: Daemon, shows_figures: bool) -> None:
-        """`shows_figures`: of the whole engine, to everybody; else to operators alone."""
+        """`shows_figures`: everybody sees the figures of the whole engine, and not operators alone."""
         self._daemon, self._shows_figures = daemon, shows_figures
         self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
         self._pictures: dict[str, asyncio.Task[dict[str, Any]]] = {}  # by tenant
@@ -102,7 +102,7 @@ class MemoryEndpoints:
         }
 
     async def explain(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Where a conversation's chunks lie, and what became of those that were there."""
+        """Return where a conversation's chunks are, and what happened to its chunks before."""
         key = cache_key(by.tenant, exchange.values["conversation_id"])
         answer = await self._daemon.engine.query(lambda number: Explain(number, key))
         runs = [
@@ -115,7 +115,7 @@ class MemoryEndpoints:
 
 
 def _digest(text: str, tag: str) -> str:
-    """Of what the one element of this name holds, as the policy writes it."""
+    """Return the digest of an element's content, as the policy writes it."""
     _, _, rest = text.partition(f"<{tag}>")
     held, end, _ = rest.partition(f"</{tag}>")
     assert end, tag

@@ -1,4 +1,4 @@
-"""Which endpoint has which path, as one ASGI application of starlette's router."""
+"""The paths of all endpoints, as one ASGI application."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pensieve import __version__
 from pensieve.api.http.completions import CompletionsEndpoint
 from pensieve.api.http.conversations import ConversationEndpoints
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.front import Act, Endpoint, Front
+from pensieve.api.http.front import Endpoint, Front, Handler
 from pensieve.api.http.gateway import GatewayMethod, gateway_routes
 from pensieve.api.http.messages import MessageEndpoints
 from pensieve.api.http.messages import body_of as anthropics
@@ -32,7 +32,7 @@ from pensieve.text.tool_calls import CallStyle
 
 PURPOSE = "the HTTP API"
 DELETION = {"is_deletion": True}
-Route = tuple[str, str, Act, Mapping[str, Any]]  # method, path, and settings of its Endpoint
+Route = tuple[str, str, Handler, Mapping[str, Any]]  # method, path, and settings of its Endpoint
 
 
 def application(
@@ -49,7 +49,7 @@ def application(
     messages = MessageEndpoints(daemon, requests)
     memory = MemoryEndpoints(daemon, front.allowed.is_local)
     as_anthropic = {"error_body": anthropics}
-    acts: Sequence[Route] = (
+    table: Sequence[Route] = (
         ("GET", "/", PageEndpoint(), {"is_open": True}),
         ("GET", "/pensieve/memory", memory, {}),
         ("GET", "/pensieve/explain/{conversation_id}", memory.explain, {}),
@@ -76,10 +76,10 @@ def application(
         *_of_responses(daemon, requests),
     )
     by_path: dict[str, dict[str, Endpoint]] = {}
-    for method, path, act, settings in acts:
-        by_path.setdefault(path, {})[method] = Endpoint(front, act, **settings)
+    for method, path, handler, settings in table:
+        by_path.setdefault(path, {})[method] = Endpoint(front, handler, **settings)
     nothing = Endpoint(front, not_here)
-    routes = [routing.Route(path, _Methods(of, nothing)) for path, of in by_path.items()]
+    routes = [routing.Route(path, _Methods(each, nothing)) for path, each in by_path.items()]
     return routing.Router([*routes, routing.Mount("/", nothing)], default=nothing)
 
 
@@ -149,7 +149,7 @@ class HealthEndpoints:
         self._daemon = daemon
 
     async def health(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """An error unless new turns are taken."""
+        """Answer if new turns are taken, else raise Unavailable."""
         refusal = self._daemon.store_refusal
         if isinstance(refusal, DiskFull):
             raise Unavailable(client_text(refusal))
@@ -162,7 +162,7 @@ class HealthEndpoints:
 
 
 async def not_here(exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-    """Every path that is none, and what this server does not do."""
+    """Refuse an unknown path, or an endpoint that this server does not have."""
     if exchange.path == "/v1/embeddings":
         raise NotFound("there are no embeddings here: the model that is served writes text")
     raise NotFound(f"there is nothing at {exchange.method} {exchange.path[:200]}")

@@ -191,7 +191,7 @@ class Upload:
 
 
 class _Chunks:
-    """A request to the code that reads messages of gRPC: each piece of its body is one message."""
+    """A request as a source of messages: each piece of its body is one message."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.read = exchange.read_chunk

@@ -1,1 +1,1 @@
-"""Figures for Prometheus: counted as turns go, collected and written as text when somebody asks."""
+"""Metrics for Prometheus, collected and written as text on each scrape."""

@@ -124,7 +124,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 def exposition(
     families: Sequence[Family], samples: Samples, prefix: str, common: Mapping[str, str]
 ) -> Iterator[str]:
-    """Lines; a family without samples has its name, type and help all the same."""
+    """Yield lines; a family without samples has its name, type and help, too."""
     for family in families:
         name = prefix + family.name
         yield f"# HELP {name} {family.help}"

@@ -1,8 +1,8 @@
-"""A listener for GET /metrics and GET /health, in HTTP/1.1, and for nothing else.
+"""A listener for GET /metrics and GET /health over HTTP/1.1, and nothing else.
 
-It is small on purpose: who scrapes asks once in some seconds, over a connection for each request.  A request
-has HEADER_BYTES_MAX and SECONDS_MAX, its answer the same time again, and CONNECTIONS_MAX may be open at once;
-more are told so and closed.  A body is not read.
+It is small on purpose: a scraper asks every few seconds, with a connection for each request. A request has
+HEADER_BYTES_MAX and SECONDS_MAX, and its answer SECONDS_MAX. CONNECTIONS_MAX may be open at once; others are
+refused. A body is not read.
 
     200  /metrics, or /health while turns are taken        401  an admin token is needed
     503  /health otherwise, or too many connections        400, 404, 405, 431  it is no such request
@@ -37,7 +37,7 @@ class Answers:
 
 
 class RequestRefused(Exception):
-    """Within this module: how a request ends that gets no answer."""
+    """Within this module: the request is refused with a status."""
 
     def __init__(self, status: HTTPStatus) -> None:
         super().__init__(status)
@@ -52,7 +52,7 @@ class MetricsListener:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, address: str) -> str:
-        """HOST:PORT, with the port that was found where 0 was given."""
+        """Listen, and return HOST:PORT with the port that was bound."""
         host, _, port = address.rpartition(":")
         name = host.removeprefix("[").removesuffix("]")
         try:
@@ -127,7 +127,7 @@ class RequestHead:
 
 
 def _peer(writer: asyncio.StreamWriter) -> str:
-    """As gRPC writes peers, for the audit log."""
+    """Return the peer as gRPC writes it, for the audit log."""
     host, port, *more = writer.get_extra_info("peername") or ("", 0)
     return f"ipv6:[{host}]:{port}" if more else f"ipv4:{host}:{port}"
 
@@ -141,7 +141,7 @@ async def _head(reader: asyncio.StreamReader) -> RequestHead:
 
 
 def head_of(raw: bytes) -> RequestHead:
-    """Of a request's lines up to the empty one."""
+    """Parse the lines of a request up to the empty one."""
     first, *fields = raw.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):

@@ -38,7 +38,7 @@ TENANT_TOKENS = "tenant_tokens."
 
 
 class Scrape:
-    """Belongs to the loop."""
+    """Collects all metrics. Runs on the event loop."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ def of_turns(meter: Meter) -> Found:
 
 
 def of_conversations(daemon: Daemon) -> Found:
-    """Of the turns that run; nothing while the first engine loads its model."""
+    """Return metrics of turns; nothing while the first engine loads its model."""
     if daemon.loading:
         return {}
     conversations = daemon.conversations
@@ -148,7 +148,7 @@ def of_conversations(daemon: Daemon) -> Found:
 
 
 def of_engine(figures: Mapping[str, float], ready: Ready) -> Found:
-    """What the engine answered; its counters begin anew with each engine process."""
+    """Return the engine's metrics; its counters begin at 0 in each engine process."""
     waiting = {reason: figures[f"turns_{reason}"] for reason in TURNS_WAITING}
     slot_bytes = ready.page_bytes / ready.chunk_tokens
     tenants = {

@@ -1,15 +1,15 @@
-"""Replies as the bodies of OpenAI's API: a chat completion, a text completion, a response.
+"""Render replies as bodies of OpenAI's API: a chat completion, a text completion, a response.
 
-Thinking goes into `reasoning_content` (of a response: an item of its own) without the control tokens around
-it or the white space behind it.  Calls of tools go into `tool_calls` (items of their own) where the request
-brought tools and the model's way of writing calls is known.  Everything else is the text, as sampled.
+Thinking goes into `reasoning_content` (in a response: an item of its own), without its control tokens and the
+white space after it. Calls of tools go into `tool_calls` (items of their own) if the request has tools and
+the model's way of writing calls is known. Everything else is text, as sampled.
 
-The ids of calls follow from the answer's id, so an answer that is made again has the same ones.  A call that
-broke off is in the answer with as much of its arguments as there is.  Only an answer that ends with a whole
-call says that it waits for tools.
+The ids of calls follow from the answer's id, so an answer that is made again has the same ids. A call that
+broke off is in the answer with the part of its arguments that there is. Only an answer that ends with a whole
+call has the finish reason `tool_calls`.
 
-Logprobs are those of the tokens of the text.  A token that has no text by its nature (the end of a turn) has
-none in the answer either, but it may be among the alternatives.
+Logprobs are those of the text's tokens. A token without text (the end of a turn) is left out, but it may be
+among the alternatives.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def answer(
     tokenizer: Tokenizer | None = None,
     style: CallStyle | None = None,
 ) -> dict[str, Any]:
-    """The body, one reply for each choice.
+    """Return the body, with one reply for each choice.
 
-    `tokenizer` is needed where logprobs are requested.  `style`: how the model writes calls; None: they are
+    `tokenizer` is needed if logprobs are requested. `style` is how the model writes calls; None: calls are
     text.
     """
     assert len(replies) == request.num_choices, (len(replies), request.num_choices)
@@ -107,7 +107,7 @@ def _chat_choice(
 def _text_choice(
     reply: ReplyTokens, request: Request, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The prompt was no chat, so nothing is a part."""
+    """The prompt was no chat, so all of the reply is text."""
     reply = ReplyTokens(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
@@ -117,7 +117,7 @@ def _text_choice(
 
 
 def usage_of(replies: Sequence[ReplyTokens], prompt: PromptTokens) -> dict[str, Any]:
-    """All choices share one prompt."""
+    """Return the usage; all choices share one prompt."""
     num_output = sum(len(each.token_ids) for each in replies)
     return {
         "prompt_tokens": prompt.num_tokens,
@@ -136,7 +136,7 @@ def usage_of(replies: Sequence[ReplyTokens], prompt: PromptTokens) -> dict[str, 
 def logprob_rows(
     reply: ReplyTokens, tokenizer: Tokenizer, *, is_first: bool = True
 ) -> list[dict[str, Any]]:
-    """The tokens of the text, with their alternatives; `is_first`: no text came before."""
+    """Return the tokens of the text with their alternatives; `is_first`: no text came before."""
     found = []
     rows = zip(reply.token_ids, reply.logprobs, reply.is_of(Part.TEXT, Part.TOOL_CALL), strict=True)
     for token_id, (logprob, alternatives), is_text in rows:
@@ -160,7 +160,7 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float, is_first: bool) 
 
 
 def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, Any]:
-    """As a text completion has them; of alternatives with the same text the likeliest counts."""
+    """Return the columns of a text completion; of alternatives with the same text the likeliest counts."""
     top_logprobs, offsets = [], []
     for each in tokens:
         column: dict[str, float] = {}
@@ -241,7 +241,7 @@ def _output(
     tokenizer: Tokenizer | None,
     style: CallStyle | None,
 ) -> list[dict[str, Any]]:
-    """The thinking, the text and each call, an item each; a text that is empty only if it is alone."""
+    """Return an item for the thinking, the text and each call; an empty text only without others."""
     cut = cut_reply(reply.texts, reply.parts, style, request.tools)
     status = "completed" if reply.finish is FinishReason.STOP else "incomplete"
     items: list[dict[str, Any]] = []
@@ -289,7 +289,7 @@ class CutReply(NamedTuple):
     ends_with_call: bool
 
     def finish_reason(self, finish: FinishReason) -> str:
-        """As a chat completion names it."""
+        """Return the finish reason of a chat completion."""
         waits = self.ends_with_call and finish is FinishReason.STOP
         return "tool_calls" if waits else finish.value
 
@@ -300,7 +300,7 @@ def cut_reply(
     style: CallStyle | None,
     tools: Sequence[Mapping[str, Any]],
 ) -> CutReply:
-    """What the tokens of a reply released, each with its part (none: all is text)."""
+    """Cut a whole reply, of which each text has a part; without parts all is text."""
     cutter = ReplyPieces(style if tools else None, tools)
     pieces = cutter.whole(zip(parts or [Part.TEXT] * len(texts), texts, strict=True))
     arguments: list[list[str]] = [[] for _ in range(cutter.num_calls)]
@@ -319,7 +319,7 @@ def cut_reply(
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:
-    """The id of a call; the same whenever the answer is made."""
+    """Return the id of a call; an answer that is made again has the same."""
     words = f"{answer_id}/{choice}/{index}".encode()
     return f"call_{hashlib.blake2b(words, digest_size=12).hexdigest()}"
 

@@ -1,12 +1,12 @@
-"""Chat completions and text completions as they come: chunks, each with what is new of one choice.
+"""Stream chat completions and text completions: each chunk has the new part of one choice.
 
     role             the first chunk of each choice of a chat
-    pieces           text; of a chat also thinking (`reasoning_content`), and calls with their arguments
+    pieces           text; in a chat also thinking (`reasoning_content`), and calls with their arguments
     finish_reason    the last chunk of each choice
-    usage            one chunk without choices, where the request wants it
+    usage            one chunk without choices, if the request wants it
 
-Logprobs are those of the text's tokens, in the chunk that brings them; text that is withheld for a moment (it
-may begin a call) has had its logprobs sent before it.
+Logprobs come in the chunk for the tokens of the text. If text is withheld for a moment, because it may begin
+a call, its logprobs are sent before it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class CompletionStream(ChoiceStream):
         return self._chunk({"text": ""}, finish.value)
 
     def _chunks(self, pieces: Iterable[Piece], tokens: ReplyTokens) -> list[dict[str, Any]]:
-        """The prompt was no chat, so the parts of tokens do not count."""
+        """The prompt was no chat, so all tokens are text."""
         sent, text, logprobs = self._num_characters, "".join(tokens.texts), None
         if self._request.sampling.logprobs is not None:
             rows = logprob_rows(tokens, self._tokenizer, is_first=not sent)

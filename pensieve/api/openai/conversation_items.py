@@ -1,7 +1,7 @@
-"""The messages of a conversation as items, and its replies as the messages that a client would send back.
+"""Render messages of a conversation as items, and its replies as messages that a client would send back.
 
 a client's message    one item: a message, or the output of a function
-a reply               what it thought, its text and its calls, as the response had them
+a reply               items for its thinking, its text and its calls, as in the response
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PATTERN = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{16})-([0-9]{1,9})-([0-9]{1,6}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A message of a conversation, by its number, and the ids of its items.
+    """A message of a conversation by its number, and the ids of its items.
 
         msg_1f0c53a9d2b7e684-3-1     the second part of message 3 of the conversation with this tag
 
-    A client's message is one item; a reply may be several: thinking, text, calls.  Number 0 is kept for the
-    instructions, which a conversation may get when it has items already.
+    A client's message is one item; a reply may be several: thinking, text, calls. Number 0 is reserved for
+    the instructions, which a conversation may get when it already has items.
     """
 
     tag: str
@@ -50,7 +50,7 @@ def tag_of(tenant: str, conversation_id: str) -> str:
 
 
 def place_of(item_id: str) -> tuple[Place, int] | None:
-    """Of an item: its message, and which part of it; None if this is no id of one."""
+    """Return the message of an item, and which part of it the item is; None if it is no item's id."""
     found = PATTERN.fullmatch(item_id)
     if found is None:
         return None
@@ -65,7 +65,7 @@ def reply_items(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> lis
 
 
 def items_of(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[dict[str, Any]]:
-    """Of any message; none where it has nothing to say."""
+    """Return the items of any message; none if it is empty."""
     if stored.finish_reason is not None:
         return reply_items(stored, place, cutter)
     if stored.role == "tool":
@@ -94,7 +94,7 @@ def items_of(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[d
 
 
 def _assistant_items(stored: StoredMessage, place: Place) -> list[dict[str, Any]]:
-    """Of a message that a client has put into the assistant's mouth."""
+    """Return the items of an assistant's message that a client wrote."""
     items: list[dict[str, Any]] = []
     if thinking := stored.extra.get("thinking"):
         items.append(
@@ -134,7 +134,7 @@ def _assistant_items(stored: StoredMessage, place: Place) -> list[dict[str, Any]
 
 
 def reply_as_sent_back(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> Message:
-    """A reply, as a client sends it that keeps the history itself."""
+    """Return a reply as a client sends it that keeps the history itself."""
     thinking, texts = list[str](), list[str]()
     calls: list[ToolCall] = []
     for item in reply_items(stored, place, cutter):

@@ -1,4 +1,4 @@
-"""What a reply has to be, from the parameters of a body: its form, and its calls of tools, as a `Constraint`.
+"""Read the required form of a reply, and of its calls of tools, as a `Constraint`.
 
     response_format        {"type": "json_schema", "json_schema": {"name", "schema", …}}, or a json_object
     text.format            the same of a response, without the inner object
@@ -11,11 +11,11 @@
                            allowed_tools: some of the tools, either way
     parallel_tool_calls    false: one call at most
 
-A reply is always held to a schema, whether it is `strict` or not.  Two forms in one body are refused.  Where
-a form and tools are given, a reply is of that form, or calls; text and thinking before a call stay free
-unless a call is required.  Arguments of a tool that is not `strict` are any object, and where a call is
-required they follow its schema as far as it can be followed.  Where the model's calls are not JSON
-(text/tool_calls/), what needs a constraint is refused by its name.
+A schema is always enforced, whether it is `strict` or not. Two forms in one body are refused. With a form and
+tools, a reply has that form or calls tools. Text and thinking before a call stay free unless a call is
+required. Arguments of a tool that is not `strict` may be any object; if a call is required, they follow its
+schema as far as possible. If the model's calls are not JSON (text/tool_calls/), parameters that need a
+constraint are refused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FormatFields(NamedTuple):
 
 
 def take_response_format(fields: Fields) -> FormatFields:
-    """Of a chat completion or a completion."""
+    """Read the form of a chat completion or a completion."""
     found = [
         *_of_format(fields.fields("response_format"), "json_schema"),
         *_of_open_names(fields.fields("structured_outputs"), ""),
@@ -71,7 +71,7 @@ def take_text_format(text: Fields) -> FormatFields:
 
 
 def take_output_format(config: Fields) -> FormatFields:
-    """Of a message of Anthropic's API: a schema without a name, and nothing else."""
+    """Read the form of a message of Anthropic's API: a schema without a name, and nothing else."""
     given = config.fields("format")
     if given is None:
         return FormatFields()
@@ -101,7 +101,7 @@ def _only_one(found: list[_Found]) -> FormatFields:
 
 
 def _of_format(given: Fields | None, inside: str) -> list[_Found]:
-    """`inside`: the member that holds the schema and its name, where it has one of its own."""
+    """Read a format; `inside` is the member that holds the schema and its name, if there is one."""
     if given is None:
         return []
     kind = given.needed_text("type")
@@ -154,7 +154,7 @@ def _of_open_names(given: Fields | None, prefix: str) -> list[_Found]:
 
 
 def _text(kind: ConstraintKind, given: Fields, name: str) -> str | None:
-    """Of a constraint; None where the body has none of this name."""
+    """Read the text of a constraint; None if the body has none of this name."""
     if kind is ConstraintKind.JSON_OBJECT:
         return "" if given.flag(name) else None
     if kind is ConstraintKind.CHOICE:
@@ -168,7 +168,7 @@ def _text(kind: ConstraintKind, given: Fields, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ToolRules:
-    """The tools of a body, and what holds for their calls."""
+    """The tools of a body, and the rules for their calls."""
 
     tools: tuple[
         Mapping[str, Any], ...
@@ -181,12 +181,12 @@ class ToolRules:
 
     @property
     def param(self) -> str:
-        """What the body calls what only a constraint can do; "": nothing."""
+        """Return the parameter that only a constraint can enforce; empty if there is none."""
         needs = (self.where, *(self.strict or {}).values(), self.single)
         return next((each for each in needs if each), "")
 
     def held(self, form: FormatFields, style: CallStyle | None) -> FormatFields:
-        """The constraint of the reply, whose form without calls is `form`; Refusal if it cannot be held."""
+        """Return the constraint of a reply that has `form` without calls; Refusal if there cannot be one."""
         if not self.tools:
             return form
         known = None if style is None else style.form
@@ -234,7 +234,7 @@ class ToolRules:
 
 
 def take_choice(fields: Fields, rules: ToolRules, *, is_nested: bool) -> ToolRules:
-    """With `tool_choice` and `parallel_tool_calls` of OpenAI; `is_nested`: a name lies in `function`."""
+    """Add `tool_choice` and `parallel_tool_calls` of OpenAI; `is_nested`: a name is inside `function`."""
     where = fields.where("tool_choice")
     choice = fields.take("tool_choice")
     if not fields.flag("parallel_tool_calls", True) and rules.tools:
@@ -249,14 +249,14 @@ def take_choice(fields: Fields, rules: ToolRules, *, is_nested: bool) -> ToolRul
 
 
 def required(rules: ToolRules, where: str, names: Sequence[str] | None = None) -> ToolRules:
-    """A call is required, of one of these names where they are given."""
+    """Require a call, of one of these names if they are given."""
     if not rules.tools:
         raise Refusal(where, "needs tools")
     return replace(only(rules, where, names), must=True)
 
 
 def only(rules: ToolRules, where: str, names: Sequence[str] | None) -> ToolRules:
-    """Calls of these tools alone, where names are given."""
+    """Allow calls of these tools alone, if names are given."""
     if names is None:
         return replace(rules, where=where)
     known = {each["function"]["name"] for each in rules.tools}
@@ -304,7 +304,7 @@ def _name(fields: Fields, is_nested: bool) -> str:
 
 
 def _arguments(parameters: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """The schema of a tool's arguments, without what it only tells the model."""
+    """Return the schema of a tool's arguments, without descriptions."""
     if parameters is None:
         return dict(NO_ARGUMENTS)
     kinds = parameters.get("type", "object")
@@ -319,7 +319,7 @@ def _arguments(parameters: Mapping[str, Any] | None, where: str) -> dict[str, An
 
 
 def _bare(schema: Any) -> Any:
-    """Without descriptions and the like, wherever a schema stands."""
+    """Return a schema without descriptions and the like, at any depth."""
     if isinstance(schema, list | tuple):
         return [_bare(each) for each in schema]
     if not isinstance(schema, Mapping):

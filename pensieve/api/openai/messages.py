@@ -1,15 +1,15 @@
-"""The messages and tools of a chat completion, and the input of a response, as a template takes them.
+"""Read messages and tools of a chat completion, and the input of a response, for a template.
 
-Content is text: a string, or a list of text parts, which become lines.  An assistant's message may bring its
-thinking (`reasoning_content`) and tool calls.  What a server adds to a message (`annotations`, a null
-`refusal`), or a client for itself (`provider_specific_fields`, LiteLLM's), passes without a meaning.
+Content is text: a string, or a list of text parts, which become lines. An assistant's message may have
+thinking (`reasoning_content`) and tool calls. Fields that a server adds to a message (`annotations`, a null
+`refusal`), or a client for itself (`provider_specific_fields` of LiteLLM), are ignored.
 
-A response's input cuts what an assistant did in one turn into items, which a template wants together again:
+A response's input has several items for one turn of the assistant. A template needs one message:
 
     reasoning  message  function_call  function_call     one assistant's message
     function_call_output  function_call_output           a tool's message each
 
-So an assistant's message grows until another role follows.  Reasoning begins a new one.
+So items are added to an assistant's message until another role follows. Reasoning begins a new message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
 
 
 def messages_of(given: Sequence[Any], where: str) -> tuple[Message, ...]:
-    """Any number of messages; errors name the first one that is wrong."""
+    """Read messages; errors name the first wrong one."""
     return tuple(_message(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
 
 
@@ -66,13 +66,13 @@ def _message(fields: Fields) -> Message:
 
 
 def _thinking(fields: Fields) -> str | None:
-    """By either of the names that open servers use."""
+    """Read thinking by either of the names that open servers use."""
     first, second = fields.text("reasoning_content"), fields.text("reasoning")
     return first if first is not None else second
 
 
 def take_content(fields: Fields, name: str, kinds: frozenset[str]) -> str:
-    """Text, or parts of these kinds, one to a line; empty where it is absent."""
+    """Read text, or parts of these kinds as lines; empty if it is absent."""
     given = fields.take(name)
     if given is None or isinstance(given, str):
         return given or ""
@@ -115,7 +115,7 @@ def _tool_call(fields: Fields) -> ToolCall:
 
 
 def take_arguments(fields: Fields) -> Mapping[str, Any]:
-    """Of a tool call: text that holds an object; no text is an empty one."""
+    """Read the arguments of a tool call: the text of an object; no text is an empty object."""
     text, where = fields.needed_text("arguments"), fields.where("arguments")
     if not text.strip():
         return {}
@@ -127,7 +127,7 @@ def take_arguments(fields: Fields) -> Mapping[str, Any]:
 
 
 def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
-    """The tools that the template is to show, in the shape of a chat completion, and what holds for calls.
+    """Read the tools for the template, in the shape of a chat completion, and the rules for calls.
 
     `is_nested`: what describes a function lies in `function`, and not in the tool itself.
     """
@@ -142,7 +142,7 @@ def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
 def _tool(
     fields: Fields, is_nested: bool, number: int, strict: dict[int, str]
 ) -> Mapping[str, Any]:
-    """Its place goes into `strict` if it is."""
+    """Read a tool; a strict one has its place added to `strict`."""
     kind = fields.needed_text("type")
     if kind != "function":
         problem = f"{quoted(kind)} is not supported: a tool is a function"
@@ -166,7 +166,7 @@ def _tool(
 
 
 def take_input(fields: Fields) -> tuple[Message, ...]:
-    """With the instructions in front, as a system prompt."""
+    """Read the input, after the instructions as a system prompt."""
     instructions = fields.text("instructions")
     messages = [] if instructions is None else [Message("system", instructions)]
     given, where = fields.take("input"), fields.where("input")
@@ -183,7 +183,7 @@ def take_input(fields: Fields) -> tuple[Message, ...]:
 
 
 def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None:
-    """Behind these messages; `where`: what the body calls the list."""
+    """Append items to these messages; `where` is the list's name in the body."""
     for number, each in enumerate(given):
         _add(messages, Fields(each, f"{where}[{number}]"))
         if len(messages) > MESSAGES_MAX:
@@ -191,7 +191,7 @@ def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None
 
 
 def _add(messages: list[Message], fields: Fields) -> None:
-    """One item: a message of its own, or more of the assistant's last."""
+    """Add an item: as a message of its own, or to the assistant's last."""
     kind = fields.text("type") or "message"
     fields.text("id")
     fields.text("status")
@@ -245,7 +245,7 @@ def _call(fields: Fields) -> ToolCall:
 
 
 def _reasoning(fields: Fields) -> str:
-    """Its text; a summary of it is not what the model thought."""
+    """Read the text of reasoning; its summary is not what the model thought."""
     fields.only("encrypted_content", "", problem="encrypted reasoning cannot be read")
     fields.items("summary")
     return take_content(fields, "content", REASONING_PARTS)

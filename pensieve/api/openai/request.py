@@ -1,20 +1,19 @@
-"""A request body of OpenAI's API, as values that a template and the engine take.
+"""Read a request body of OpenAI's API into values for a template and the engine.
 
     body ──parse──> Request: messages, tools, template options, or a prompt
                              sampling, and which of it the body sets
                              how many choices, streamed or not, in which conversation
 
-A parameter is honoured, or it changes nothing about the answer (`user`, `metadata`, `service_tier`, …), or it
-is refused with its name: none is dropped in silence.  What only a stored conversation can mean
-(`previous_response_id`, `conversation`, `background`) and `stream` are read here, and refused by who cannot
-serve them.
+A parameter is honoured, or does not affect the answer (`user`, `metadata`, `service_tier`, …), or is refused
+with its name. None is ignored silently. Parameters for stored conversations (`previous_response_id`,
+`conversation`, `background`) and `stream` are read here; an endpoint that cannot serve them refuses them.
 
 Sampling parameters have our names, but for the length of a reply and its logprobs, which each endpoint names
 in its own way.  What OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
 `ignore_eos`) goes by the names that open servers use.
 
-Nothing is rendered or tokenized, so a body costs what reading its JSON does.  What template and tokenizer
-refuse later goes by `Request.param`.
+Nothing is rendered or tokenized, so reading a body costs little more than reading its JSON. If the template
+or the tokenizer refuses something later, `Request.param` has its name.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a body asks for; a seed for each choice is the caller's to derive."""
+    """What a body asks for; the caller derives a seed for each choice."""
 
     kind: RequestKind
     model: str
@@ -118,7 +117,7 @@ class Request:
         return "max_tokens" in self.given
 
     def param(self, name: str) -> str:
-        """What the body calls a field that the template, the tokenizer or the engine refuses."""
+        """Return the body's name of a field that the template, the tokenizer or the engine refuses."""
         if name in OF_MESSAGES:
             return MESSAGES_PARAMS[self.kind]
         return self.params.get(name, name)
@@ -127,7 +126,7 @@ class Request:
 def tokens_of(
     request: Request, template: ChatTemplate, context_max: int, now: datetime
 ) -> list[int]:
-    """Of the whole prompt; in any thread.  `now`: the date that a template may write."""
+    """Return the tokens of the whole prompt; in any thread. A template may write the date of `now`."""
     if isinstance(request.prompt, tuple):
         return list(request.prompt)
     if request.prompt is not None:
@@ -140,7 +139,7 @@ def tokens_of(
 
 
 def parse(kind: RequestKind, body: Any, served: Served) -> Request:
-    """Raises InvalidArgument with the name of the parameter, whatever the body is."""
+    """Read a body; InvalidArgument names the wrong parameter."""
     fields = Fields(body)
     for name, value in body.items():
         plain_text(name, "body")
@@ -178,7 +177,7 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
 
 
 def take_model(fields: Fields, models: Collection[str] | None) -> str:
-    """Its name, which is one of those that are served."""
+    """Read the model's name, which must be one that is served."""
     name = fields.needed_text("model")
     if not name or (models is not None and name not in models):
         served = f"; served: {', '.join(sorted(models))}" if models else ""
@@ -187,7 +186,7 @@ def take_model(fields: Fields, models: Collection[str] | None) -> str:
 
 
 def _as_system(message: Message) -> Message:
-    """A developer's message by its older name, which every template knows."""
+    """Return a developer's message as a system message, which every template knows."""
     return replace(message, role="system") if message.role == "developer" else message
 
 
@@ -273,7 +272,7 @@ def _num_choices(fields: Fields) -> int:
 
 
 def _form(kind: RequestKind, fields: Fields) -> FormatFields:
-    """What the reply has to be, by the names that the endpoint has for it."""
+    """Read the required form of the reply, by the endpoint's names."""
     if kind is not RequestKind.RESPONSE:
         return take_response_format(fields)
     if (text := fields.fields("text")) is None:
@@ -287,7 +286,7 @@ def _form(kind: RequestKind, fields: Fields) -> FormatFields:
 def _template_options(
     fields: Fields, is_chat: bool, known: Collection[str] | None
 ) -> dict[str, Any]:
-    """An effort becomes the template's option for it; where it can only switch, `none` and `medium` do."""
+    """Read template options. An effort becomes the template's option, or switches thinking on or off."""
     options = dict(fields.object("chat_template_kwargs") or {})
     for name in options:
         if known is not None and name not in known:
@@ -309,7 +308,7 @@ def _template_options(
 
 
 def _effort(fields: Fields, is_chat: bool) -> tuple[str, str | None]:
-    """By the name that the endpoint has for it."""
+    """Return the endpoint's name for the effort, and its value."""
     if is_chat:
         return "reasoning_effort", fields.text("reasoning_effort")
     reasoning = fields.fields("reasoning")
@@ -340,7 +339,7 @@ def _kept(fields: Fields) -> dict[str, Any]:
 
 
 def _pass_over(fields: Fields) -> None:
-    """What changes nothing about an answer; its type is checked, since a response repeats some of it."""
+    """Read parameters that do not affect the answer; types are checked, since a response repeats some."""
     for name in ("user", "safety_identifier", "service_tier"):
         fields.text(name)
     fields.text("prompt_cache_retention")

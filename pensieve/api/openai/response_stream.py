@@ -1,4 +1,4 @@
-"""A response as it comes: events, each with its sequence number, that add up to the whole answer.
+"""Stream a response as events with sequence numbers, which add up to the whole answer.
 
     response.created  response.in_progress
     the items of the output, one after the other
@@ -7,12 +7,12 @@
         a call      function_call    added              arguments delta…  arguments done   done
     response.completed | response.incomplete | response.failed | error
 
-The first two events and the last bring the whole response, as it is then.  An item ends where one of another
-kind begins, and a call where the next one does, so at most the last item is open.  A reply without any piece
-is a message without text.
+The first two events and the last have the whole response as it is then. An item ends when one of another kind
+begins, and a call when the next call begins, so only the last item is open. A reply without pieces is a
+message without text.
 
-Logprobs are those of the text's tokens, in the delta that brings them.  Those of text that is withheld (it
-may begin a call) come with the next delta; if it did begin one, they are left out with it.
+Logprobs come in the delta for the text's tokens. If text is withheld, because it may begin a call, its
+logprobs come with the next delta. If it did begin a call, they are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
 
 def unfinished(request: Request, heading: Heading, status: str) -> dict[str, Any]:
-    """The response before it has an end, or one without a reply."""
+    """Return the body of a response that has not ended, or has no reply."""
     body = response_body(request, NO_TOKENS, NO_PROMPT, heading, [])
     return {**body, "status": status, "incomplete_details": None, "usage": None}
 
@@ -66,7 +66,7 @@ def finished(
     *,
     is_cut: bool = False,
 ) -> dict[str, Any]:
-    """The whole answer; `is_cut`: somebody ended the reply before its end."""
+    """Return the whole body; `is_cut`: somebody ended the reply early."""
     body = response_body(request, reply, prompt, heading, list(items))
     if is_cut:
         body |= {"status": "incomplete", "incomplete_details": {"reason": "cancelled"}}
@@ -125,7 +125,7 @@ class ResponseStream:
         return self._numbered([*self._items.end(is_whole=status == "completed"), last])
 
     def failed(self, body: Mapping[str, Any]) -> list[Event]:
-        """There will be no answer; `body` says why."""
+        """Return the event of a failed response; `body` says why."""
         return self._numbered([{"type": "response.failed", "response": dict(body)}])
 
     def error(self, code: str | None, message: str, param: str | None = None) -> list[Event]:
@@ -174,7 +174,7 @@ class OutputItems:
     def push(
         self, pieces: Iterable[Piece], logprobs: Sequence[Mapping[str, Any]] = ()
     ) -> list[Event]:
-        """Of pieces that came together, and the logprobs of the tokens that brought them."""
+        """Return the events of pieces that came together; `logprobs` are those of their tokens."""
         events: list[Event] = []
         self._waiting += logprobs
         for piece in merged(pieces):
@@ -195,7 +195,7 @@ class OutputItems:
         return events
 
     def end(self, *, is_whole: bool) -> list[Event]:
-        """Of the reply's end; unless it is whole, its last item is not either."""
+        """Return the events of the reply's end; unless it is whole, its last item is incomplete."""
         events = [] if self.items else self._opened("message")
         if self._waiting and self._is_open and self.items[-1]["type"] == "message":
             events.append(self._text_delta(""))
@@ -298,7 +298,7 @@ def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_object(text: str) -> bool:
-    """Whether arguments are whole."""
+    """Whether arguments are the JSON of an object."""
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:
@@ -306,7 +306,7 @@ def _is_object(text: str) -> bool:
 
 
 def pieces_of(items: Iterable[Mapping[str, Any]]) -> list[Piece]:
-    """What these items would be made of."""
+    """Return the pieces of which these items are made."""
     found: list[Piece] = []
     num_calls = 0
     for item in items:
