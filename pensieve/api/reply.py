@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pensieve.conversations.conversations import Conversations
@@ -14,8 +13,7 @@ from pensieve.text import Part
 from pensieve.text.reply_pieces import Piece, ReplyPieces
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyTokens:
+class ReplyTokens(NamedTuple):
     """Some tokens of a reply, or all of them.
 
     Text without a token (`ReplyStream.tail`) has a text and a part, and nothing in the other columns.
@@ -75,12 +73,9 @@ class ReplyStream:
 
     def tokens(self, start: int, stop: int) -> ReplyTokens:
         live = self.live
-        return ReplyTokens(
-            live.token_ids[start:stop],
-            live.texts[start:stop],
-            parts=live.parts[start:stop],
-            logprobs=[live.logprobs[each] for each in range(start, stop)] if live.logprobs else (),
-        )
+        token_ids, texts = live.token_ids[start:stop], live.texts[start:stop]
+        logprobs = [live.logprobs[each] for each in range(start, stop)] if live.logprobs else ()
+        return ReplyTokens(token_ids, texts, FinishReason.STOP, live.parts[start:stop], logprobs)
 
     @property
     def tail(self) -> ReplyTokens:

@@ -329,11 +329,13 @@ def started(live: LiveTurn) -> pb.TurnStarted:
 def deltas(tokens: ReplyTokens) -> Iterator[pb.TurnDelta]:
     """Yield few messages: one for each run of the same kind that is not too large."""
     parts, start, num_bytes = tokens.parts, 0, 0
-    for end in range(1, len(parts) + 1):
+    for end in range(1, len(parts)):
         num_bytes += _bytes_max(tokens, end - 1)
-        if end == len(parts) or parts[end] is not parts[start] or num_bytes > DELTA_BYTES_MAX:
+        if parts[end] is not parts[start] or num_bytes > DELTA_BYTES_MAX:
             yield from _run(tokens, start, end)
             start, num_bytes = end, 0
+    if parts:
+        yield from _run(tokens, start, len(parts))
 
 
 def _bytes_max(tokens: ReplyTokens, number: int) -> int:
