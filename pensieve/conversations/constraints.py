@@ -22,7 +22,7 @@ KNOWN_MAX = 1024
 FIELD = "constraint"
 
 
-class Constraints:
+class ConstraintChecker:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._grammars = Grammars(vocabulary)
         self._known: OrderedDict[tuple[str, str], None] = OrderedDict()  # kinds and digests

@@ -19,12 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from pensieve import gc_pause
-from pensieve.conversations.admission import Admission, Load
+from pensieve.conversations.admission import Admission, DaemonLoad
 from pensieve.conversations.backing_up import BackingUp
-from pensieve.conversations.cancelling import Cancel, Cancelled, cancel_turn
+from pensieve.conversations.cancelling import CancelRequest, CancelResult, cancel_turn
 from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.engine_client import GONE, EngineClient, EngineProgram, Patience
 from pensieve.conversations.history import History, Texts
 from pensieve.conversations.housekeeping import (
@@ -230,7 +230,7 @@ class Daemon:
 
     # -- turns --
 
-    async def begin(self, ask: Ask, seconds_left: float | None = None) -> LiveTurn:
+    async def begin(self, ask: TurnRequest, seconds_left: float | None = None) -> LiveTurn:
         """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
         conversations = self.conversations
         await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
@@ -283,10 +283,10 @@ class Daemon:
         """How long a turn that came now would wait until the engine has room for it."""
         return self.admission.wait_seconds(self._load(), self._loop.time())
 
-    def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> Load:
+    def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> DaemonLoad:
         conversations, admission, now = self.conversations, self.admission, self._loop.time()
         turns, arriving = conversations.turns, conversations.arriving
-        return Load(
+        return DaemonLoad(
             *(self.draining, self.engine.serving),
             self.num_turns + turns.num_warms,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
@@ -295,7 +295,7 @@ class Daemon:
             arriving.num_characters[tenant],
         )
 
-    async def cancel_turn(self, cancel: Cancel) -> Cancelled:
+    async def cancel_turn(self, cancel: CancelRequest) -> CancelResult:
         """End a turn because its client wants that; what became of it."""
         return await cancel_turn(self._conversations, self.reader, self.threads, cancel)
 

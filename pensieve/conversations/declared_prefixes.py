@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pensieve.conversations.admission import Admission
-from pensieve.conversations.draft import Outdated
+from pensieve.conversations.draft import OutdatedTokens
 from pensieve.conversations.engine_client import EngineClient
-from pensieve.conversations.heads import Begins, ConversationSettings, PrefixSettings
+from pensieve.conversations.heads import BeginningSettings, ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.threads import Threads
 from pensieve.conversations.tokenizing import Tokenizing
@@ -63,7 +63,7 @@ class Warming:
                     found = await self._threads.in_store(
                         tenant, self._history.warm, conversation_id, number, tenant=tenant
                     )
-                    if not isinstance(found, Outdated):
+                    if not isinstance(found, OutdatedTokens):
                         break
                     await self._tokenizing.renew(found)
                 if found is not None:
@@ -112,7 +112,7 @@ class DeclaredPrefixes:
             tenant, self._history.declared.begin_with_history, settings, tokens, template_time
         )
 
-    async def _tokens(self, settings: Begins, template_time: float) -> list[list[int]]:
+    async def _tokens(self, settings: BeginningSettings, template_time: float) -> list[list[int]]:
         tokens: list[list[int]] = await self._tokenizing.run(
             settings.tenant, lambda: self._history.heads.declared(settings, template_time)
         )

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pensieve.conversations.binding.chain import ChainEnd
-from pensieve.conversations.constraints import Constraints
+from pensieve.conversations.constraints import ConstraintChecker
 from pensieve.conversations.heads import (
     ConversationSettings,
-    Heads,
+    PromptHeads,
     check_fits,
     check_length,
     first_messages,
@@ -37,7 +37,7 @@ CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TurnRequest:
     """A turn as its client asks for it."""
 
     conversation_id: str
@@ -76,7 +76,7 @@ class Ask:
     def num_characters(self) -> int:
         return sum(each.num_characters for each in self.messages)
 
-    def says_the_same_as(self, other: Ask) -> bool:
+    def says_the_same_as(self, other: TurnRequest) -> bool:
         return (self.messages, self.sampling_given, self.metadata) == (
             other.messages,
             other.sampling_given,
@@ -91,13 +91,13 @@ class Draft:
     `prompt` may be called in any thread; it takes as long as the text is long.
     """
 
-    ask: Ask
+    ask: TurnRequest
     conversation: records.Conversation
     log_end: array[int]  # its last tokens, as long as the conversation's revision is what it was
     head: Sequence[records.Message]  # what it begins with, before its first turn; else empty
     template: ChatTemplate
-    heads: Heads
-    constraints: Constraints
+    heads: PromptHeads
+    constraints: ConstraintChecker
     new: records.NewConversation | None = None  # the conversation, where the turn creates it
 
     @property
@@ -156,7 +156,7 @@ def opening(
 
 
 @dataclass(frozen=True, slots=True)
-class Outdated:
+class OutdatedTokens:
     """A conversation whose tokens are those of another tokenizer or template, and what new ones take.
 
     `tokens` may be called in any thread; it takes as long as the history is long.
@@ -165,7 +165,7 @@ class Outdated:
     conversation: records.Conversation
     messages: Sequence[records.Message]
     template: ChatTemplate
-    heads: Heads
+    heads: PromptHeads
 
     def tokens(self) -> list[list[int]]:
         """Of each message."""

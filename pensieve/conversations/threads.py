@@ -84,7 +84,7 @@ class Quantiles:
         return cls(_at(found, 0.5), _at(found, 0.99), found[-1])
 
 
-class Waiting(NamedTuple):
+class WaitingJobs(NamedTuple):
     """Jobs of a pool of threads that have not ended."""
 
     num_jobs: int
@@ -142,7 +142,7 @@ class Threads:
         return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
 
     @property
-    def store_waiting(self) -> Waiting:
+    def store_waiting(self) -> WaitingJobs:
         return self._store_thread.waiting
 
     async def behind_the_store(self) -> None:
@@ -199,7 +199,7 @@ class Threads:
             self._on_failure(error)
 
 
-class _Job(NamedTuple):
+class _PoolJob(NamedTuple):
     function: Callable[[], Any]
     done: asyncio.Future[Any]
 
@@ -226,7 +226,7 @@ class FairPool:
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._lock = Lock()
         # Of the tenants that wait, whose turn it is first.
-        self._queues: dict[str, deque[_Job]] = {}
+        self._queues: dict[str, deque[_PoolJob]] = {}
         # The jobs that have not ended, the oldest first.
         self._since: dict[asyncio.Future[Any], float] = {}
 
@@ -235,7 +235,7 @@ class FairPool:
         done = self._loop.create_future()
         self._since[done] = self._loop.time()
         with self._lock:
-            self._queues.setdefault(tenant, deque()).append(_Job(function, done))
+            self._queues.setdefault(tenant, deque()).append(_PoolJob(function, done))
         self._loop.run_in_executor(self._threads, self._run_next)
         try:
             result: T = await done
@@ -249,10 +249,10 @@ class FairPool:
             return list(self._queues)
 
     @property
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitingJobs:
         oldest = next(iter(self._since.values()), None)
         seconds = 0.0 if oldest is None else self._loop.time() - oldest
-        return Waiting(len(self._since), seconds)
+        return WaitingJobs(len(self._since), seconds)
 
     def close(self, *, drop: bool = False) -> None:
         self._threads.shutdown(cancel_futures=drop)

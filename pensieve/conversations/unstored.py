@@ -49,7 +49,7 @@ CHUNKS_MAX = 1 << 18  # whose digests are kept, and not more than the engine has
 
 class _Running(NamedTuple):
     key: str  # the engine's name for it
-    chain: Chain  # of its prompt
+    chain: ChunkDigests  # of its prompt
 
 
 class UnstoredTurns:
@@ -78,7 +78,7 @@ class UnstoredTurns:
         submit = SubmitTurn(
             UNNUMBERED, "", prompt.tobytes(), 0, replace(options, sampling=sampling)
         )
-        chain = Chain(tenant, self._chunk_tokens)
+        chain = ChunkDigests(tenant, self._chunk_tokens)
         chain.extend(prompt)
         submit = self._from_what_is_there(submit, chain, len(prompt))
         named, prompt_end = (self._id(prompt, tenant), tenant), prompt[-PROMPT_TAIL_TOKENS:]
@@ -118,7 +118,9 @@ class UnstoredTurns:
         if running.key not in self._prefixes:
             self._engine.tell(DeleteConversation(running.key))
 
-    def _from_what_is_there(self, submit: SubmitTurn, chain: Chain, num_tokens: int) -> SubmitTurn:
+    def _from_what_is_there(
+        self, submit: SubmitTurn, chain: ChunkDigests, num_tokens: int
+    ) -> SubmitTurn:
         """It begins with KV that the engine may still have; at least one token is to be computed."""
         most = (num_tokens - 1) // self._chunk_tokens
         found = self._prefixes.find(chain.digests[:most])
@@ -161,7 +163,7 @@ def checked(
 DIGEST_BYTES = 16
 
 
-class Chain:
+class ChunkDigests:
     """The digests of a sequence's whole chunks, as far as it is known."""
 
     def __init__(self, tenant: str, chunk_tokens: int) -> None:
@@ -179,7 +181,7 @@ class Chain:
         self._rest = rest[num_whole:]
 
 
-class Found(NamedTuple):
+class SharedChunks(NamedTuple):
     holder: str
     num_chunks: int
     is_whole: bool
@@ -202,14 +204,14 @@ class UnstoredPrefixes:
     def __contains__(self, holder: str) -> bool:
         return holder in self._digests
 
-    def find(self, digests: Sequence[bytes]) -> Found | None:
+    def find(self, digests: Sequence[bytes]) -> SharedChunks | None:
         num_chunks = 0
         while num_chunks < len(digests) and digests[num_chunks] in self._holder:
             num_chunks += 1
         if not num_chunks:
             return None
         holder = self._holder[digests[num_chunks - 1]]
-        return Found(holder, num_chunks, self._lengths[holder] == num_chunks)
+        return SharedChunks(holder, num_chunks, self._lengths[holder] == num_chunks)
 
     def register(self, holder: str, digests: Sequence[bytes]) -> list[str]:
         """It has computed these chunks; which holders are not needed any more, perhaps this one."""

@@ -29,8 +29,8 @@ from pensieve.api.openai.request import RequestKind
 from pensieve.errors import InvalidArgument, NotFound, WrongJobState
 from pensieve.guard.callers import Caller, group_of
 from pensieve.guard.limits import delivered
-from pensieve.jobs.job_records import JobOutcome, JobState, ResultBytes, Which
-from pensieve.jobs.values import JobHeader, Jobs, JobView
+from pensieve.jobs.job_records import JobOutcome, JobState, ResultBytes, ResultKind
+from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
 from pensieve.store.records import ID_PATTERN
 
 NAME_CHARACTERS_MAX = 128
@@ -56,12 +56,12 @@ OUTCOMES = {
 
 
 class _OfJobs:
-    def __init__(self, jobs: Jobs | None) -> None:
+    def __init__(self, jobs: DaemonJobs | None) -> None:
         """`jobs`: None of a daemon that has none."""
         self._found = jobs
 
     @property
-    def _jobs(self) -> Jobs:
+    def _jobs(self) -> DaemonJobs:
         if self._found is None:
             raise NotFound("this daemon takes no batches")
         return self._found
@@ -73,7 +73,7 @@ class _OfJobs:
 
 
 class Files(_OfJobs):
-    def __init__(self, bodies: Bodies, jobs: Jobs | None, stall_seconds: float) -> None:
+    def __init__(self, bodies: Bodies, jobs: DaemonJobs | None, stall_seconds: float) -> None:
         super().__init__(jobs)
         self._bodies, self._stall_seconds = bodies, stall_seconds
         self._sizes: OrderedDict[tuple[object, ...], ResultBytes] = OrderedDict()
@@ -170,14 +170,14 @@ class Files(_OfJobs):
             async for line in lines_of(self._jobs, by.tenant, job_id):
                 yield line
             return
-        which = Which.ANSWERS if content is Content.OUTPUT else Which.ERRORS
+        which = ResultKind.ANSWERS if content is Content.OUTPUT else ResultKind.ERRORS
         async for results in self._jobs.results(by.tenant, job_id, which, 0):
             for result in results:
                 yield result.text.removesuffix(b"\n") + b"\n"
 
 
 class Batches(_OfJobs):
-    def __init__(self, bodies: Bodies, jobs: Jobs | None) -> None:
+    def __init__(self, bodies: Bodies, jobs: DaemonJobs | None) -> None:
         super().__init__(jobs)
         self._bodies = bodies
 
@@ -234,7 +234,7 @@ class Batches(_OfJobs):
         return view
 
 
-async def lines_of(jobs: Jobs, tenant: str, job_id: str) -> AsyncIterator[bytes]:
+async def lines_of(jobs: DaemonJobs, tenant: str, job_id: str) -> AsyncIterator[bytes]:
     """As in the file: blank lines were not kept, but each of the others has the number that it had."""
     number = 0
     async for page in jobs.lines(tenant, job_id):

@@ -40,7 +40,6 @@ from pensieve.errors import (
 )
 from pensieve.jobs.batch_line import LINE_BYTES_MAX
 from pensieve.jobs.job_records import (
-    Job,
     JobKey,
     JobLine,
     JobOutcome,
@@ -48,7 +47,8 @@ from pensieve.jobs.job_records import (
     NewJob,
     Result,
     ResultBytes,
-    Which,
+    ResultKind,
+    StoredJob,
 )
 from pensieve.jobs.job_run import JobRun
 from pensieve.jobs.job_store import JobStore
@@ -159,7 +159,7 @@ class BatchJobs:
         self._tell()
         return self._view(job)
 
-    def _incoming_of(self, key: JobKey, header: JobHeader, jobs: Sequence[Job]) -> Receiving:
+    def _incoming_of(self, key: JobKey, header: JobHeader, jobs: Sequence[StoredJob]) -> Receiving:
         """If the tenant may have another job, beside those that are on their way."""
         if key in self._incoming or any(job.key == key for job in jobs):
             raise AlreadyExists(f"there is a job {key.job_id!r} already")
@@ -207,7 +207,7 @@ class BatchJobs:
         self._later.pop(key, None)
 
     async def results(
-        self, tenant: str, job_id: str, which: Which, after: int
+        self, tenant: str, job_id: str, which: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         key = JobKey(tenant, job_id)
         while page := await self._store.call(
@@ -263,11 +263,11 @@ class BatchJobs:
                 async with asyncio.timeout(retry_seconds):
                     await news.wait()
 
-    def _next(self, jobs: Sequence[Job], states: Sequence[JobState]) -> Job | None:
+    def _next(self, jobs: Sequence[StoredJob], states: Sequence[JobState]) -> StoredJob | None:
         """Of the tenant whose turn it is, one that runs already, else the oldest."""
         now = self._loop.time()
 
-        def may_go(job: Job) -> bool:
+        def may_go(job: StoredJob) -> bool:
             if job.key in self._held or self._later.get(job.key, 0) > now:
                 return False
             return job.state is JobState.CHECKING or self._daemon.allowance(
@@ -284,7 +284,7 @@ class BatchJobs:
             default=None,
         )
 
-    async def _act(self, job: Job) -> None:
+    async def _act(self, job: StoredJob) -> None:
         key = job.key
         if key in self._held or self._closing:
             return
@@ -367,7 +367,7 @@ class BatchJobs:
         for each in self._news:
             each.set()
 
-    def _view(self, job: Job) -> JobView:
+    def _view(self, job: StoredJob) -> JobView:
         activity, now = self._activities.get(job.key), self._loop.time()
         problem = job.problem or self._problems.get(job.key, "")
         run = activity.run if activity is not None else None

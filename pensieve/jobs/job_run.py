@@ -24,11 +24,11 @@ from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
 from pensieve.engine.messages import Message, OfTurn, SubmitTurn, TurnAdmitted, TurnEnded
 from pensieve.errors import PensieveError
-from pensieve.jobs.prepared import Prepared
+from pensieve.jobs.prepared import PreparedLine
 
 
-class Ready(NamedTuple):
-    prepared: Prepared
+class ReadyLine(NamedTuple):
+    prepared: PreparedLine
     choices: Sequence[Finished]
 
     @property
@@ -40,7 +40,7 @@ class Ready(NamedTuple):
 
 @dataclass(slots=True)
 class _Line:
-    prepared: Prepared
+    prepared: PreparedLine
     choices: dict[int, Finished] = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ class JobRun:
     def __init__(
         self,
         name: str,
-        prepared: Sequence[Prepared],
+        prepared: Sequence[PreparedLine],
         feed: FeedConfig,
         numbers: Callable[[], int],
         share: str,
@@ -72,7 +72,7 @@ class JobRun:
             for index, choice in self._requests
         ]
         self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing)
-        self._ready: list[Ready] = []
+        self._ready: list[ReadyLine] = []
         self.is_held = False  # nothing more is submitted for now; what runs goes on
         self._admitted: dict[int, int] = {}  # line, by turn_id
 
@@ -137,7 +137,7 @@ class JobRun:
 
     # -- reading --
 
-    def take_ready(self) -> list[Ready]:
+    def take_ready(self) -> list[ReadyLine]:
         ready, self._ready = self._ready, []
         return ready
 
@@ -158,7 +158,7 @@ class JobRun:
         line.choices[choice] = finished
         if len(line.choices) == len(line.prepared.samplings):
             self._ready.append(
-                Ready(line.prepared, [line.choices[n] for n in sorted(line.choices)])
+                ReadyLine(line.prepared, [line.choices[n] for n in sorted(line.choices)])
             )
             self.changed.set()
 

@@ -70,7 +70,6 @@ from pensieve.errors import (
 from pensieve.jobs.job_records import (
     JOB_TRANSITIONS,
     Duplicate,
-    Job,
     JobKey,
     JobLine,
     JobOutcome,
@@ -81,7 +80,8 @@ from pensieve.jobs.job_records import (
     NewRefusal,
     Result,
     ResultBytes,
-    Which,
+    ResultKind,
+    StoredJob,
 )
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS
 from pensieve.store.bodies import canonical_json
@@ -107,7 +107,7 @@ class JobFile:
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
-        self.job: Job | None = None  # None before it was read
+        self.job: StoredJob | None = None  # None before it was read
         self.is_sure = False  # that it is what the disk has
 
 
@@ -159,7 +159,7 @@ class JobStore:
 
     # -- jobs --
 
-    def create(self, new: NewJob) -> Job:
+    def create(self, new: NewJob) -> StoredJob:
         """A job without lines, which is `receiving`; AlreadyExists if its tenant has one of this id."""
         check_id("job_id", new.key.job_id)
         path = self._path(new.key)
@@ -197,10 +197,10 @@ class JobStore:
         self._files[path] = file
         return file.job
 
-    def get(self, key: JobKey) -> Job:
+    def get(self, key: JobKey) -> StoredJob:
         return self._read(*self._require(key))
 
-    def list_jobs(self, tenant: str | None = None) -> list[Job]:
+    def list_jobs(self, tenant: str | None = None) -> list[StoredJob]:
         """The jobs of a tenant, or of all of them, in the order of their creation.
 
         One that cannot be read for now is as it was read last.
@@ -225,7 +225,7 @@ class JobStore:
         state: JobState,
         outcome: JobOutcome | None = None,
         problem: str = "",
-    ) -> Job:
+    ) -> StoredJob:
         """The job in another state; `outcome` is for `ended`, and only for that.
 
         The state that it has already changes nothing, not even the outcome.  WrongJobState if the state may
@@ -270,7 +270,7 @@ class JobStore:
 
     # -- lines --
 
-    def append_lines(self, key: JobKey, lines: Sequence[JobLine]) -> Job:
+    def append_lines(self, key: JobKey, lines: Sequence[JobLine]) -> StoredJob:
         """More lines of a job that is `receiving`; one that it has keeps its text."""
         num_lines = num_bytes = 0
         with self._writing(key, JobState.RECEIVING) as (conn, _):
@@ -289,7 +289,7 @@ class JobStore:
 
     def received(
         self, key: JobKey, sha256: str = "", options: Mapping[str, Any] | None = None
-    ) -> Job:
+    ) -> StoredJob:
         """All lines are there: the job is `checking`, and stays if the process is killed.
 
         `sha256` and `options`, if given, are known only now, and take the place of those before.
@@ -330,16 +330,16 @@ class JobStore:
 
     # -- results --
 
-    def answer(self, key: JobKey, answers: Sequence[NewAnswer]) -> Job:
+    def answer(self, key: JobKey, answers: Sequence[NewAnswer]) -> StoredJob:
         """Answers of lines; a line that has a result keeps that one."""
         return self._insert(key, answers)
 
-    def refuse(self, key: JobKey, refusals: Sequence[NewRefusal]) -> Job:
+    def refuse(self, key: JobKey, refusals: Sequence[NewRefusal]) -> StoredJob:
         """What is wrong with lines; a line that has a result keeps that one."""
         return self._insert(key, refusals)
 
     def results(
-        self, key: JobKey, after: int = 0, limit: int = 1000, which: Which = Which.ALL
+        self, key: JobKey, after: int = 0, limit: int = 1000, which: ResultKind = ResultKind.ALL
     ) -> list[Result]:
         """Results of lines behind the line `after`, in the order of lines, about a MiB of them.
 
@@ -349,7 +349,7 @@ class JobStore:
             key,
             "SELECT line, crc, text, is_answer FROM results WHERE line > ? AND is_answer IN (?, ?)"
             " ORDER BY line LIMIT ?",
-            (after, which is not Which.ERRORS, which is Which.ANSWERS, limit),
+            (after, which is not ResultKind.ERRORS, which is ResultKind.ANSWERS, limit),
         )
         return [Result(line, text, bool(is_answer)) for line, _, text, is_answer in page]
 
@@ -364,7 +364,7 @@ class JobStore:
 
     # -- inside --
 
-    def _insert(self, key: JobKey, results: Sequence[NewAnswer | NewRefusal]) -> Job:
+    def _insert(self, key: JobKey, results: Sequence[NewAnswer | NewRefusal]) -> StoredJob:
         states = set(JobState) - {JobState.RECEIVING, JobState.ENDED}
         num_answered = num_refused = num_bytes = prompt = saved = output = 0
         with self._writing(key, *states) as (conn, _):
@@ -414,7 +414,7 @@ class JobStore:
         return page
 
     @contextlib.contextmanager
-    def _writing(self, key: JobKey, *states: JobState) -> Iterator[tuple[Connection, Job]]:
+    def _writing(self, key: JobKey, *states: JobState) -> Iterator[tuple[Connection, StoredJob]]:
         """One transaction on a job that is in one of these states."""
         path, file = self._require(key)
         job = self._read(path, file)
@@ -432,7 +432,7 @@ class JobStore:
         with self._opened(path, file).reading() as conn:
             yield conn
 
-    def _read(self, path: Path, file: JobFile) -> Job:
+    def _read(self, path: Path, file: JobFile) -> StoredJob:
         """The job, from the disk unless what is known is sure."""
         if not file.is_sure:
             with self._opened(path, file).reading() as conn:
@@ -535,7 +535,7 @@ class JobStore:
             raise StoreUnavailable(f"{self.path} cannot be used: {error.strerror}") from error
 
 
-def _find_job(conn: Connection) -> Job | None:
+def _find_job(conn: Connection) -> StoredJob | None:
     """The job of a database; None of one that was just made."""
     row = conn.execute(
         "SELECT number, tenant, job_id, name, sha256, options, state, outcome, problem, num_lines,"
@@ -551,7 +551,7 @@ def _find_job(conn: Connection) -> Job | None:
             raise ValueError("options are no object")
     except ValueError as error:
         raise StoreCorrupt(f"a job's row is damaged: {error}") from error
-    return Job(
+    return StoredJob(
         number=row[0],
         key=JobKey(row[1], row[2]),
         name=row[3],

@@ -47,7 +47,7 @@ HOLDERS = (  # the columns that refer to bodies
 )
 
 
-class Phase(Enum):
+class CompactionPhase(Enum):
     """What the next step does."""
 
     REST = auto()
@@ -57,10 +57,10 @@ class Phase(Enum):
     TRIM = auto()
 
 
-class State(NamedTuple):
+class CompactionState(NamedTuple):
     """Where a pass is; a step makes the next state, which counts once its transaction is committed."""
 
-    phase: Phase
+    phase: CompactionPhase
     fence: int = 0  # the first row of it
     moved: int = 0  # the last row that `move` has looked at
     wiped_bytes: int = 0  # what the pass gives back
@@ -69,19 +69,19 @@ class State(NamedTuple):
 class Compaction:
     """A pass over one database; used outside of transactions."""
 
-    def __init__(self, writer: Writer, first: Phase) -> None:
+    def __init__(self, writer: Writer, first: CompactionPhase) -> None:
         self._writer = writer
-        self._state = State(first)
+        self._state = CompactionState(first)
 
     def step(self) -> bool:
         """Take one step, in one transaction; whether there is another one to take."""
         with self._writer.writing() as conn:
             state = STEPS[self._state.phase](conn, self._state)
         self._state = state
-        return state.phase is not Phase.REST
+        return state.phase is not CompactionPhase.REST
 
 
-def first_phase(writer: Writer, bytes_min: int, *, is_urgent: bool = False) -> Phase:
+def first_phase(writer: Writer, bytes_min: int, *, is_urgent: bool = False) -> CompactionPhase:
     """Return what a pass begins with: REST unless `bytes_min` and half of the file are wiped, or free.
 
     `is_urgent`: the disk is full, so give back any free page.
@@ -93,31 +93,31 @@ def first_phase(writer: Writer, bytes_min: int, *, is_urgent: bool = False) -> P
         wiped_bytes = _number(conn, "SELECT wiped_bytes FROM space")
         can_trim = _number(conn, "PRAGMA auto_vacuum") == AUTO_VACUUM_INCREMENTAL
     if wiped_bytes >= bytes_min and 2 * wiped_bytes > file_bytes - free_bytes:
-        return Phase.FENCE
+        return CompactionPhase.FENCE
     is_mostly_free = free_bytes >= bytes_min and 2 * free_bytes > file_bytes
     if can_trim and ((is_urgent and free_bytes) or is_mostly_free):
-        return Phase.TRIM
-    return Phase.REST
+        return CompactionPhase.TRIM
+    return CompactionPhase.REST
 
 
-def _place_fence(conn: Connection, state: State) -> State:
+def _place_fence(conn: Connection, state: CompactionState) -> CompactionState:
     fence = 1 + _number(conn, "SELECT coalesce(max(body), 0) FROM bodies")
     for row in range(fence, fence + FENCE_ROWS):
         conn.execute(
             "INSERT INTO bodies (body, tokens) VALUES (?, zeroblob(?))", (row, FENCE_BYTES)
         )
     wiped_bytes = _number(conn, "SELECT wiped_bytes FROM space")
-    return State(Phase.MOVE, fence, 0, wiped_bytes)
+    return CompactionState(CompactionPhase.MOVE, fence, 0, wiped_bytes)
 
 
-def _move(conn: Connection, state: State) -> State:
+def _move(conn: Connection, state: CompactionState) -> CompactionState:
     rows = conn.execute(
         "SELECT body, crc IS NULL, length(private) + length(tokens) FROM bodies"
         " WHERE body > ? AND body < ? ORDER BY body LIMIT ?",
         (state.moved, state.fence, STEP_ROWS),
     ).fetchall()
     if not rows:
-        return state._replace(phase=Phase.REMOVE)
+        return state._replace(phase=CompactionPhase.REMOVE)
     step_bytes = 0
     for body, is_wiped, num_bytes in rows:
         if not is_wiped:
@@ -143,7 +143,7 @@ def _move_body(conn: Connection, body: int) -> None:
     )
 
 
-def _remove(conn: Connection, state: State) -> State:
+def _remove(conn: Connection, state: CompactionState) -> CompactionState:
     rows = conn.execute(
         "SELECT body FROM bodies WHERE body < ? ORDER BY body LIMIT ?", (state.fence, STEP_ROWS)
     ).fetchall()
@@ -151,21 +151,21 @@ def _remove(conn: Connection, state: State) -> State:
         conn.execute("DELETE FROM bodies WHERE body <= ?", rows[-1])
         return state
     conn.execute("UPDATE space SET wiped_bytes = max(0, wiped_bytes - ?)", (state.wiped_bytes,))
-    return State(Phase.TRIM)
+    return CompactionState(CompactionPhase.TRIM)
 
 
-def _trim(conn: Connection, state: State) -> State:
+def _trim(conn: Connection, state: CompactionState) -> CompactionState:
     before = _number(conn, "PRAGMA freelist_count")
     conn.execute(f"PRAGMA incremental_vacuum({STEP_PAGES})").fetchall()
     is_shorter = _number(conn, "PRAGMA freelist_count") < before
-    return state if is_shorter else State(Phase.REST)
+    return state if is_shorter else CompactionState(CompactionPhase.REST)
 
 
 STEPS = {
-    Phase.FENCE: _place_fence,
-    Phase.MOVE: _move,
-    Phase.REMOVE: _remove,
-    Phase.TRIM: _trim,
+    CompactionPhase.FENCE: _place_fence,
+    CompactionPhase.MOVE: _move,
+    CompactionPhase.REMOVE: _remove,
+    CompactionPhase.TRIM: _trim,
 }
 
 

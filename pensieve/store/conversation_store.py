@@ -42,25 +42,25 @@ from pensieve.store.chains import Chains, insert_request, insert_state
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.conversation_changes import ConversationChanges, pending_json, take_pending
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
-from pensieve.store.declared_prefixes import DeclaredPrefixes
+from pensieve.store.declared_prefixes import DeclaredPrefixRows
 from pensieve.store.folder import DataFolder
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
 from pensieve.store.owners import Owners
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
-    Begun,
     ChainState,
     Conversation,
     LookedUp,
     Message,
     NewConversation,
     NewMessage,
+    NewTurn,
     Page,
     Rewound,
     StoredTurn,
+    TurnClaim,
     TurnMessages,
-    TurnRequest,
     TurnState,
     check_id,
     check_text,
@@ -99,7 +99,7 @@ class ConversationStore:
         self.group = self._transactions.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
         self.forgetting = Forgetting(self._transactions)
-        self.prefixes = DeclaredPrefixes(self._transactions, now)
+        self.prefixes = DeclaredPrefixRows(self._transactions, now)
         self.chains = Chains(self._transactions)
         self.responses = Responses(self._transactions, self.erasure)
         self.changes = ConversationChanges(self._transactions, self.erasure, now)
@@ -299,7 +299,7 @@ class ConversationStore:
 
     # -- turns --
 
-    def begin_turn(self, conversation_id: str, request: TurnRequest, *, tenant: str = "") -> Begun:
+    def begin_turn(self, conversation_id: str, request: NewTurn, *, tenant: str = "") -> TurnClaim:
         """Commit a turn as `running`, or find the one that this request_id began before.
 
         A turn that is running or has finished is returned as it is.  One that was interrupted or failed
@@ -316,7 +316,7 @@ class ConversationStore:
             if stored is not None and stored.content_hash != content_hash:
                 raise InvalidArgument("request_id", "was used before with other content")
             if stored and TurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
-                return Begun(stored.turn, must_run=False)
+                return TurnClaim(stored.turn, must_run=False)
             refuse_running(conversation)
             refuse_stale(conversation, request.expected_revision, request.expected_created_at)
             take_pending(conn, number, conversation, request.pending)
@@ -332,7 +332,7 @@ class ConversationStore:
                 first = links[0].message
                 insert_request(conn, tenant, request.request_id, first, self.now())
         self._transactions.add(turn.turn_id)
-        return Begun(turn, must_run=True)
+        return TurnClaim(turn, must_run=True)
 
     def finish_turn(
         self,

@@ -129,7 +129,7 @@ class NewPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRequest:
+class NewTurn:
     """A turn to begin, as its client requested it.
 
     `sampling` is what the client sent, without defaults and without a seed that the service chose, so that
@@ -255,7 +255,7 @@ class ChainRequest(NamedTuple):
     num_messages: int  # that the request added
 
 
-class Begun(NamedTuple):
+class TurnClaim(NamedTuple):
     """A turn, and whether the caller must compute it; if not, it is running or has finished already."""
 
     turn: StoredTurn

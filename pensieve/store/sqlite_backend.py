@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store import verify
 from pensieve.store.backend import ErasureSteps, TimeLimit
-from pensieve.store.compaction import Compaction, Phase, first_phase
+from pensieve.store.compaction import Compaction, CompactionPhase, first_phase
 from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.folder import RESERVE_NAME, DataFolder
 from pensieve.store.migrations import migrate, remove_copies
@@ -220,7 +220,7 @@ class Erasure(ErasureSteps):
         """Begin a pass if the file wastes enough space."""
         if self._compaction is None:
             phase = first_phase(self._writer, self._compact_bytes_min, is_urgent=is_urgent)
-            if phase is not Phase.REST:
+            if phase is not CompactionPhase.REST:
                 self._compaction = Compaction(self._writer, phase)
 
 

@@ -21,9 +21,9 @@ from pensieve.store.conversation_rows import digest
 from pensieve.store.records import (
     Conversation,
     NewMessage,
+    NewTurn,
     StoredTurn,
     TurnMessages,
-    TurnRequest,
     TurnState,
 )
 
@@ -142,7 +142,7 @@ def insert_turn(
     conn: Connection,
     number: int,
     conversation: Conversation,
-    request: TurnRequest,
+    request: NewTurn,
     content_hash: str,
     now: float,
 ) -> StoredTurn:

@@ -21,7 +21,7 @@ from pensieve.api.json_fields import Refusal, read_json
 from pensieve.api.openai.answer import cut_reply
 from pensieve.api.openai.request import Request, Served, tokens_of
 from pensieve.conversations.binding.chain import ReplyReader
-from pensieve.conversations.constraints import FIELD, Constraints
+from pensieve.conversations.constraints import FIELD, ConstraintChecker
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import TurnOptions
@@ -46,7 +46,7 @@ class Bodies:
         """`style`: how this model writes calls of tools."""
         self.front, self.template = front, template
         self._daemon, self.style = daemon, style
-        self._constraints = Constraints(template.tokenizer)
+        self._constraints = ConstraintChecker(template.tokenizer)
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
 from pensieve.api.openai.request import Request, RequestKind, parse
 from pensieve.api.reply import ReplyStream
-from pensieve.conversations.binding.binder import Binder, Chat
+from pensieve.conversations.binding.binder import Binder, StatelessRequest
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import InvalidArgument
@@ -91,7 +91,7 @@ async def begin_bound(
     binder: Binder, bodies: Bodies, exchange: Exchange, by: Caller, request: Request
 ) -> list[LiveTurn]:
     """A turn for each choice, in the conversation that the request's messages go on with."""
-    chat = Chat(
+    chat = StatelessRequest(
         messages=request.messages,
         tools=request.tools,
         template_options=request.template_options,

@@ -36,10 +36,10 @@ from pensieve.api.http.stored import (
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import Place, tag_of
 from pensieve.api.openai.request import Request
-from pensieve.conversations.binding.binder import Binder, Chat
+from pensieve.conversations.binding.binder import Binder, StatelessRequest
 from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.draft import Ask, check_settings
+from pensieve.conversations.draft import TurnRequest, check_settings
 from pensieve.conversations.heads import ConversationSettings, message_of
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import FinishReason, TurnOptions
@@ -139,7 +139,7 @@ class ResponsePlaces:
 
     async def _find(self, wish: Wish) -> Placed:
         request = wish.request
-        chat = Chat(
+        chat = StatelessRequest(
             request.messages,
             wish.options,
             request.tools,
@@ -292,7 +292,7 @@ class ResponsePlaces:
         pending: tuple[records.NewMessage, ...] | None = None,
     ) -> LiveTurn:
         return await self._daemon.begin(
-            Ask(
+            TurnRequest(
                 where.conversation_id,
                 wish.messages,
                 wish.options,

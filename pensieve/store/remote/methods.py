@@ -23,7 +23,7 @@ from typing import Any
 from pensieve.store.chains import Chains
 from pensieve.store.conversation_changes import ConversationChanges, Pending, PendingChange
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.declared_prefixes import DeclaredPrefixes
+from pensieve.store.declared_prefixes import DeclaredPrefixRows
 from pensieve.store.history_reader import HistoryReader
 from pensieve.store.remote import wire
 from pensieve.store.remote.wire import Form, Parts, Unreadable
@@ -148,10 +148,10 @@ def _methods() -> dict[str, Method]:
     add("responses.", Responses, Kind.OTHER, "delete", alone=True)
     add("changes.", ConversationChanges, Kind.WRITE, "set_metadata begin_with")
     add("changes.", ConversationChanges, Kind.WRITE, "delete_last", alone=True)
-    add("prefixes.", DeclaredPrefixes, Kind.LOOK, "find num_of to_keep_warm has_turns")
-    add("prefixes.", DeclaredPrefixes, Kind.LOOK, "num_shared_tokens")
-    add("prefixes.", DeclaredPrefixes, Kind.OTHER, "declare")
-    add("prefixes.", DeclaredPrefixes, Kind.CREATE, "begin")
+    add("prefixes.", DeclaredPrefixRows, Kind.LOOK, "find num_of to_keep_warm has_turns")
+    add("prefixes.", DeclaredPrefixRows, Kind.LOOK, "num_shared_tokens")
+    add("prefixes.", DeclaredPrefixRows, Kind.OTHER, "declare")
+    add("prefixes.", DeclaredPrefixRows, Kind.CREATE, "begin")
     reads = (
         "get_conversation find_turn num_conversations stored_bytes tenants_of list_conversations"
         " prefix prefixes all_prefixes num_prefixes response with_pending message_page"

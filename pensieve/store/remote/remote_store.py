@@ -30,7 +30,7 @@ from pensieve.store.backend import ErasureSteps, WriteFigures
 from pensieve.store.chains import Chains
 from pensieve.store.conversation_changes import ConversationChanges, Pending, PendingChange
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.declared_prefixes import MARK, DeclaredPrefixes, stored_id
+from pensieve.store.declared_prefixes import MARK, DeclaredPrefixRows, stored_id
 from pensieve.store.folder import DataFolder
 from pensieve.store.history_reader import HistoryReader
 from pensieve.store.records import Conversation
@@ -110,13 +110,13 @@ class RemoteResponses(_Part):
 
 
 class RemotePrefixes(_Part):
-    declare = remote(DeclaredPrefixes.declare)
-    begin = remote(DeclaredPrefixes.begin)
-    find = remote(DeclaredPrefixes.find)
-    num_of = remote(DeclaredPrefixes.num_of)
-    to_keep_warm = remote(DeclaredPrefixes.to_keep_warm)
-    has_turns = remote(DeclaredPrefixes.has_turns)
-    num_shared_tokens = remote(DeclaredPrefixes.num_shared_tokens)
+    declare = remote(DeclaredPrefixRows.declare)
+    begin = remote(DeclaredPrefixRows.begin)
+    find = remote(DeclaredPrefixRows.find)
+    num_of = remote(DeclaredPrefixRows.num_of)
+    to_keep_warm = remote(DeclaredPrefixRows.to_keep_warm)
+    has_turns = remote(DeclaredPrefixRows.has_turns)
+    num_shared_tokens = remote(DeclaredPrefixRows.num_shared_tokens)
 
 
 class RemoteChanges(_Part):
