@@ -150,7 +150,9 @@ class Admission:
     ) -> WorkAhead:
         """Of a new turn of this tenant; `turns` are those without a token, as they came."""
         known = [waiting(live) for live in turns]
-        known += [self.prompts.arriving(ask, self._weight_of(ask.tenant)) for ask in arriving]
+        known += [
+            self.prompts.arriving(request, self._weight_of(request.tenant)) for request in arriving
+        ]
         served = self.prompts.pace.served_since(now)
         return ahead_of(known, tenant, self._weight_of(tenant), priority, served)
 
@@ -277,17 +279,17 @@ class PromptTimes:
 
     def submitted(self, live: LiveTurn) -> None:
         live.prompt_seconds = self._seconds(live, live.prompt_tokens)
-        if live.ask is not None:
-            self._characters += (live.ask.num_characters - self._characters) * LATEST_SHARE
+        if live.request is not None:
+            self._characters += (live.request.num_characters - self._characters) * LATEST_SHARE
             self._tokens += (live.prompt_tokens - self._tokens) * LATEST_SHARE
 
-    def arriving(self, ask: TurnRequest, weight: float) -> WaitingTurn:
+    def arriving(self, request: TurnRequest, weight: float) -> WaitingTurn:
         """A turn that is about to begin; 0 seconds while nothing is known of the tokens."""
         seconds = 0.0
         if self.cost is not None and self._characters:
-            num_tokens = round(ask.num_characters * self._tokens / self._characters)
+            num_tokens = round(request.num_characters * self._tokens / self._characters)
             seconds = self.cost.iteration_seconds([(0, num_tokens)])
-        return WaitingTurn(ask.tenant, weight, ask.options.priority, seconds)
+        return WaitingTurn(request.tenant, weight, request.options.priority, seconds)
 
     def admitted(self, live: LiveTurn, missing_tokens: int, now: float, is_only: bool) -> None:
         """The engine begins with it, and has so many tokens to compute."""

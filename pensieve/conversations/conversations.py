@@ -105,24 +105,24 @@ class ArrivingTurns:
         self._of_tenant = Counts[str]()
         self.num_characters = Counts[str]()  # that wait to be tokenized or stored, by tenant
         self._of_request = Counts[tuple[str, str, str]]()
-        self._asks: dict[int, TurnRequest] = {}  # as they came, by their identity
+        self._requests: dict[int, TurnRequest] = {}  # as they came, by their identity
         self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
 
-    def add(self, ask: TurnRequest) -> None:
+    def add(self, request: TurnRequest) -> None:
         self.num_turns += 1
-        self._asks[id(ask)] = ask
-        self._of_tenant[ask.tenant] += 1
-        self.num_characters[ask.tenant] += ask.num_characters
-        self._of_request[_request(ask)] += 1
+        self._requests[id(request)] = request
+        self._of_tenant[request.tenant] += 1
+        self.num_characters[request.tenant] += request.num_characters
+        self._of_request[_identity(request)] += 1
 
-    def remove(self, ask: TurnRequest) -> None:
+    def remove(self, request: TurnRequest) -> None:
         self.num_turns -= 1
-        self._asks.pop(id(ask), None)
-        self._of_tenant[ask.tenant] -= 1
-        self.num_characters[ask.tenant] -= ask.num_characters
-        self._of_request[_request(ask)] -= 1
-        if not self._of_request[_request(ask)]:
-            for waiting in self._waiting.pop(_request(ask), ()):
+        self._requests.pop(id(request), None)
+        self._of_tenant[request.tenant] -= 1
+        self.num_characters[request.tenant] -= request.num_characters
+        self._of_request[_identity(request)] -= 1
+        if not self._of_request[_identity(request)]:
+            for waiting in self._waiting.pop(_identity(request), ()):
                 if not waiting.done():
                     waiting.set_result(None)
 
@@ -133,9 +133,9 @@ class ArrivingTurns:
             self._waiting.setdefault((tenant, conversation_id, request_id), []).append(waiting)
             await waiting
 
-    def asks(self) -> Collection[TurnRequest]:
+    def requests(self) -> Collection[TurnRequest]:
         """In the order in which they came."""
-        return self._asks.values()
+        return self._requests.values()
 
     def num_of_tenant(self, tenant: str) -> int:
         return self._of_tenant[tenant]
@@ -144,8 +144,8 @@ class ArrivingTurns:
         return self._of_request[tenant, conversation_id, request_id] > 0
 
 
-def _request(ask: TurnRequest) -> tuple[str, str, str]:
-    return ask.tenant, ask.conversation_id, ask.request_id
+def _identity(request: TurnRequest) -> tuple[str, str, str]:
+    return request.tenant, request.conversation_id, request.request_id
 
 
 class Conversations:
@@ -298,48 +298,50 @@ class Conversations:
 
     # -- a turn begins, is followed, and is cancelled --
 
-    async def begin(self, ask: TurnRequest) -> LiveTurn:
+    async def begin(self, request: TurnRequest) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
-        self.arriving.add(ask)
-        return await self._threads.whole(self._begin(ask, self._threads.loop.time()))
+        self.arriving.add(request)
+        return await self._threads.whole(self._begin(request, self._threads.loop.time()))
 
-    def attach(self, ask: TurnRequest) -> LiveTurn | None:
+    def attach(self, request: TurnRequest) -> LiveTurn | None:
         """The live turn of this very request; it has a reader in a moment."""
-        live = self.turns.of_request(ask) if ask.request_id else None
+        live = self.turns.of_request(request) if request.request_id else None
         if live is not None:
             self.readers.start_grace(live)
         return live
 
-    async def known(self, ask: TurnRequest) -> LiveTurn | None:
+    async def known(self, request: TurnRequest) -> LiveTurn | None:
         """The turn of a request that came before, if it runs or has its reply."""
-        if not ask.request_id or self._num_lookups[ask.tenant] == LOOKUPS_MAX:
+        if not request.request_id or self._num_lookups[request.tenant] == LOOKUPS_MAX:
             return None
-        self._num_lookups[ask.tenant] += 1
+        self._num_lookups[request.tenant] += 1
         try:
-            known = await self._threads.in_store(ask.tenant, self._history.known, ask)
+            known = await self._threads.in_store(request.tenant, self._history.known, request)
         except NotFound:
             return None
         finally:
-            self._num_lookups[ask.tenant] -= 1
+            self._num_lookups[request.tenant] -= 1
         if known is None:
             return None
-        return replayed(known.turn, known.reply) if known.reply is not None else self.attach(ask)
+        return (
+            replayed(known.turn, known.reply) if known.reply is not None else self.attach(request)
+        )
 
-    async def _begin(self, ask: TurnRequest, arrived_at: float) -> LiveTurn:
+    async def _begin(self, request: TurnRequest, arrived_at: float) -> LiveTurn:
         try:
-            live = await self._begun_or_known(ask, arrived_at)
+            live = await self._begun_or_known(request, arrived_at)
         finally:
-            self.arriving.remove(ask)
+            self.arriving.remove(request)
         self.readers.start_grace(live)  # until its first reader comes
         return live
 
-    async def _begun_or_known(self, ask: TurnRequest, arrived_at: float) -> LiveTurn:
+    async def _begun_or_known(self, request: TurnRequest, arrived_at: float) -> LiveTurn:
         num_drafts = 0
         while True:
             try:
-                found = await self._in_store(ask)
+                found = await self._in_store(request)
             except StaleRevision:
-                if ask.expected_revision is not None:
+                if request.expected_revision is not None:
                     raise
                 continue  # another turn or rewind came between; look again
             live = self.turns.of_turn(found.turn.turn_id)
@@ -356,21 +358,23 @@ class Conversations:
             if num_drafts == DRAFTS_MAX:
                 raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
 
-    async def _in_store(self, ask: TurnRequest) -> BegunTurn | KnownTurn:
+    async def _in_store(self, request: TurnRequest) -> BegunTurn | KnownTurn:
         """One hop where there is little to tokenize; else that is done between two."""
         history, threads = self._history, self._threads
         while True:
-            found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
+            found = await threads.in_store(
+                request.tenant, history.start, request, self._short_characters
+            )
             if not isinstance(found, OutdatedTokens):
                 break
             await self.tokenizing.renew(found)
         if not isinstance(found, Draft):
             return found
-        prompt = await self.tokenizing.run(ask.tenant, found.prompt)
+        prompt = await self.tokenizing.run(request.tenant, found.prompt)
         try:
-            return await threads.in_store(ask.tenant, history.begin, found, prompt)
+            return await threads.in_store(request.tenant, history.begin, found, prompt)
         except ContextFull:
-            self.tokenizing.charge(ask.tenant, sum(map(len, prompt)))
+            self.tokenizing.charge(request.tenant, sum(map(len, prompt)))
             raise
 
     async def _submit(self, begun: BegunTurn, arrived_at: float) -> LiveTurn:
@@ -531,10 +535,10 @@ class Conversations:
 
     async def _response(self, live: LiveTurn, reply: TurnReply) -> StoredResponse | None:
         """What the store keeps of the turn beside the history, in the same transaction."""
-        if live.ask is None or live.ask.response is None:
+        if live.request is None or live.request.response is None:
             return None
         try:
-            return live.ask.response(live, reply.finish, await self._withheld(live, reply))
+            return live.request.response(live, reply.finish, await self._withheld(live, reply))
         except Exception:  # a fault of ours; the turn is kept
             log.exception("a response could not be made", extra=ids_of(live))
             return None

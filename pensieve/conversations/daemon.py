@@ -230,17 +230,19 @@ class Daemon:
 
     # -- turns --
 
-    async def begin(self, ask: TurnRequest, seconds_left: float | None = None) -> LiveTurn:
+    async def begin(self, request: TurnRequest, seconds_left: float | None = None) -> LiveTurn:
         """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
         conversations = self.conversations
-        await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
-        if (live := conversations.attach(ask)) is not None:
+        await conversations.arriving.gone(
+            request.tenant, request.conversation_id, request.request_id
+        )
+        if (live := conversations.attach(request)) is not None:
             return live
-        named = ask.tenant, ask.conversation_id, ask.options.priority
+        named = request.tenant, request.conversation_id, request.options.priority
         refusal = self.refusal(*named, seconds_left)
         if refusal is None:
-            return await conversations.begin(ask)
-        if (live := await conversations.known(ask)) is not None:
+            return await conversations.begin(request)
+        if (live := await conversations.known(request)) is not None:
             return live
         self.events.refused(refusal)
         raise refusal
@@ -290,7 +292,9 @@ class Daemon:
             *(self.draining, self.engine.serving),
             self.num_turns + turns.num_warms,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
-            lambda: admission.ahead(turns.without_token(), arriving.asks(), tenant, priority, now),
+            lambda: admission.ahead(
+                turns.without_token(), arriving.requests(), tenant, priority, now
+            ),
             turns.waiting_since,
             arriving.num_characters[tenant],
         )

@@ -91,7 +91,7 @@ class Draft:
     `prompt` may be called in any thread; it takes as long as the text is long.
     """
 
-    ask: TurnRequest
+    request: TurnRequest
     conversation: records.Conversation
     log_end: array[int]  # its last tokens, as long as the conversation's revision is what it was
     head: Sequence[records.Message]  # what it begins with, before its first turn; else empty
@@ -103,8 +103,8 @@ class Draft:
     @property
     def num_characters(self) -> int:
         """That `prompt` has to render and tokenize."""
-        conversation, messages = self.conversation, self.ask.messages
-        num_characters = self.ask.num_characters + CHARACTERS_OF_MESSAGE * len(messages)
+        conversation, messages = self.conversation, self.request.messages
+        num_characters = self.request.num_characters + CHARACTERS_OF_MESSAGE * len(messages)
         if self.log_end and (not self.head or self._knows_head):
             return num_characters
         tools = sum(len(str(each)) for each in conversation.tools)
@@ -113,18 +113,18 @@ class Draft:
 
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message; before that, the constraint is checked."""
-        if self.ask.options.constraint is not None:
-            self.constraints.check(self.ask.options)
+        if self.request.options.constraint is not None:
+            self.constraints.check(self.request.options)
         setting = setting_of(self.conversation)
         if self.head:
             head = head_of(self.heads, self.head, self.conversation)
             check_fits(head, self.conversation, self.log_end)
             first = first_messages(self.head)
-            return first_turn(self.template, head, first, self.ask.messages, setting)
+            return first_turn(self.template, head, first, self.request.messages, setting)
         if self.log_end:
-            delta = self.template.delta(self.ask.messages, self.log_end[-1], setting)
+            delta = self.template.delta(self.request.messages, self.log_end[-1], setting)
             return [delta.token_ids[start:stop] for start, stop in delta.spans]
-        return opening(self.template, self.ask.messages, setting)
+        return opening(self.template, self.request.messages, setting)
 
     @property
     def _knows_head(self) -> bool:

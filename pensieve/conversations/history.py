@@ -264,70 +264,76 @@ class History:
 
     # -- a turn begins --
 
-    def known(self, ask: TurnRequest) -> KnownTurn | None:
+    def known(self, request: TurnRequest) -> KnownTurn | None:
         """The turn of this request, if it runs or has its reply; nothing is begun."""
-        stored = self._store.find_turn(ask.conversation_id, ask.request_id, tenant=ask.tenant)
-        return self._known_as(ask, stored)
+        stored = self._store.find_turn(
+            request.conversation_id, request.request_id, tenant=request.tenant
+        )
+        return self._known_as(request, stored)
 
-    def _known_as(self, ask: TurnRequest, stored: records.StoredTurn | None) -> KnownTurn | None:
+    def _known_as(
+        self, request: TurnRequest, stored: records.StoredTurn | None
+    ) -> KnownTurn | None:
         if stored is None or stored.state not in records.KNOWN_STATES:
             return None
-        request = self._request(ask, ask.request_id)
-        begun = self._store.begin_turn(ask.conversation_id, request, tenant=ask.tenant)
+        new_turn = self._request(request, request.request_id)
+        begun = self._store.begin_turn(request.conversation_id, new_turn, tenant=request.tenant)
         if begun.must_run and begun.turn.attempts != stored.attempts:  # it had ended meanwhile
             self._store.interrupt_turn(begun.turn.turn_id, begun.turn.attempts)
         return self._known(begun.turn)
 
     def start(
-        self, ask: TurnRequest, short_characters: int
+        self, request: TurnRequest, short_characters: int
     ) -> BegunTurn | KnownTurn | Draft | OutdatedTokens:
         """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
-        drafted = self.draft(ask)
+        drafted = self.draft(request)
         if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
             return drafted
-        if ask.options.constraint is not None and not self._constraints.knows(ask.options):
+        if request.options.constraint is not None and not self._constraints.knows(request.options):
             return drafted
         return self.begin(drafted, drafted.prompt())
 
-    def draft(self, ask: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
+    def draft(self, request: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
         """Look up what a turn goes on from; the turn itself where its request_id is known already."""
-        self._check(ask)
-        conversation_id, tenant = ask.conversation_id, ask.tenant
+        self._check(request)
+        conversation_id, tenant = request.conversation_id, request.tenant
         try:
             conversation, stored, log_end = self._store.look_up(
-                conversation_id, ask.request_id, PROMPT_TAIL_TOKENS, tenant=tenant
+                conversation_id, request.request_id, PROMPT_TAIL_TOKENS, tenant=tenant
             )
         except NotFound:
-            if not ask.create_if_missing:
+            if not request.create_if_missing:
                 raise
-            return self._draft_opening(ask)
+            return self._draft_opening(request)
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
-        known = self._known_as(ask, stored)
+        known = self._known_as(request, stored)
         if known is not None:
             return known
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
-        if ask.expected_revision not in (None, conversation.revision):
-            raise StaleRevision(ask.expected_revision, conversation.revision)
+        if request.expected_revision not in (None, conversation.revision):
+            raise StaleRevision(request.expected_revision, conversation.revision)
         self._check_storage(tenant)
         head = list[records.Message]()
         if conversation.num_messages and not self.declared.has_turns(conversation):
             head = self._store.messages(conversation_id, tenant=tenant)
-        return Draft(ask, conversation, log_end, head, *self._texts)
+        return Draft(request, conversation, log_end, head, *self._texts)
 
-    def _draft_opening(self, ask: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
+    def _draft_opening(self, request: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
         """Of a conversation that is created with its first turn, once that is known to be a turn."""
-        self._check_storage(ask.tenant)
-        if ask.expected_revision not in (None, 0):
-            raise StaleRevision(ask.expected_revision, 0)
-        settings = ask.settings or ConversationSettings(ask.conversation_id, tenant=ask.tenant)
+        self._check_storage(request.tenant)
+        if request.expected_revision not in (None, 0):
+            raise StaleRevision(request.expected_revision, 0)
+        settings = request.settings or ConversationSettings(
+            request.conversation_id, tenant=request.tenant
+        )
         if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
-            return begun if isinstance(begun, OutdatedTokens) else self.draft(ask)
+            return begun if isinstance(begun, OutdatedTokens) else self.draft(request)
         new, conversation, head = planned_conversation(
             settings, self._fingerprint, self._store.now()
         )
-        return Draft(ask, conversation, array("I"), head, *self._texts, new)
+        return Draft(request, conversation, array("I"), head, *self._texts, new)
 
     def renew(self, outdated: OutdatedTokens, tokens: Sequence[Sequence[int]]) -> None:
         """Take the new tokens of its messages; it may have changed since, and is then looked at again."""
@@ -345,7 +351,7 @@ class History:
 
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> BegunTurn | KnownTurn:
         """Commit the turn as `running`; StaleRevision if the conversation has moved on meanwhile."""
-        ask, conversation = draft.ask, draft.conversation
+        request, conversation = draft.request, draft.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         tokens = array("I")
         for token_ids in prompt:
@@ -360,9 +366,9 @@ class History:
                 raise
             except AlreadyExists:  # another one has its name, for which the draft is stale
                 pass
-        request_id = ask.request_id or f"{self._random_bits(128):032x}"
-        request = replace(
-            self._request(ask, request_id, prompt),
+        request_id = request.request_id or f"{self._random_bits(128):032x}"
+        new_turn = replace(
+            self._request(request, request_id, prompt),
             expected_revision=conversation.revision,
             expected_created_at=conversation.created_at,
         )
@@ -370,7 +376,7 @@ class History:
         prefix_of, prefix_tokens = self.declared.shared(conversation)
         is_hint = conversation.prefix_id and not prefix_tokens
         beginning = self._beginning(conversation, tokens) if is_hint else None
-        begun = self._store.begin_turn(conversation_id, request, tenant=tenant)
+        begun = self._store.begin_turn(conversation_id, new_turn, tenant=tenant)
         if not begun.must_run:
             return self._known(begun.turn)
         if beginning is not None:
@@ -380,22 +386,22 @@ class History:
                 prefix_of, prefix_tokens = cache_key(tenant, shared[0]), shared[1]
         elif prefix_tokens and prefix_tokens == history_tokens:
             self.declared.begun(begun.turn.turn_id, conversation)
-        if ask.shared_prompt is not None and not history_tokens:
-            lent = ask.shared_prompt.begin(cache_key(tenant, conversation_id), tokens)
+        if request.shared_prompt is not None and not history_tokens:
+            lent = request.shared_prompt.begin(cache_key(tenant, conversation_id), tokens)
             prefix_of, prefix_tokens = lent or (prefix_of, prefix_tokens)
         key = (tenant, conversation_id)
         is_tokenized_again = key in self._tokenized_again
         self._tokenized_again.discard(key)
-        sampling = replace(ask.options.sampling, seed=begun.turn.seed)
+        sampling = replace(request.options.sampling, seed=begun.turn.seed)
         return BegunTurn(
             begun.turn,
-            ask,
+            request,
             SubmitTurn(
                 UNNUMBERED,
                 cache_key(tenant, conversation.conversation_id),
                 tokens.tobytes(),
                 history_tokens,
-                replace(ask.options, sampling=sampling),
+                replace(request.options, sampling=sampling),
                 first_position=history_tokens,
                 prefix_of=prefix_of,
                 prefix_tokens=prefix_tokens,
@@ -456,13 +462,13 @@ class History:
                 f"this token's conversations take {taken:,} bytes of {most:,}; delete some"
             )
 
-    def _check(self, ask: TurnRequest) -> None:
-        if (problem := ask.options.sampling.problem(self._vocab_size)) is not None:
+    def _check(self, request: TurnRequest) -> None:
+        if (problem := request.options.sampling.problem(self._vocab_size)) is not None:
             raise InvalidArgument(f"sampling.{problem[0]}", problem[1])
-        for message in ask.messages:
+        for message in request.messages:
             if message.role == "user" and not message.content:
                 raise InvalidArgument("content", "a message must not be empty")
-        check_length("content", ask.num_characters, self._context_max)
+        check_length("content", request.num_characters, self._context_max)
 
     def _outdated(self, conversation: records.Conversation) -> OutdatedTokens:
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
@@ -472,16 +478,18 @@ class History:
         return OutdatedTokens(conversation, messages, self._template, self.heads)
 
     def _request(
-        self, ask: TurnRequest, request_id: str, prompt: Sequence[Sequence[int]] | None = None
+        self, request: TurnRequest, request_id: str, prompt: Sequence[Sequence[int]] | None = None
     ) -> records.NewTurn:
         return records.NewTurn(
             request_id,
-            stored_messages(ask.messages, prompt or [[] for _ in ask.messages], ask.metadata),
-            ask.sampling_given,
-            ask.options.sampling.seed or self._random_bits(63) + 1,
-            ask.expected_revision,
-            pending=ask.pending,
-            history_digest=ask.history_digest,
+            stored_messages(
+                request.messages, prompt or [[] for _ in request.messages], request.metadata
+            ),
+            request.sampling_given,
+            request.options.sampling.seed or self._random_bits(63) + 1,
+            request.expected_revision,
+            pending=request.pending,
+            history_digest=request.history_digest,
         )
 
     def _known(self, turn: records.StoredTurn) -> KnownTurn:

@@ -56,7 +56,7 @@ class BegunTurn:
     """A turn that the store holds as `running`: what the engine and its readers need of it."""
 
     turn: records.StoredTurn
-    ask: TurnRequest
+    request: TurnRequest
     submit: SubmitTurn  # without the number that the engine will know it by
     first_revision: int  # of the conversation before it
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
@@ -110,7 +110,7 @@ class LiveTurn:
     texts: list[str] = field(default_factory=list)  # that each token released
     parts: list[Part] = field(default_factory=list)  # that each token belongs to
     logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
-    ask: TurnRequest | None = None  # that began it here; None of one that was completed before
+    request: TurnRequest | None = None  # that began it here; None of one that was completed before
     arrived_at: float = 0.0  # when its request was admitted, by the loop's clock
     begun_at: float = 0.0  # when the store had it
     admitted: bool = False  # the engine has room for it; before that it waits

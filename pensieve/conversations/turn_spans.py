@@ -61,8 +61,8 @@ def span_of(live: LiveTurn, model: str, now: float, wall_now: float) -> TurnSpan
         "gen_ai.response.id": str(live.turn_id),
         "gen_ai.usage.output_tokens": live.num_tokens,
     }
-    if live.ask is not None:
-        sampling = live.ask.options.sampling
+    if live.request is not None:
+        sampling = live.request.options.sampling
         attributes |= {
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
@@ -95,6 +95,6 @@ def span_of(live: LiveTurn, model: str, now: float, wall_now: float) -> TurnSpan
         wall_ns(now),
         attributes,
         tuple(events),
-        live.ask.traceparent if live.ask is not None else "",
+        live.request.traceparent if live.request is not None else "",
         failure,
     )

@@ -174,12 +174,12 @@ class Turns:
             lambda live: live.conversation_id == conversation_id and live.tenant == tenant
         )
 
-    def of_request(self, ask: TurnRequest) -> LiveTurn | None:
+    def of_request(self, request: TurnRequest) -> LiveTurn | None:
         """The turn that this request began and that still takes readers."""
-        live = self._of_request.get((ask.tenant, ask.conversation_id, ask.request_id))
-        if live is None or live.ask is None or live.phase is TurnPhase.INTERRUPTING:
+        live = self._of_request.get((request.tenant, request.conversation_id, request.request_id))
+        if live is None or live.request is None or live.phase is TurnPhase.INTERRUPTING:
             return None
-        return live if ask.says_the_same_as(live.ask) else None
+        return live if request.says_the_same_as(live.request) else None
 
     def of_request_id(self, tenant: str, conversation_id: str, request_id: str) -> LiveTurn | None:
         """The turn that a request began, whatever it said and however far the turn is."""
@@ -231,7 +231,7 @@ class Turns:
             turn.conversation_id,
             submit.history_tokens,
             len(submit.tokens) // TOKEN_BYTES,
-            ask=begun.ask,
+            request=begun.request,
             begun_at=now,
             tenant=turn.tenant,
             weight=weight,
@@ -354,7 +354,7 @@ class Turns:
             FinishReason.CANCELLED if live.cancelled else ended.finish,
             dict(live.figures),
             is_cut=live.cancelled and (ended.finish is not FinishReason.STOP or not has_all),
-            chain=None if live.ask is None else live.ask.chain,
+            chain=None if live.request is None else live.request.chain,
             attempt=live.attempt,
         )
         return TurnEnding(live, reply)
@@ -389,9 +389,9 @@ class Turns:
             self._num_of_tenant[live.tenant] -= 1
         self._waiting.pop(live.number, None)
         self._begun.pop(live.number, None)
-        request = (live.tenant, live.conversation_id, live.request_id)
-        if self._of_request.get(request) is live:  # not one of a conversation that was made anew
-            del self._of_request[request]
+        key = (live.tenant, live.conversation_id, live.request_id)
+        if self._of_request.get(key) is live:  # not one of a conversation that was made anew
+            del self._of_request[key]
         live.move_to(TurnPhase.ENDED)
         live.finish = finish
 

@@ -39,7 +39,7 @@ def live_turn(
     ask = TurnRequest("c", (Message("user", "?"),), TurnOptions(priority=priority), tenant, "r")
     return LiveTurn(
         *(1, "c", 0, 5),
-        ask=ask,
+        request=ask,
         tenant=tenant,
         number=next(NUMBERS),
         admitted=begun,
@@ -136,9 +136,9 @@ def test_who_is_about_to_begin_counts_by_what_characters_made_lately() -> None:
     ask = TurnRequest("d", (Message("user", "x" * 400),), TurnOptions(priority=3), "b", "r")
     prompts.cost = IterationCost(0.01, 0.0, 0.0, 0.0, 0.5)
     assert prompts.arriving(ask, 2.0) == WaitingTurn("b", 2.0, 3, 0.0), "nothing is known"
-    assert live.ask is not None
+    assert live.request is not None
     for num_tokens in (30, 10):
-        live.prompt_tokens = num_tokens * live.ask.num_characters
+        live.prompt_tokens = num_tokens * live.request.num_characters
         prompts.submitted(live)
     expected = (30 * 7 / 8 + 10) / (7 / 8 + 1)  # the latest counts most
     seconds = prompts.arriving(ask, 2.0).prompt_seconds

@@ -90,7 +90,7 @@ def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]
     return messages
 
 
-def ask(
+def turn_request(
     request: pb.SendMessageRequest,
     tenant: str,
     defaults: Sampling,

@@ -251,7 +251,9 @@ class Binder:
         if found is None:
             return None
         num_known = max(len(one.chat.messages) - found.num_messages, 0)
-        live = await self._daemon.begin(one.ask(found.conversation_id, num_known), seconds_left)
+        live = await self._daemon.begin(
+            one.turn_request(found.conversation_id, num_known), seconds_left
+        )
         return BoundTurn(live, found.conversation_id, BindingKind.KNOWN, num_known)
 
     async def _match(self, past: HistoryDigests, tenant: str) -> ChainMatch | None:
@@ -272,8 +274,8 @@ class Binder:
         self, one: _Choice, match: ChainMatch, seconds_left: float | None
     ) -> BoundTurn:
         num_known = one.past.lengths[match.digest]
-        ask = one.ask(match.conversation_id, num_known, match.present_revision)
-        live = await self._daemon.begin(ask, seconds_left)
+        request = one.turn_request(match.conversation_id, num_known, match.present_revision)
+        live = await self._daemon.begin(request, seconds_left)
         return BoundTurn(live, match.conversation_id, BindingKind.APPENDED, num_known)
 
     async def _fork(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> BoundTurn:
@@ -281,35 +283,35 @@ class Binder:
         conversations = self._daemon.writable_by(tenant)
         source = match.conversation_id, new_id, match.revision
         num_known = one.past.lengths[match.digest]
-        ask = one.ask(new_id, num_known, match.revision)
+        request = one.turn_request(new_id, num_known, match.revision)
         with self.reserved(tenant, new_id):
             # If it exists already, the same request was interrupted before, and begins again.
             with contextlib.suppress(*([AlreadyExists] if one.request_id else [])):
                 await conversations.fork(*source, metadata=one.chat.metadata, tenant=tenant)
-            live = await self._in_made(ask, match.revision, seconds_left)
+            live = await self._in_made(request, match.revision, seconds_left)
         return BoundTurn(live, new_id, BindingKind.FORKED, num_known)
 
     async def _new(self, one: _Choice, seconds_left: float | None) -> BoundTurn:
-        ask = one.opening()
+        request = one.opening()
         try:
-            live = await self._in_made(ask, 0, seconds_left)
+            live = await self._in_made(request, 0, seconds_left)
         except PrefixTaken:  # the tenant has named a prefix like that, with other content
-            assert ask.settings is not None
-            ask = replace(ask, settings=replace(ask.settings, prefix_id=""))
-            live = await self._in_made(ask, 0, seconds_left)
+            assert request.settings is not None
+            request = replace(request, settings=replace(request.settings, prefix_id=""))
+            live = await self._in_made(request, 0, seconds_left)
         return BoundTurn(live, one.conversation_id, BindingKind.NEW, 0)
 
     # -- conversations that are made for a turn --
 
     async def _in_made(
-        self, ask: TurnRequest, revision: int, seconds_left: float | None
+        self, request: TurnRequest, revision: int, seconds_left: float | None
     ) -> LiveTurn:
-        name = ask.tenant, ask.conversation_id
+        name = request.tenant, request.conversation_id
         if not self._unused:
             self._daemon.events.ended.subscribe(self._turn_ended)
         self._unused[name] = revision
         try:
-            live = await self._daemon.begin(ask, seconds_left)
+            live = await self._daemon.begin(request, seconds_left)
         except BaseException:
             self._used(*name)
             await self._discard(*name, revision)
@@ -354,7 +356,7 @@ class _Choice:
         own = _digest("conversation", *of_request) if chat.request_id else drawn
         self.conversation_id = f"chat-{own}"
 
-    def ask(
+    def turn_request(
         self, conversation_id: str, num_known: int, expected_revision: int | None = None
     ) -> TurnRequest:
         """The messages behind the first `num_known`, as a turn of this conversation."""
@@ -386,8 +388,10 @@ class _Choice:
             prefix_id(system_prompt, chat.tools),
             chat.tenant,
         )
-        ask = self.ask(self.conversation_id, int(has_prompt))
-        return replace(ask, create_if_missing=True, settings=settings, shared_prompt=self.shared)
+        request = self.turn_request(self.conversation_id, int(has_prompt))
+        return replace(
+            request, create_if_missing=True, settings=settings, shared_prompt=self.shared
+        )
 
     def _options(self) -> TurnOptions:
         """A seed that is given is the first choice's; the others follow from it."""

@@ -266,7 +266,7 @@ def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: B
     ]
     assert len({each.conversation_id for each in bounds}) == 3
     assert {each.num_known_messages for each in bounds} == {2}
-    seeds = [each.live.ask.options.sampling.seed for each in bounds if each.live.ask]
+    seeds = [each.live.request.options.sampling.seed for each in bounds if each.live.request]
     assert seeds[0] == 7
     assert len({*seeds}) == 3
     last = Message("assistant", bounds[2].live.text)
