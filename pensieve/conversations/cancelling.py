@@ -1,14 +1,14 @@
-"""A client ends a turn, says how much of its reply stays, and hears how much did.
+"""End a turn for its client, and tell the client how the turn ended.
 
-    keep_tokens      what stays of the turn
+    keep_tokens      what is kept of the reply
     not given        all that the readers were sent until now
-    n > 0            the first n tokens of the reply: what the client has taken
-    0                nothing; the same request_id would begin it again
+    n > 0            the first n tokens: those that the client has received
+    0                nothing; the same request_id would begin the turn again
 
-The answer comes when the turn has ended in the store.  A turn whose end was on its way to the store ends as
-it was going to, and the answer says how.  A client may name the request instead of the turn; one that is
-about to begin is waited for.  Repeating a cancel does no harm: a turn that has ended is looked up in the
-store.
+The answer comes when the store has the end of the turn. If the end was already on its way to the store, the
+turn ends as planned, and the answer says how. A client may name the request instead of the turn; a request
+that is about to begin its turn is waited for. Repeating a cancel is harmless: the store knows how a turn
+ended.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""What clients do with conversations, step by step between the loop and the store thread; on the loop.
+"""Run conversations' operations, step by step between the event loop and the store thread.
 
-A coroutine here sends a job to the store thread (history.py), and acts on its result before it waits for
-anything else.  So the loop acts in the order of the store's jobs (threads.py).  Where that matters:
+A coroutine here sends a job to the store thread (history.py) and acts on the result before it waits for
+anything else. So the loop acts in the order of the store's jobs (threads.py). This order matters:
 
-* **A turn begins** in the store; then it is live, and its Submit is put.  Should that fail, another job
-  interrupts it.  A second request with the same request_id finds the turn `running` and live; if it is not
-  live any more, it ended meanwhile, and the request is drafted again.
-* **A turn ends** in the store; then `finish` is set and its readers are woken.
-* **A deletion** interrupts the running turn and deletes in one job.  Then the live turn is ended and
-  DeleteConversation is put, before the Submit of any later turn in a conversation of the same id.  If the
-  turn's own end is on its way to the store, that job finds the turn gone.  DeleteConversation is never
-  refused.
-* **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  Lost,
-  it does no harm: a turn says how long its log is, and the engine asks for what it lacks.
-* **Events** with a number that is not live are ignored: of warms, and of attempts that were given up.
+* **A turn begins** in the store. Then it is live, and its SubmitTurn goes to the engine. If the engine does
+  not take it, another job interrupts the turn. A retry with the same request_id finds the turn `running` and
+  live. If the turn is no longer live, it ended meanwhile, and the request is drafted again.
+* **A turn ends** in the store. Then `finish` is set and its readers wake.
+* **A deletion** interrupts the running turn and deletes, in one job. Then the live turn ends, and
+  DeleteConversation goes to the engine before the SubmitTurn of any later turn with the same conversation id.
+  If the end of the turn is on its way to the store, its job finds the turn gone. The engine's client never
+  refuses a DeleteConversation.
+* **A fork or a rewind** goes to the engine after its job, and before the SubmitTurn of any turn that begins
+  after it. If the message is lost, nothing breaks: a turn says how long its log is, and the engine asks for
+  the tokens that it lacks.
+* **Events** whose number is not live are ignored: they are of warms, or of attempts that were given up.
 """
 
 from __future__ import annotations

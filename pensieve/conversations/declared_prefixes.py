@@ -1,10 +1,9 @@
-"""Declared prefixes, those that are kept warm, and warms of any conversation; on the loop.
+"""Create declared prefixes, keep some of them warm, and warm any conversation. Belongs to the event loop.
 
-A prefix is tokenized in the text pool and then stored; from then on conversations may begin under it.  Its KV
-is computed by the first of them, and stays as long as the engine keeps it.  A prefix to be *kept warm* is
-warmed by the daemon: when it is declared, when an engine has started, and every `keep_warm_seconds`.  Such a
-warm waits behind turns like any other, its tenant pays for what it computes, and a tenant in debt is passed
-over.
+A prefix is tokenized in the text pool and stored. From then on conversations may begin under it. The first of
+them computes its KV, which stays as long as the engine keeps it. The daemon warms a prefix with `keep_warm`
+when the prefix is declared, when an engine has started, and at intervals. Such a warm waits behind turns like
+any other. Its tenant pays for the tokens computed, and a tenant in debt is skipped.
 """
 
 from __future__ import annotations

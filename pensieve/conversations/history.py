@@ -1,18 +1,18 @@
-"""The store thread's part of every request: drafts, begins and ends turns in transactions on the history.
+"""Draft, begin and end turns in transactions on the history: the store thread's part of every request.
 
-It knows neither live turns nor the pipe to the engine.  What the engine must hear of an action follows from
-the value that the action returns; the loop puts it.  A turn, in order:
+`History` knows neither live turns nor the pipe to the engine. Its results say what the engine must hear, and
+the event loop puts those messages. A turn, in order:
 
-1. `draft` reads the end of the log; the messages are tokenized from that (`Draft.prompt`, in any thread).
-   `begin` checks that they fit and commits the turn as `running`; whatever can fail comes before that commit.
-   `start` does both at once where there is little to tokenize.
-2. `finish` appends the tokens of user and reply to the log in ONE transaction.  `fail` and `interrupt` leave
-   the history as it was.
-3. A request_id that came before is `KnownTurn`: the turn runs, or its reply comes from the store.
+1. `draft` reads the end of the log, and `Draft.prompt` tokenizes the new messages, in any thread. `begin`
+   checks that they fit and commits the turn as `running`. Whatever can fail comes before that commit. `start`
+   does all of this at once if there is little to tokenize.
+2. `finish` appends the tokens of user and reply to the log in ONE transaction. `fail` and `interrupt` leave
+   the history unchanged.
+3. A request_id that the store knows gives a `KnownTurn`: the turn runs, or the store has its reply.
 
-The engine may hold KV for tokens that never reached the log.  That does no harm: a turn says how long its log
-is, and the engine cuts behind it.  What it holds before that is the log's own, because it hears of rewinds
-and deletions in the order in which the store made them; what it lacks, it asks for.
+The engine may hold KV for tokens that never reached the log. That is harmless: a turn says how long its log
+is, and the engine drops the KV after that. KV before that position always matches the log, because the engine
+hears of rewinds and deletions in the order of the store. The engine asks for tokens that it lacks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A turn while it runs, and the values that store thread and loop exchange about it.
+"""A turn while it runs, and the values about it that store thread and event loop exchange.
 
-    store thread                         loop
-    Begun    committed as `running`  ──>  LiveTurn, followed by its readers
-    Known    its request_id came before ─>  attach to the LiveTurn, or replay the stored reply
-    Committed  <── Reply             ───  the engine has ended it
+    store thread                                    event loop
+    BegunTurn       committed as `running`    ──>   LiveTurn, followed by its readers
+    KnownTurn       known by its request_id   ──>   attach to the LiveTurn, or replay the stored reply
+    CommittedReply  <── TurnReply             ───   the engine has ended the turn
 
-An unstored turn (unstored.py) begins and ends in the loop alone.  All but `LiveTurn` are frozen.
+An unstored turn (unstored.py) begins and ends in the event loop alone. All values but `LiveTurn` are frozen.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
-"""The loop, the store thread and the text pool, and in which order they exchange values.
+"""The event loop, the store thread and the text pool, and the order in which they exchange values.
 
-    the loop           live turns, their readers, the pipe to the engine
-    the store thread   the history, one job at a time
-    the read thread    what clients read of the history, on a connection of its own
-    the text pool      tokenizing long drafts; touches nothing shared
+    event loop     live turns, their readers, the pipe to the engine
+    store thread   the history, one job at a time
+    read thread    what clients read of the history, on a connection of its own
+    text pool      tokenizing long drafts; touches nothing shared
 
-Each owns its state.  The loop sends a function with values as arguments to a thread, and gets a value back.
+Each of them owns its state. The loop sends a function with values as arguments and gets a value back.
 
-**Order.**  A tenant's jobs of the store thread run in the order of their `in_store` calls (the tenants by
-turns, `FairPool`), and the coroutines that wait for them resume in that order.  So a coroutine that
-acts on a result before it waits for anything else acts in the order of the store.
+**Order.** A tenant's jobs in the store thread run in the order of their `in_store` calls; tenants take turns
+(`FairPool`). The coroutines that wait for the jobs resume in the same order. So a coroutine that acts on a
+result before it waits for anything else acts in the order of the store.
 
-**Sequences.**  Steps that must follow a job, even if the call that wanted it is gone, run in a task of their
-own (`whole`).
+**Sequences.** Steps that must follow a job, even if the caller is gone, run in a task of their own (`whole`).
 
-**Failures.**  An unforeseen exception of a background task goes to `on_failure`, since something may wait for
-what the task ought to have done.
+**Failures.** An unforeseen exception in a background task goes to `on_failure`, because something may be
+waiting for the task.
 
-Jobs that read all of a history run `aside`, in a thread that ends with the process.
+Jobs that read a whole history run `aside`, in a thread that ends with the process.
 """
 
 from __future__ import annotations

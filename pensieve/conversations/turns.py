@@ -1,21 +1,20 @@
-"""The live turns, each from its beginning to an end that is committed; the loop owns them.
+"""Keep the live turns, each from its beginning to an end that is committed. Belongs to the event loop.
 
                   take, cancel
                    ┌────┐
     begin ──> RUNNING <─┘──end (the engine's)──> COMMITTING ──finish──> ENDED
                  └──────interrupt─────────────> INTERRUPTING ──fail──┘
 
-A `Turns` is plain and synchronous, and calls neither the store nor the engine: it returns the messages for
-the engine and the `TurnReply` to commit.  What holds:
+`Turns` is plain and synchronous. It calls neither the store nor the engine, and returns the messages for the
+engine and the `TurnReply` to commit. Invariants:
 
 * A turn is here from the moment that the loop hears of its `running` row until its end is in the store and
-  its readers can see it: `finish` is set last.
-* In COMMITTING and INTERRUPTING the end is on the way to the store; a cancel, a deletion, the end of the
-  engine or of a reader's grace changes nothing.
-* After `cancel` no further token is taken, and the log ends at the last one that was, or sooner (`kept`).
-* Each attempt of a turn has another number, so an event of one that was given up finds nothing.
-* A warm is no live turn, but counts for its tenant from `begin_warm` until the engine has ended it, or is
-  gone.
+  its readers can see it. `finish` is set last.
+* In COMMITTING and INTERRUPTING the end is on its way to the store. A cancel, a deletion, the death of the
+  engine and the end of a grace period change nothing then.
+* After `cancel` no further token is taken. The log ends at the last token taken, or sooner (`kept`).
+* Each attempt of a turn has a number of its own, so events of an attempt that was given up find no turn.
+* A warm is not a live turn. It counts for its tenant from `begin_warm` until the engine has ended it or died.
 """
 
 from __future__ import annotations

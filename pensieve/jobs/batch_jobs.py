@@ -1,19 +1,20 @@
-"""The batch jobs of a daemon: received, checked, run one after another, and answered; on the loop.
+"""Receive batch jobs, check them, run them and answer about them. Belongs to the event loop.
 
-    the loop            which job is at work, its run in the engine, who watches
-    the jobs' thread    the store of jobs (jobs/job_store.py), one call at a time
-    the text pool       reading and tokenizing lines, writing answers
+    event loop      which job is at work, its run in the engine, who watches
+    jobs thread     the store of jobs (job_store.py), one call at a time
+    text pool       reading and tokenizing lines, writing answers
 
-At most two *activities* go on: one checks the lines of a job that is `checking`, one runs a job that is
-`running` or `waiting`.  Tenants take turns, and a tenant's jobs run in the order of their creation.  A job
-that is paused, or cannot go on for now (its file is locked, its tenant owes tokens), lets the next one pass.
+At most two *activities* go on at a time: one checks the lines of a job in state `checking`, one runs a job in
+state `running` or `waiting`. Tenants take turns, and a tenant's jobs run in the order of their creation. The
+next job passes one that is paused, or that cannot continue for now because its file is locked or its tenant
+owes tokens.
 
-What is on the disk is the truth.  An activity begins with the pending lines of its job; if it ends early
-(pause, cancel, deletion, the end of the daemon), whatever had no result is pending still.  An operation on a
-job first *holds* it: its activity is told to end, and none begins until the operation is done.
+The store is the truth. An activity begins with the pending lines of its job. If it ends early (pause, cancel,
+deletion, the end of the daemon), the lines without a result are still pending. An operation on a job first
+*holds* the job: its activity is told to end, and no other begins until the operation is done.
 
-A job's turns are background turns: the scheduler gives them what interactive turns leave free
-(core/background_room.py), and the job plans for `pages_share` of the device tier.
+A job's turns are background turns: the scheduler gives them what interactive turns leave free. The job plans
+for `pages_share` of the device tier.
 """
 
 from __future__ import annotations

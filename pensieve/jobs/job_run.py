@@ -1,13 +1,13 @@
-"""Lines of a job in one engine process, from their tokens to what the engine answers; on the loop.
+"""Run lines of a job in one engine process, from tokens to the engine's answers. Belongs to the event loop.
 
-    go      puts what the engine has to hear; after each frame of its events, and when that is allowed again
-    engine_events    a frame of the engine's events; a line whose choices have all ended is `ready`
-    over    all are ready, the engine is lost, or somebody stopped it: `changed` is set, and nothing follows
+    go               put what the engine has to hear: after each frame of its events, and when lines may go on
+    engine_events    take a frame of the engine's events; a line whose choices have all ended is `ready`
+    over             all lines are ready, the engine is lost, or the run was stopped: `changed` is set
 
 Each choice of a line is a request of a `BatchRun` (engine/batch_run.py), so choices share their whole prompt.
 
-Whoever was in the engine when it died may have killed it.  `begun` names the lines that it had begun, so that
-they can be tried again alone (batch_jobs.py).
+Any line that was in the engine when it died may have killed it. `begun` names those lines, so that they can
+be retried alone (worker.py).
 """
 
 from __future__ import annotations

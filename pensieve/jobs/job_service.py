@@ -1,7 +1,7 @@
-"""The methods of gRPC's JobService: each translates, calls the jobs of the daemon, and translates.
+"""The gRPC JobService: each method translates, calls the jobs of the daemon, and translates back.
 
-A caller has the jobs of its own tenant.  An operator may name another one's, by the same methods, which the
-audit log then has.  Those who watch are few, and a reader that takes nothing for `stall_seconds` is dropped.
+A caller sees the jobs of its own tenant. An operator may name another tenant; the audit log records such
+calls. Only a few clients may watch at a time, and a reader that takes nothing for `stall_seconds` is dropped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What goes between the jobs of a daemon and their clients.
+"""The values that the jobs of a daemon exchange with their clients.
 
-A job of another tenant does not exist: NotFound.  WrongJobState: this cannot be done with the job as it is.
+A job of another tenant does not exist: NotFound. WrongJobState: the job's state does not allow the operation.
 """
 
 from __future__ import annotations

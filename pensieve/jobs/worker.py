@@ -1,16 +1,17 @@
-"""Checks the lines of a job, and runs it: activities that go on until they have ended or are told to stop.
+"""Check the lines of a job and run it, in activities that end with the job or when they are told to stop.
 
 **Checking** looks at each line before anything is computed.
 
-**Running** gives the pending lines to the engine (job_run.py).  When that dies, the next run begins when it
-is back.  Lines that it had begun are tried again alone, and a line with which the engine died DEATHS_MAX
-times alone is refused.  So a request that kills the engine costs a few restarts, and an engine that is killed
-from outside costs nobody an answer.
+**Running** gives the pending lines to the engine (job_run.py). If the engine dies, the next run begins when
+the engine is back. Lines that the engine had begun are retried alone. A line with which the engine died alone
+DEATHS_MAX times is refused. So a request that kills the engine costs a few restarts, and an engine that is
+killed from outside costs no answer.
 
-**A tenant in debt** (limits.py) has nothing more submitted.  Once nothing of the job is in the engine, its
-activity ends, and another tenant's job may run.  It goes on when half of what can be saved up is.
+**A tenant in debt** (guard/limits.py) gets nothing more submitted. Once the engine has nothing of the job,
+its activity ends, and another tenant's job may run. The job continues when half of the possible savings are
+there.
 
-**A full disk.**  Nothing more is submitted until what was answered is written; the job's `problem` says so.
+**A full disk.** Nothing more is submitted until the answers are written. The job's `problem` says so.
 """
 
 from __future__ import annotations
