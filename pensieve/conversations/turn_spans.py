@@ -9,10 +9,10 @@ OpenTelemetry's for generative AI, which are still being changed, and our own be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from pensieve.conversations.daemon_config import Sources
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import FinishReason
 
@@ -39,9 +39,10 @@ class TurnSpans:
         self,
         model: str,
         export: Callable[[TurnSpan], None],
-        wall_clock: Callable[[], float] = time.time,
+        sources: Sources | None = None,
     ) -> None:
-        self._model, self._export, self._wall_clock = model, export, wall_clock
+        self._model, self._export = model, export
+        self._wall_clock = (sources or Sources()).wall_clock
 
     def turn_ended(self, live: LiveTurn, now: float) -> None:
         self._export(span_of(live, self._model, now, self._wall_clock()))
