@@ -173,6 +173,10 @@ class Admission:
     def charge(self, tenant: str, num_tokens: int, now: float) -> None:
         self.allowances.of(tenant, now).spend(num_tokens, now)
 
+    def engine_started(self, cost: IterationCost | None) -> None:
+        """`cost`: what its iterations take; None if that is not known."""
+        self.prompts.cost = cost
+
     def engine_lost(self) -> None:
         """The next one may be faster."""
         self._seconds_per_admission = 0.0

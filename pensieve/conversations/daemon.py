@@ -1,14 +1,14 @@
 """The service process between its sockets and the engine process: how it starts, serves and ends.
 
-    start    the engine process loads the model; then turns may come
-    serve    calls go to `Conversations` (what clients do) and to the engine (what operators ask)
-    down     the engine died: its turns fail, and another process is started in its place; what kills one
-             after the other is not tried for ever (`turns.Suspects`)
-    drain    no new turns; the running ones end, or are interrupted
-    close    the engine, then the sequences that calls began, then the backup, then the history
+    start    the engine process loads the model; then turns may begin
+    serve    clients' calls go to `Conversations`, operators' queries to the engine
+    down     the engine died: its turns fail, and another process starts. A turn that kills one engine after
+             another is not retried for ever (`turns.Suspects`)
+    drain    no new turns; running turns end or are interrupted
+    close    the engine, then sequences that calls began, then the backup, then the history
 
-Admission is decided before anything of a turn is read or written (admission.py).  A `Daemon` belongs to
-the loop; what runs elsewhere is said in threads.py.
+Admission is decided before anything of a turn is read or written (admission.py). Other parts of the process
+subscribe to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pensieve.conversations.housekeeping import (
 )
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
-from pensieve.conversations.owning import Ownership, SharedThreads
+from pensieve.conversations.ownership import Ownership, SharedThreads
 from pensieve.conversations.readers import ids_of
 from pensieve.conversations.threads import Threads, aside
 from pensieve.conversations.turn_events import TurnEvents
@@ -348,7 +348,7 @@ class Daemon:
     def _on_up(self) -> None:
         ready = self.engine.ready
         assert ready is not None
-        self.admission.prompts.cost = ready.cost
+        self.admission.engine_started(ready.cost)
         self.conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.conversations.prefixes.warm_soon()

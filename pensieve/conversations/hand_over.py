@@ -1,26 +1,26 @@
-"""Hands the KV of a conversation over from the daemon that had it to the one that has it now.
+"""Transfer the KV of a conversation from the daemon that had it to its new owner.
 
     the old owner                                        the new owner
-    KvSource.parts                                   HandOver.pull, before the turn's SubmitTurn
+    KvSource.parts                                   KvReceiver.pull, before the turn's SubmitTurn
       engine: ExportKv ─> KvExported ─ header ─>       the same identity?
                                      ─ parts ─>        the same tokens? ─> engine: ImportKv ─> Answer
 
-`pull` brings what KV the old owner still has, if that is sooner than computing it (transfer_times.py).  It is
-an attempt: it raises nothing, and the turn computes what is missing.
+`pull` brings the KV that the old owner still has, if a transfer is faster than computing (transfer_times.py).
+It is best effort: it raises nothing, and the turn computes what is missing.
 
-**Nothing wrong is adopted.**  Both sides name what has computed their KV and how it is written
-(launch/kv_identity.py, and the fingerprint of model, tokenizer and template); any difference is refused.
-Each part has a digest of its tokens, compared with our own log, and a CRC for each chunk, which the engine
-compares. The log is read after the engine was told of the import, so whatever changes the conversation later
+**Wrong KV is never adopted.** Both sides name what has computed their KV and how it is stored
+(launch/kv_identity.py, and the fingerprint of model, tokenizer and template). Any difference is refused. Each
+part has a digest of its tokens, which is compared with our own log, and a CRC for each chunk, which the
+engine checks. The log is read after the engine was told of the import, so a later change of the conversation
 ends the import in the engine (engine/hand_over.py).
 
-**Nobody waits longer than for computing it.**  The prediction of that is the deadline of the whole pull; a
-part that is on its way to the engine then is adopted still.
+**No turn waits longer than computing would take.** That prediction is the deadline of the whole pull. A part
+that is on its way to the engine by then is still adopted.
 
-**Bounds.**  A part has PART_BYTES, or one chunk.  The source exports for EXPORTS_MAX daemons at once, two
-parts of each; the receiver has two parts between network and engine.
+**Bounds.** A part has PART_BYTES, or one chunk. The source exports for EXPORTS_MAX daemons at once, two parts
+of each. The receiver has two parts between network and engine.
 
-Both belong to the loop.
+Both classes belong to the event loop.
 """
 
 from __future__ import annotations

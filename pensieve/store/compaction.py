@@ -1,23 +1,23 @@
-"""Gives the space of wiped bodies back, in steps that each take the store thread a few milliseconds.
+"""Return the space of wiped bodies to the disk, in steps that each take the store thread a few milliseconds.
 
     rest ──wasteful──> fence ──> move ──> remove ──> trim ──> rest
        └────────────mostly free pages────────────────^
 
-A step is one transaction, and between two of them the history is as usable and as verifiable as ever.
+A step is one transaction. Between two steps the history is fully usable and verifiable.
 
-    fence    append rows that each fill a leaf of their own; a pass cleans what lies before them
-    move     copy what is not wiped to the end of the table, where no existing cell moves, let its holder
-             refer to the copy, and wipe it where it was; at the end all rows before the fence are wiped
-    remove   delete these rows from the front on.  SQLite then balances the first leaf with the two next to
-             it, and so copies cells between pages, but they are cells of wiped rows, or of the fence
-    trim     move the last pages of the file into free ones, and shorten it
+    fence    append rows that each fill a leaf of their own; a pass cleans everything before them
+    move     copy live rows to the end of the table, where no existing cell moves, let their holders refer to
+             the copies, and wipe the originals; at the end all rows before the fence are wiped
+    remove   delete these rows from the front on. SQLite then balances the first leaf with the two next to it,
+             and so copies cells between pages, but only cells of wiped rows or of the fence
+    trim     move the last pages of the file into free ones, and shorten the file
 
-Nothing of this is remembered by the database: after a crash a pass begins anew if the file is still wasteful,
-and a statement that failed is tried again by the next step.  A pass copies what is alive, which is less than
-what it frees.  The fence of a pass is removed by the next one.
+The database remembers nothing of this. After a crash a pass begins anew if the file is still wasteful. The
+next step retries a statement that failed. A pass copies the live rows, which are less than what it frees. The
+next pass removes the fence.
 
-Trimming needs a database made with auto_vacuum=INCREMENTAL.  In an older one free pages are used again, but
-the file keeps its length.
+Trimming needs a database made with auto_vacuum=INCREMENTAL. An older database reuses free pages, but its file
+keeps its length.
 """
 
 from __future__ import annotations
