@@ -36,10 +36,10 @@ from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.housekeeping import erased
 from pensieve.conversations.live_turn import (
-    BegunTurn,
     CommittedReply,
     KnownTurn,
     LiveTurn,
+    StartedTurn,
     TurnPhase,
     TurnReply,
     cache_key,
@@ -346,7 +346,7 @@ class Conversations:
                     raise
                 continue  # another turn or rewind came between; look again
             live = self.turns.of_turn(found.turn.turn_id)
-            if isinstance(found, BegunTurn):
+            if isinstance(found, StartedTurn):
                 if (
                     live is None or live.attempt != found.turn.attempts
                 ):  # else known; its answer was lost
@@ -359,7 +359,7 @@ class Conversations:
             if num_drafts == DRAFTS_MAX:
                 raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
 
-    async def _in_store(self, request: TurnRequest) -> BegunTurn | KnownTurn:
+    async def _in_store(self, request: TurnRequest) -> StartedTurn | KnownTurn:
         """One hop where there is little to tokenize; else that is done between two."""
         history, threads = self._history, self._threads
         while True:
@@ -378,7 +378,7 @@ class Conversations:
             self.tokenizing.charge(request.tenant, sum(map(len, prompt)))
             raise
 
-    async def _submit(self, begun: BegunTurn, arrived_at: float) -> LiveTurn:
+    async def _submit(self, begun: StartedTurn, arrived_at: float) -> LiveTurn:
         now = self._threads.loop.time()
         weight = self._admission.weight_of(begun.turn.tenant, now)
         live, submit = self.turns.begin(begun, now, weight)

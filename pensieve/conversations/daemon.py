@@ -36,7 +36,7 @@ from pensieve.conversations.housekeeping import (
 )
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
-from pensieve.conversations.ownership import Ownership, SharedThreads
+from pensieve.conversations.ownership import SharedThreads, StaleConversations
 from pensieve.conversations.readers import ids_of
 from pensieve.conversations.threads import Threads, aside
 from pensieve.conversations.turn_events import TurnEvents
@@ -149,7 +149,7 @@ class Daemon:
             self._sources,
         )
         if isinstance(store, RemoteStore):
-            Ownership(store, history, of, self.threads, self.engine)
+            StaleConversations(store, history, of, self.threads, self.engine)
         if self.config.keep_warm_seconds:
             of.prefixes.keep_warm(
                 self.config.keep_warm_seconds, lambda: self.draining or bool(self.damage.problems)

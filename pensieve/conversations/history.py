@@ -42,9 +42,9 @@ from pensieve.conversations.heads import (
     check_length,
 )
 from pensieve.conversations.live_turn import (
-    BegunTurn,
     CommittedReply,
     KnownTurn,
+    StartedTurn,
     TurnReply,
     cache_key,
     names_of,
@@ -284,7 +284,7 @@ class History:
 
     def start(
         self, request: TurnRequest, short_characters: int
-    ) -> BegunTurn | KnownTurn | Draft | OutdatedTokens:
+    ) -> StartedTurn | KnownTurn | Draft | OutdatedTokens:
         """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
         drafted = self.draft(request)
         if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
@@ -349,7 +349,7 @@ class History:
             f"its {len(tokens)} messages were tokenized again"
         )
 
-    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> BegunTurn | KnownTurn:
+    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> StartedTurn | KnownTurn:
         """Commit the turn as `running`; StaleRevision if the conversation has moved on meanwhile."""
         request, conversation = draft.request, draft.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
@@ -393,7 +393,7 @@ class History:
         is_tokenized_again = key in self._tokenized_again
         self._tokenized_again.discard(key)
         sampling = replace(request.options.sampling, seed=begun.turn.seed)
-        return BegunTurn(
+        return StartedTurn(
             begun.turn,
             request,
             SubmitTurn(
@@ -493,7 +493,7 @@ class History:
         )
 
     def _known(self, turn: records.StoredTurn) -> KnownTurn:
-        if turn.state is records.TurnState.RUNNING:
+        if turn.state is records.StoredTurnState.RUNNING:
             return KnownTurn(turn, None)
         reply = self._store.turn_messages(turn.turn_id).reply
         assert reply is not None

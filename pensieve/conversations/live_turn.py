@@ -52,7 +52,7 @@ LEGAL_TRANSITIONS: Mapping[TurnPhase, frozenset[TurnPhase]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class BegunTurn:
+class StartedTurn:
     """A turn that the store holds as `running`: what the engine and its readers need of it."""
 
     turn: records.StoredTurn

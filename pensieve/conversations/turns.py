@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import (
-    BegunTurn,
     CommittedReply,
     LiveTurn,
     RecomputeReason,
+    StartedTurn,
     TurnPhase,
     TurnReply,
     names_of,
@@ -218,7 +218,7 @@ class Turns:
         return warm.tenant
 
     def begin(
-        self, begun: BegunTurn, now: float, weight: float = 1.0
+        self, begun: StartedTurn, now: float, weight: float = 1.0
     ) -> tuple[LiveTurn, SubmitTurn]:
         """The live turn, and what submits it to the engine, with its tenant's weight."""
         turn = begun.turn
@@ -394,7 +394,7 @@ class Turns:
         live.move_to(TurnPhase.ENDED)
         live.finish = finish
 
-    def _recompute_reason(self, begun: BegunTurn) -> RecomputeReason:
+    def _recompute_reason(self, begun: StartedTurn) -> RecomputeReason:
         """Should KV be missing: the latest thing that made it go."""
         if begun.is_tokenized_again:
             return RecomputeReason.FINGERPRINT_CHANGED

@@ -8,6 +8,7 @@ returns frozen records.
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.records import (
+    BegunTurn,
     Conversation,
     Message,
     NewConversation,
@@ -16,12 +17,12 @@ from pensieve.store.records import (
     Page,
     Rewound,
     StoredTurn,
-    TurnClaim,
+    StoredTurnState,
     TurnMessages,
-    TurnState,
 )
 
 __all__ = [
+    "BegunTurn",
     "Conversation",
     "ConversationStore",
     "DataFolder",
@@ -32,7 +33,6 @@ __all__ = [
     "Page",
     "Rewound",
     "StoredTurn",
-    "TurnClaim",
+    "StoredTurnState",
     "TurnMessages",
-    "TurnState",
 ]

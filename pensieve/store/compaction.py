@@ -26,7 +26,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.store.bodies import LOCAL_BYTES_MAX
-from pensieve.store.connection import Writer
+from pensieve.store.connection import WriterConnection
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -69,7 +69,7 @@ class CompactionState(NamedTuple):
 class Compaction:
     """A pass over one database; used outside of transactions."""
 
-    def __init__(self, writer: Writer, first: CompactionPhase) -> None:
+    def __init__(self, writer: WriterConnection, first: CompactionPhase) -> None:
         self._writer = writer
         self._state = CompactionState(first)
 
@@ -81,7 +81,9 @@ class Compaction:
         return state.phase is not CompactionPhase.REST
 
 
-def first_phase(writer: Writer, bytes_min: int, *, is_urgent: bool = False) -> CompactionPhase:
+def first_phase(
+    writer: WriterConnection, bytes_min: int, *, is_urgent: bool = False
+) -> CompactionPhase:
     """Return what a pass begins with: REST unless `bytes_min` and half of the file are wiped, or free.
 
     `is_urgent`: the disk is full, so give back any free page.

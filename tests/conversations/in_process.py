@@ -13,7 +13,7 @@ from pensieve.config import Settings
 from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.heads import ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
-from pensieve.conversations.live_turn import BegunTurn, KnownTurn, LiveTurn, cache_key, replayed
+from pensieve.conversations.live_turn import KnownTurn, LiveTurn, StartedTurn, cache_key, replayed
 from pensieve.conversations.turns import Turns, failure_of
 from pensieve.core.constraint import Constraint
 from pensieve.core.iteration import SampledToken
@@ -103,8 +103,8 @@ class Conversations:
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
         return self._live(self.history.begin(draft, prompt))
 
-    def _live(self, found: BegunTurn | KnownTurn) -> LiveTurn:
-        if isinstance(found, BegunTurn):
+    def _live(self, found: StartedTurn | KnownTurn) -> LiveTurn:
+        if isinstance(found, StartedTurn):
             live, submit = self.turns.begin(found, 0.0)
             self._mailbox.put(submit)
             return live

@@ -10,9 +10,9 @@ import pytest
 from pensieve.builtin import MODEL_PATH
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import (
-    BegunTurn,
     CommittedReply,
     LiveTurn,
+    StartedTurn,
     TurnPhase,
     cache_key,
 )
@@ -37,14 +37,14 @@ def turns(tokenizer: Tokenizer) -> Turns:
     return Turns(tokenizer, ENGINE_SINCE)
 
 
-def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> BegunTurn:
+def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> StartedTurn:
     """A turn of three tokens behind a log of ten."""
     turn = records.StoredTurn(
         turn_id=turn_id,
         conversation_id=f"c{turn_id}",
         tenant=tenant,
         request_id=f"r{turn_id}",
-        state=records.TurnState.RUNNING,
+        state=records.StoredTurnState.RUNNING,
         attempts=1,
         sampling={},
         seed=7,
@@ -59,7 +59,7 @@ def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> Begun
     key = cache_key(tenant, f"c{turn_id}")
     submit = SubmitTurn(0, key, tokens.tobytes(), 10, first_position=10)
     ask = TurnRequest(f"c{turn_id}", (Message("user", "?"),), TurnOptions(), tenant, f"r{turn_id}")
-    return BegunTurn(turn, ask, submit, 2, tokens, changed_at, False)
+    return StartedTurn(turn, ask, submit, 2, tokens, changed_at, False)
 
 
 def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnded:
