@@ -472,7 +472,7 @@ class History:
         )
 
     def _known(self, turn: records.StoredTurn) -> Known:
-        if turn.state is records.TurnState.RUNNING:
+        if turn.state is records.StoredTurnState.RUNNING:
             return Known(turn, None)
         reply = self._store.turn_messages(turn.turn_id).reply
         assert reply is not None

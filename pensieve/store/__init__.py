@@ -8,7 +8,7 @@ returns frozen records.
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.records import (
-    Begun,
+    BegunTurn,
     Conversation,
     Message,
     NewConversation,
@@ -16,13 +16,13 @@ from pensieve.store.records import (
     Page,
     Rewound,
     StoredTurn,
+    StoredTurnState,
     TurnMessages,
     TurnRequest,
-    TurnState,
 )
 
 __all__ = [
-    "Begun",
+    "BegunTurn",
     "Conversation",
     "ConversationStore",
     "DataFolder",
@@ -32,7 +32,7 @@ __all__ = [
     "Page",
     "Rewound",
     "StoredTurn",
+    "StoredTurnState",
     "TurnMessages",
     "TurnRequest",
-    "TurnState",
 ]

@@ -26,7 +26,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.store.bodies import LOCAL_BYTES_MAX
-from pensieve.store.connection import Writer
+from pensieve.store.connection import WriterConnection
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -69,7 +69,7 @@ class State(NamedTuple):
 class Compaction:
     """The compaction of one database; used outside of transactions."""
 
-    def __init__(self, writer: Writer, bytes_min: int) -> None:
+    def __init__(self, writer: WriterConnection, bytes_min: int) -> None:
         self._writer = writer
         self._bytes_min = bytes_min
         self._state = State()

@@ -69,7 +69,7 @@ from pensieve.errors import (
 )
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS
 from pensieve.store.bodies import canonical_json
-from pensieve.store.connection import Writer, preferred_driver
+from pensieve.store.connection import WriterConnection, preferred_driver
 from pensieve.store.conversation_rows import digest
 from pensieve.store.durable import sync
 from pensieve.store.folder import JOBS_NAME
@@ -105,7 +105,7 @@ OUR_FILE = re.compile(r"(?P<database>[0-9a-f]{32}\.db)(?P<beside>.*)")
 class JobFile:
     """The database of one job, and the job as it was last read."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: WriterConnection) -> None:
         self.writer = writer
         self.job: Job | None = None  # None before it was read
         self.is_sure = False  # that it is what the disk has
@@ -129,7 +129,9 @@ class JobStore:
         self._busy_timeout_seconds = busy_timeout_seconds
         self._statement_seconds = statement_seconds
         self._files: dict[Path, JobFile] = {}  # of the jobs that can be read
-        self._open: dict[Path, Writer] = {}  # which may be open, the one used last at the end
+        self._open: dict[
+            Path, WriterConnection
+        ] = {}  # which may be open, the one used last at the end
         self._look()
 
     @classmethod
@@ -488,8 +490,8 @@ class JobStore:
         file.is_sure = True
         return file
 
-    def _writer(self, path: Path) -> Writer:
-        return Writer(
+    def _writer(self, path: Path) -> WriterConnection:
+        return WriterConnection(
             path,
             lambda db: migrate(db, path, STEPS, APPLICATION_ID, LAST_RESORT),
             self._driver,
@@ -498,7 +500,7 @@ class JobStore:
             noun="the job",
         )
 
-    def _opened(self, path: Path, file: JobFile) -> Writer:
+    def _opened(self, path: Path, file: JobFile) -> WriterConnection:
         """A writer that is about to be used; beyond OPEN_MAX, the one that was used longest ago is closed."""
         self._open.pop(path, None)
         while len(self._open) >= OPEN_MAX:

@@ -13,7 +13,7 @@ from pensieve.conversations.live_turn import Begun, Known
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import StaleRevision
 from pensieve.sampling import Sampling
-from pensieve.store.records import TurnState
+from pensieve.store.records import StoredTurnState
 from pensieve.text import Message
 from tests.conversations.in_process import Runtime
 from tests.conversations.rig import ask, finish, started, step, write_model
@@ -102,7 +102,7 @@ def test_a_turn_that_ended_while_it_was_looked_up_is_begun_by_the_next_draft(
         known = conversations.draft(wanted)
     assert isinstance(known, Known)
     assert (known.turn.turn_id, known.reply) == (first.turn_id, None)
-    assert store.get_turn(first.turn_id).state is TurnState.INTERRUPTED
+    assert store.get_turn(first.turn_id).state is StoredTurnState.INTERRUPTED
     again = conversations.draft(wanted)
     assert isinstance(again, Draft)
     third = begun(conversations.history.begin(again, again.prompt())).turn

@@ -38,7 +38,7 @@ def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> Begun
         conversation_id=f"c{turn_id}",
         tenant=tenant,
         request_id=f"r{turn_id}",
-        state=records.TurnState.RUNNING,
+        state=records.StoredTurnState.RUNNING,
         attempts=1,
         sampling={},
         seed=7,

@@ -18,7 +18,13 @@ from pensieve.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest, TurnState
+from pensieve.store import (
+    ConversationStore,
+    NewConversation,
+    NewMessage,
+    StoredTurnState,
+    TurnRequest,
+)
 from pensieve.store.conversation_changes import Pending
 from pensieve.store.owners import NOBODY, Session
 from pensieve.store.remote import wire
@@ -225,10 +231,10 @@ def test_beginnings_and_ends_of_one_group_survive_a_commit_that_fails(
     assert not any(each.failed for each in outcomes)
     begun = value(calls[1], outcomes[1])
     assert begun.must_run
-    assert begun.turn.state is TurnState.RUNNING
-    assert rig.store.get_turn(begun.turn.turn_id).state is TurnState.RUNNING
+    assert begun.turn.state is StoredTurnState.RUNNING
+    assert rig.store.get_turn(begun.turn.turn_id).state is StoredTurnState.RUNNING
     assert rig.do(a, "finish_turn", begun.turn.turn_id, *FINISH) == 1
-    assert rig.store.get_turn(turn_a).state is TurnState.RUNNING
+    assert rig.store.get_turn(turn_a).state is StoredTurnState.RUNNING
     assert rig.do(a, "finish_turn", turn_a, *FINISH) == 1
 
 
@@ -284,7 +290,7 @@ def test_the_end_of_an_attempt_does_not_end_the_next_one(rig: Rig) -> None:
         rig.do(second, "finish_turn", turn, *FINISH, attempt=1)
     with pytest.raises(Unavailable):
         rig.do(second, "fail_turn", turn, "NAN_LOGITS", 1)
-    assert rig.do(second, "interrupt_turn", turn, 1).state is TurnState.RUNNING
+    assert rig.do(second, "interrupt_turn", turn, 1).state is StoredTurnState.RUNNING
     assert rig.do(second, "finish_turn", turn, *FINISH, attempt=2) == 1
     assert rig.texts("c") == ["say r", "hello"]
 
@@ -300,7 +306,7 @@ def test_a_store_refuses_the_end_of_an_attempt_that_is_over(rig: Rig) -> None:
         store.finish_turn(turn, *FINISH, attempt=1)
     with pytest.raises(NotFound):
         store.interrupt_turn(turn, 1)
-    assert store.get_turn(turn).state is TurnState.RUNNING
+    assert store.get_turn(turn).state is StoredTurnState.RUNNING
     assert store.finish_turn(turn, *FINISH, attempt=2) == 1
 
 
@@ -359,7 +365,7 @@ def test_a_session_that_ended_in_a_group_that_failed_goes_on(
     (outcome,) = rig.calls.carry_out([take])
     assert outcome.failed
     rig.calls.carry_out([rig.call(taker, "claim", "nothing")])
-    assert rig.store.get_turn(turn).state is TurnState.RUNNING
+    assert rig.store.get_turn(turn).state is StoredTurnState.RUNNING
     assert rig.do(away, "finish_turn", turn, *FINISH) == 1
 
 
@@ -411,7 +417,7 @@ def test_an_end_that_comes_again_does_not_end_the_next_owners_attempt(rig: Rig) 
         rig.store.owners.give_up(name, a)
         assert rig.do(b, "begin_turn", name, request("r")).turn.attempts == 2
         assert not rig.again(late).failed
-        assert rig.store.get_turn(turn).state is TurnState.RUNNING
+        assert rig.store.get_turn(turn).state is StoredTurnState.RUNNING
         assert rig.do(b, "finish_turn", turn, *FINISH, attempt=2) == 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.store import ConversationStore, TurnRequest, TurnState, forgetting
+from pensieve.store import ConversationStore, StoredTurnState, TurnRequest, forgetting
 from pensieve.store.compaction import Phase, State
 from pensieve.store.sqlite_backend import Erasure
 from tests.store.faulty import history, world, writer_of
@@ -147,7 +147,7 @@ def test_a_turn_that_runs_or_ended_late_keeps_its_request(
     forget(store, 1e9)  # and the next pass has not gone past it
     assert request_ids(store, driver) == 0
     assert len(store.messages("tea")) == 2
-    assert store.get_turn(running).state is TurnState.COMPLETED
+    assert store.get_turn(running).state is StoredTurnState.COMPLETED
 
 
 def test_a_pass_goes_in_small_steps_and_the_next_one_does_not_begin_at_the_front(
