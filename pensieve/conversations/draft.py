@@ -31,7 +31,7 @@ from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.store import records
 from pensieve.store.bodies import canonical_json
 from pensieve.store.responses import StoredResponse
-from pensieve.text import ChatTemplate, Message, Setting
+from pensieve.text import ChatTemplate, Message, TemplateSetting
 
 CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
 
@@ -140,12 +140,12 @@ def check_settings(template: ChatTemplate, context_max: int, settings: Conversat
     if not (head or settings.tools or options):
         return 0
     # A dry run shows at once whether the template takes them.
-    setting = Setting(settings.tools, options)
+    setting = TemplateSetting(settings.tools, options)
     return len(template.opening([*head, Message("user", "?")], setting).token_ids)
 
 
 def opening(
-    template: ChatTemplate, messages: Sequence[Message], setting: Setting
+    template: ChatTemplate, messages: Sequence[Message], setting: TemplateSetting
 ) -> list[list[int]]:
     """A system prompt that leads has no tokens of its own: they belong to what follows it."""
     delta = template.opening(messages, setting)
@@ -185,7 +185,7 @@ class OutdatedTokens:
 def _tokenized_again(
     template: ChatTemplate,
     stored: Sequence[records.Message],
-    setting: Setting,
+    setting: TemplateSetting,
     begin: Callable[[Sequence[Message]], list[list[int]]] | None = None,
 ) -> list[list[int]]:
     """`begin` makes the tokens of the first turn's messages, if they open no log."""
