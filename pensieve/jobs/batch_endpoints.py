@@ -21,8 +21,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
+from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.uploads import Upload
 from pensieve.api.json_fields import Fields, Refusal
 from pensieve.api.openai.request import RequestKind
@@ -73,7 +73,7 @@ class _OfJobs:
 
 
 class Files(_OfJobs):
-    def __init__(self, bodies: Bodies, jobs: DaemonJobs | None, stall_seconds: float) -> None:
+    def __init__(self, bodies: ApiRequests, jobs: DaemonJobs | None, stall_seconds: float) -> None:
         super().__init__(jobs)
         self._bodies, self._stall_seconds = bodies, stall_seconds
         self._sizes: OrderedDict[tuple[object, ...], ResultBytes] = OrderedDict()
@@ -177,7 +177,7 @@ class Files(_OfJobs):
 
 
 class Batches(_OfJobs):
-    def __init__(self, bodies: Bodies, jobs: DaemonJobs | None) -> None:
+    def __init__(self, bodies: ApiRequests, jobs: DaemonJobs | None) -> None:
         super().__init__(jobs)
         self._bodies = bodies
 

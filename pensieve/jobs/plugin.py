@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from pensieve.api.http.bodies import Bodies
+from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.routes import DELETION, Route
 from pensieve.api.metrics.families import GAUGE, Family, Samples
 from pensieve.jobs.batch_endpoints import Batches, Files
@@ -38,7 +38,7 @@ class JobsPlugin:
         service = JobService(self._jobs, self._stall_seconds)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(service, server)
 
-    def routes(self, bodies: Bodies) -> Sequence[Route]:
+    def routes(self, bodies: ApiRequests) -> Sequence[Route]:
         files = Files(bodies, self._jobs, self._stall_seconds)
         batches = Batches(bodies, self._jobs)
         return (

@@ -26,7 +26,7 @@ SIGNATURE = "unsigned"
 CLOSING = {"{": "}", "[": "]"}
 
 
-class Ending(NamedTuple):
+class MessageEnding(NamedTuple):
     reason: str
     stop_sequence: str | None = None
 
@@ -36,7 +36,7 @@ def message(
     pieces: Iterable[Piece],
     reply: ReplyTokens,
     prompt: PromptTokens,
-    ending: Ending,
+    ending: MessageEnding,
 ) -> dict[str, Any]:
     """The body; `pieces` are those of the whole reply."""
     return {
@@ -60,12 +60,14 @@ def call_id(answer_id: str, index: int) -> str:
     return f"toolu_{answer_id}{index:02d}"
 
 
-def ending_of(finish: FinishReason, ends_with_call: bool, stop_sequence: str | None) -> Ending:
+def ending_of(
+    finish: FinishReason, ends_with_call: bool, stop_sequence: str | None
+) -> MessageEnding:
     if finish is FinishReason.LENGTH:
-        return Ending("max_tokens")
+        return MessageEnding("max_tokens")
     if stop_sequence is not None:
-        return Ending("stop_sequence", stop_sequence)
-    return Ending("tool_use" if ends_with_call else "end_turn")
+        return MessageEnding("stop_sequence", stop_sequence)
+    return MessageEnding("tool_use" if ends_with_call else "end_turn")
 
 
 def stopped_by(reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str]) -> str | None:
@@ -229,7 +231,9 @@ class MessageStream:
                 found.append(self._delta({"type": DELTAS[kind], kind: piece.text}))
         return found
 
-    def end(self, reply: ReplyTokens, prompt: PromptTokens, ending: Ending) -> list[dict[str, Any]]:
+    def end(
+        self, reply: ReplyTokens, prompt: PromptTokens, ending: MessageEnding
+    ) -> list[dict[str, Any]]:
         """Once all pieces are there; `prompt` with what was cached of it."""
         delta = {"stop_reason": ending.reason, "stop_sequence": ending.stop_sequence}
         return [

@@ -32,7 +32,7 @@ METHOD = "ServerReflectionInfo"
 OURS = pb.DESCRIPTOR.package
 
 
-class Method(NamedTuple):
+class ReflectedMethod(NamedTuple):
     request: Descriptor
     response: Descriptor
     takes_stream: bool = False
@@ -54,12 +54,12 @@ class Reflection:
         self._add(
             "grpc/health/v1/health.proto",
             HEALTH,
-            {"Check": Method(*check), "Watch": Method(*check, gives_stream=True)},
+            {"Check": ReflectedMethod(*check), "Watch": ReflectedMethod(*check, gives_stream=True)},
         )
         talk = (pb.ServerReflectionRequest.DESCRIPTOR, pb.ServerReflectionResponse.DESCRIPTOR)
         for name in REFLECTION:
             folder = name.rpartition(".")[0].replace(".", "/")
-            method = Method(*talk, takes_stream=True, gives_stream=True)
+            method = ReflectedMethod(*talk, takes_stream=True, gives_stream=True)
             self._add(f"{folder}/reflection.proto", name, {METHOD: method})
 
     def handlers(self) -> tuple[Any, ...]:
@@ -106,7 +106,7 @@ class Reflection:
         except KeyError:  # it knows no methods
             return self._pool.FindMethodByName(symbol).containing_service.file
 
-    def _add(self, file_name: str, service: str, methods: Mapping[str, Method]) -> None:
+    def _add(self, file_name: str, service: str, methods: Mapping[str, ReflectedMethod]) -> None:
         """A file of a service, whose messages are those of status.proto under another package."""
         package, _, name = service.rpartition(".")
         file = descriptor_pb2.FileDescriptorProto(name=file_name, package=package, syntax="proto3")

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.exchange import Exchange, event
 from pensieve.api.http.front import Act
+from pensieve.api.http.requests import ApiRequests
 from pensieve.guard.callers import Caller
 
 PREFIX = "/pensieve.v1.ConversationService/"
 
 
-class Method(Protocol):
+class GatewayMethod(Protocol):
     """A method that takes a JSON value, and returns one or writes a stream of them."""
 
     @property
@@ -46,16 +46,16 @@ class GatewayCall:
 
 
 def gateway_routes(
-    methods: Iterable[Method], bodies: Bodies
+    methods: Iterable[GatewayMethod], requests: ApiRequests
 ) -> Iterator[tuple[str, str, Act, Mapping[str, Any]]]:
     for method in methods:
         settings = {"is_deletion": method.is_deletion}
-        yield "POST", f"{PREFIX}{method.name}", _act_of(method, bodies), settings
+        yield "POST", f"{PREFIX}{method.name}", _act_of(method, requests), settings
 
 
-def _act_of(method: Method, bodies: Bodies) -> Act:
+def _act_of(method: GatewayMethod, requests: ApiRequests) -> Act:
     async def act(exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        answer = await method.act(await bodies.json(exchange, by), GatewayCall(exchange))
+        answer = await method.act(await requests.json(exchange, by), GatewayCall(exchange))
         if answer is None:
             await exchange.end_events()
         return answer

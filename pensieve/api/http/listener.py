@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from pensieve.api.http.connections import HEAD_BYTES_MAX, IDLE_SECONDS, protocol
 from pensieve.api.http.front import Allowed, Front, own_names
-from pensieve.api.http.gateway import Method
+from pensieve.api.http.gateway import GatewayMethod
 from pensieve.api.http.routes import application
 from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
@@ -51,7 +51,7 @@ class GuardedServer(Protocol):
     beside: list[Any]  # listeners that open and close with the server
 
     @property
-    def json_methods(self) -> Iterable[Method]: ...
+    def json_methods(self) -> Iterable[GatewayMethod]: ...
 
 
 def serve_http(
@@ -217,11 +217,11 @@ def _reason(error: Exception) -> str:
 
 
 def _server(uvicorn: Any) -> Any:
-    class Server(uvicorn.Server):  # type: ignore[misc]
+    class QuietServer(uvicorn.Server):  # type: ignore[misc]
         """Signals are the daemon's."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Server
+    return QuietServer

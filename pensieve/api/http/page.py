@@ -28,7 +28,7 @@ FIGURES = (
 )
 
 
-class Page:
+class PageEndpoint:
     """`GET /`: one file that brings all it needs and asks no other host for anything.
 
     Its Content-Security-Policy allows the script and the style that it holds, by their digests, calls to the
@@ -54,7 +54,7 @@ class Page:
         return None
 
 
-class Watching:
+class MemoryEndpoints:
     """`GET /pensieve/memory`: where the conversations of a tenant lie, as events, while somebody watches.
 
     One picture of the engine's cache is made at a time for each tenant that is watched, whoever watches.  A

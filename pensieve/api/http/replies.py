@@ -8,7 +8,6 @@ key the turn lives on for as long as one of gRPC's (readers.py).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -56,20 +55,6 @@ async def follow(
         raise
     if stream is not None:
         await exchange.write_events(stream.rest(reply.tail))
-
-
-def has_key(exchange: Exchange) -> bool:
-    return bool(exchange.headers.get("idempotency-key"))
-
-
-def request_id_of(exchange: Exchange) -> str:
-    """Return the request_id by which a retry finds its turn; any text may be a key."""
-    key = exchange.headers.get("idempotency-key", "")
-    return f"key-{digest(key)}" if key else ""
-
-
-def digest(*words: object) -> str:
-    return hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=12).hexdigest()
 
 
 def sources(figures: Mapping[str, Any]) -> dict[str, str]:

@@ -42,7 +42,7 @@ class PartData(NamedTuple):
     data: bytes
 
 
-class Form:
+class MultipartForm:
     """The parts of a form whose bytes arrive in pieces."""
 
     def __init__(self, content_type: str) -> None:
@@ -138,7 +138,7 @@ class Upload:
     def __init__(self, exchange: Exchange, incoming: IncomingBodies, group: str) -> None:
         self.fields: dict[str, str] = {}
         self.filename = ""
-        self._form = Form(exchange.headers.get("content-type", ""))
+        self._form = MultipartForm(exchange.headers.get("content-type", ""))
         self._raw = incoming.bodies(_Chunks(exchange), group)
         self._field = ""  # that the data belongs to; "" for the file
 

@@ -25,9 +25,9 @@ from pensieve.api.openai.answer import (
 from pensieve.api.openai.request import Request, RequestKind
 from pensieve.api.reply import NO_TOKENS, PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
-from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
+from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking, merged
 from pensieve.text.tokenizer import Tokenizer
-from pensieve.text.tool_calls import CallArguments, CallBegan
+from pensieve.text.tool_calls import CallBegan
 
 
 class ChoiceStream:
@@ -151,23 +151,3 @@ def _head(request: Request, heading: Heading) -> dict[str, Any]:
         "model": heading.model,
         "system_fingerprint": None,
     }
-
-
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """Neighbours of the same kind as one."""
-    found: list[Piece] = []
-    for each in pieces:
-        last = found[-1] if found else None
-        if isinstance(each, Text) and isinstance(last, Text):
-            found[-1] = Text(last.text + each.text)
-        elif isinstance(each, Thinking) and isinstance(last, Thinking):
-            found[-1] = Thinking(last.text + each.text)
-        elif (
-            isinstance(each, CallArguments)
-            and isinstance(last, CallArguments)
-            and each.index == last.index
-        ):
-            found[-1] = CallArguments(last.index, last.text + each.text)
-        else:
-            found.append(each)
-    return found

@@ -22,10 +22,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pensieve.api.openai.answer import Heading, logprob_rows, response_body
-from pensieve.api.openai.chunks import merged
 from pensieve.api.openai.request import Request
 from pensieve.api.reply import NO_TOKENS, PromptTokens, ReplyTokens
-from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking
+from pensieve.text.reply_pieces import (
+    CallArguments,
+    CallBegan,
+    Piece,
+    ReplyPieces,
+    Text,
+    Thinking,
+    merged,
+)
 from pensieve.text.tokenizer import Tokenizer
 
 NO_PROMPT = PromptTokens(0)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from pensieve.api.anthropic.render import (
     SIGNATURE,
-    Ending,
+    MessageEnding,
     MessageStream,
     blocks_of,
     ending_of,
@@ -43,7 +43,7 @@ def tokenizer() -> Tokenizer:
     return tokenizer_of(QWEN_3)
 
 
-def streamed(pieces: Sequence[Sequence[Piece]], ending: Ending) -> list[dict[str, Any]]:
+def streamed(pieces: Sequence[Sequence[Piece]], ending: MessageEnding) -> list[dict[str, Any]]:
     stream = MessageStream(HEADING, PromptTokens(12), ReplyPieces(None))
     events = [event for each in pieces for event in stream.events(each)]
     return events + stream.end(REPLY, PROMPT, ending)
@@ -72,7 +72,7 @@ def shown(found: Any) -> dict[str, Any]:
 
 def test_a_message() -> None:
     pieces: list[Piece] = [Thinking("so"), Text("Hel"), Text("lo")]
-    assert message(HEADING, pieces, REPLY, PROMPT, Ending("end_turn")) == {
+    assert message(HEADING, pieces, REPLY, PROMPT, MessageEnding("end_turn")) == {
         "id": "msg_a1",
         "type": "message",
         "role": "assistant",
@@ -118,7 +118,7 @@ def test_the_events_of_a_message() -> None:
         [Text("Hi")],
         [CallBegan(0, "f"), CallArguments(0, "{}")],
     ]
-    events = streamed(pieces, Ending("tool_use"))
+    events = streamed(pieces, MessageEnding("tool_use"))
     assert [each["type"] for each in events] == [
         *("message_start", "ping"),
         *("content_block_start", "content_block_delta", "content_block_delta"),
@@ -134,7 +134,7 @@ def test_the_events_of_a_message() -> None:
 
 
 def test_a_reply_without_a_piece_is_a_message_without_a_block() -> None:
-    events = streamed([], Ending("end_turn"))
+    events = streamed([], MessageEnding("end_turn"))
     kinds = ["message_start", "ping", "message_delta", "message_stop"]
     assert [each["type"] for each in events] == kinds
     assert put_together(events).content == []
@@ -170,7 +170,9 @@ def replies(draw: st.DrawFn) -> list[Piece]:
 def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(
     pieces: list[Piece], data: st.DataObject
 ) -> None:
-    ending = data.draw(st.sampled_from([Ending("end_turn"), Ending("stop_sequence", "x")]))
+    ending = data.draw(
+        st.sampled_from([MessageEnding("end_turn"), MessageEnding("stop_sequence", "x")])
+    )
     together: list[list[Piece]] = [[]]
     for each in pieces:
         if data.draw(st.booleans()):
@@ -220,10 +222,10 @@ def test_the_beginning_of_arguments_says_nothing_that_they_do_not(
 
 
 def test_why_a_reply_ended() -> None:
-    assert ending_of(STOP, False, None) == Ending("end_turn")
-    assert ending_of(STOP, True, None) == Ending("tool_use")
-    assert ending_of(LENGTH, True, None) == Ending("max_tokens")
-    assert ending_of(STOP, True, "x") == Ending("stop_sequence", "x")
+    assert ending_of(STOP, False, None) == MessageEnding("end_turn")
+    assert ending_of(STOP, True, None) == MessageEnding("tool_use")
+    assert ending_of(LENGTH, True, None) == MessageEnding("max_tokens")
+    assert ending_of(STOP, True, "x") == MessageEnding("stop_sequence", "x")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Bodies of requests, read into what the daemon takes: the same for every API.
+"""Read the requests of every API over HTTP, and begin their turns.
 
-A short body is parsed on the loop, a long one in the text pool.  What the template, the tokenizer or the
-engine refuse later goes by the name that the body has for it (`named`).
+A short body is parsed on the loop, a long one in the text pool. If the template, the tokenizer or the engine
+refuse something later, the error names it as the body does (`named`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.front import Front
+from pensieve.api.http.idempotency import key_reused, request_id_of
 from pensieve.api.json_fields import Refusal, read_json
 from pensieve.api.openai.answer import cut_reply
 from pensieve.api.openai.request import Request, Served, tokens_of
+from pensieve.conversations.binding.binder import Binder, StatelessRequest
 from pensieve.conversations.binding.chain import ReplyReader
 from pensieve.conversations.constraints import FIELD, ConstraintChecker
 from pensieve.conversations.daemon import Daemon
@@ -37,20 +39,22 @@ T = TypeVar("T")
 SHORT_BYTES = 16 << 10  # what the loop may parse by itself
 SHORT_TOKENS = 256  # of an answer
 SEED_BITS = 63
+SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
 
 
-class Bodies:
+class ApiRequests:
     def __init__(
         self, front: Front, daemon: Daemon, template: ChatTemplate, style: CallStyle | None
     ) -> None:
-        """`style`: how this model writes calls of tools."""
+        """`style` is how the model writes calls of tools."""
         self.front, self.template = front, template
+        self.binder = Binder(daemon)
         self._daemon, self.style = daemon, style
         self._constraints = ConstraintChecker(template.tokenizer)
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names that are served, the model's own first."""
+        """Return the names that requests may use, the model's own first."""
         name = self._daemon.engine.model_name
         short = name.rpartition("/")[2]
         return (name,) if short == name else (name, short)
@@ -77,27 +81,24 @@ class Bodies:
         is_long = exchange.num_bytes > SHORT_BYTES
         return await self._aside(by, is_long, lambda: read(body, served))
 
-    async def made(
+    async def rendered(
         self, by: Caller, num_tokens: int, function: Callable[[], Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """The body of an answer of so many tokens; a long one would hold everybody up on the loop."""
+        """Return what `function` makes of so many tokens; a long answer would hold the loop up."""
         return await self._aside(by, num_tokens > SHORT_TOKENS, function)
 
     async def _aside(self, by: Caller, is_long: bool, function: Callable[[], T]) -> T:
-        """In the text pool, if it takes long."""
+        """Call the function, in the text pool if it takes long."""
         if not is_long:
             return function()
         return await self._daemon.threads.in_text_pool(by.tenant, function)
 
-    def pieces(self, request: Request) -> ReplyPieces:
-        """Cuts the reply to a request; calls are looked for where there are tools."""
-        return self.pieces_of(request.tools)
-
-    def pieces_of(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
+    def cutter(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
+        """Return what cuts a reply to pieces; it looks for calls only if there are tools."""
         return ReplyPieces(self.style if tools else None, tools)
 
     def reply_reader(self, request: Request) -> ReplyReader:
-        """What the client will send back of a reply: its text and its calls."""
+        """Return what makes of a reply the message that the client will send back: its text and calls."""
         style, tools = self.style, request.tools
 
         def read(pieces: Sequence[tuple[Part, str]]) -> Message | None:
@@ -115,11 +116,36 @@ class Bodies:
         return TurnOptions(request.sampling, priority, constraint=request.constraint)
 
     def given_sampling(self, request: Request) -> Mapping[str, Any]:
-        """What the body sets, by which the same request is known again."""
+        """Return what the body sets, by which a retry is compared with the first request."""
         return {name: getattr(request.sampling, name) for name in sorted(request.given)}
 
+    async def begin_bound(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
+        """Begin a turn for each choice, in the conversation that has the request's messages."""
+        chat = StatelessRequest(
+            messages=request.messages,
+            tools=request.tools,
+            template_options=request.template_options,
+            options=self.options(request, by),
+            tenant=by.tenant,
+            session_key=session_key(exchange, request),
+            request_id=request_id_of(exchange),
+            given_sampling=self.given_sampling(request),
+            num_choices=request.num_choices,
+            reply_reader=self.reply_reader(request),
+        )
+        try:
+            bound = await self.binder.begin(chat)
+        except InvalidArgument as error:
+            if error.field != "request_id":
+                raise
+            raise key_reused() from None
+        exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
+        exchange.out["x-pensieve-bound"] = bound[0].how.value
+        exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
+        return [each.live for each in bound]
+
     async def begin_unstored(self, request: Request, by: Caller) -> list[LiveTurn]:
-        """A turn for each choice, of the whole prompt, that leaves nothing on the disk."""
+        """Begin a turn for each choice, of the whole prompt, that is not stored."""
         options = self.options(request, by)
 
         def prepare() -> list[int]:
@@ -142,7 +168,7 @@ class Bodies:
         return begun
 
     async def num_tokens(self, request: Request, by: Caller) -> int:
-        """Of a request's whole prompt, of which nothing is computed."""
+        """Return how long a request's whole prompt is; nothing is computed."""
         tokens = partial(self.tokens, request)
         return len(await self._daemon.threads.in_text_pool(by.tenant, tokens))
 
@@ -150,9 +176,15 @@ class Bodies:
         return tokens_of(request, self.template, self._daemon.context_max, datetime.now(UTC))
 
 
+def session_key(exchange: Exchange, request: Request) -> str:
+    """Return the client's own name for the conversation; empty if there is none."""
+    names = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
+    return next(filter(None, names), request.prompt_cache_key)
+
+
 @contextmanager
 def named(request: Request) -> Iterator[None]:
-    """Errors within name what the body names."""
+    """Make errors within name fields as the body does."""
     try:
         yield
     except Refusal:
@@ -166,7 +198,7 @@ def named(request: Request) -> Iterator[None]:
 
 
 def _seeded(sampling: Sampling, choice: int) -> Sampling:
-    """Choices differ; the first has the seed that was given."""
+    """Give each choice another seed; the first has the one that was given."""
     if sampling.seed and not choice:
         return sampling
     if sampling.seed:
