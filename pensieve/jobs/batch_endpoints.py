@@ -73,13 +73,15 @@ class _OfJobs:
 
 
 class Files(_OfJobs):
-    def __init__(self, bodies: ApiRequests, jobs: DaemonJobs | None, stall_seconds: float) -> None:
+    def __init__(
+        self, requests: ApiRequests, jobs: DaemonJobs | None, stall_seconds: float
+    ) -> None:
         super().__init__(jobs)
-        self._bodies, self._stall_seconds = bodies, stall_seconds
+        self._requests, self._stall_seconds = requests, stall_seconds
         self._sizes: OrderedDict[tuple[object, ...], ResultBytes] = OrderedDict()
 
     async def upload(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        jobs, incoming = self._jobs, self._bodies.front.guard.incoming
+        jobs, incoming = self._jobs, self._requests.front.guard.incoming
         upload = Upload(exchange, incoming, group_of(by, exchange.peer()))
         await upload.find_file()
         name = upload.filename.rpartition("/")[2][:NAME_CHARACTERS_MAX] or "upload"
@@ -118,7 +120,7 @@ class Files(_OfJobs):
 
     async def content(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         view, file_id = await self._file(exchange, by)
-        await self._bodies.front.body(exchange)  # from now on it is seen when the client leaves
+        await self._requests.front.body(exchange)  # from now on it is seen when the client leaves
         kind = "application/octet-stream"
         if exchange.method == "HEAD":
             await exchange.answer_bytes(b"", kind)
@@ -177,12 +179,12 @@ class Files(_OfJobs):
 
 
 class Batches(_OfJobs):
-    def __init__(self, bodies: ApiRequests, jobs: DaemonJobs | None) -> None:
+    def __init__(self, requests: ApiRequests, jobs: DaemonJobs | None) -> None:
         super().__init__(jobs)
-        self._bodies = bodies
+        self._requests = requests
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        jobs, fields = self._jobs, Fields(await self._bodies.json(exchange, by))
+        jobs, fields = self._jobs, Fields(await self._requests.json(exchange, by))
         given, endpoint = fields.needed_text("input_file_id"), fields.needed_text("endpoint")
         if endpoint not in {kind.value for kind in RequestKind}:
             known = ", ".join(kind.value for kind in RequestKind)
@@ -217,7 +219,7 @@ class Batches(_OfJobs):
         return batch_object(await self._batch(exchange, by))
 
     async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        await self._bodies.front.body(exchange)  # which says nothing
+        await self._requests.front.body(exchange)  # which says nothing
         view = await self._batch(exchange, by)
         return batch_object(await self._jobs.cancel(by.tenant, view.job_id))
 

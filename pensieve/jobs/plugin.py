@@ -38,9 +38,9 @@ class JobsPlugin:
         service = JobService(self._jobs, self._stall_seconds)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(service, server)
 
-    def routes(self, bodies: ApiRequests) -> Sequence[Route]:
-        files = Files(bodies, self._jobs, self._stall_seconds)
-        batches = Batches(bodies, self._jobs)
+    def routes(self, requests: ApiRequests) -> Sequence[Route]:
+        files = Files(requests, self._jobs, self._stall_seconds)
+        batches = Batches(requests, self._jobs)
         return (
             ("POST", "/v1/files", files.upload, {}),
             ("GET", "/v1/files", files.all, {}),
