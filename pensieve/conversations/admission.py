@@ -1,32 +1,29 @@
-"""Whether a turn may begin now: decided before anything of it is read or written.
+"""Decide whether a turn may begin now, before anything of it is read or written. Belongs to the event loop.
 
-The reasons to refuse it, in this order: the daemon is shutting down, there is no engine, too many turns are
-in flight, the tenant has used up its limits, or the present queue would miss the request's deadline or the
-objective for the first token (`--ttft`).  Where there are several tenants, each may have as many turns as
-ROOM_SHARE times the places that are left, so a tenant that floods leaves a ninth of them to others.
+A turn is refused for one of these reasons, in this order: the daemon is shutting down, there is no engine,
+too many turns are in flight, the tenant has used up its limits, or the present queue would miss the request's
+deadline or the objective for the first token (`--ttft`). If there are several tenants, each may have as many
+turns as ROOM_SHARE times the places left, so a tenant that floods leaves a ninth of the places to others.
 
 **The wait** until a turn's own prompt is computed is the longest of
 
-* the seconds that the prompts ahead take as the engine's cost model predicts, times the pace;
+* the predicted seconds of the prompts ahead, times the pace;
 * the average time between two admissions of the engine while turns waited, times the turns ahead that wait
   for room;
-* where any of them waits for room, the time since the engine admitted the last one.
+* if any of them waits for room, the time since the engine admitted the last turn.
 
-With nothing ahead there is no wait, so an idle engine refuses nobody.  The turn's own prompt does not count:
-it would take no less later.  A refusal says when the wait will be within the objective, if no more turns
-come.
+With nothing ahead there is no wait, so an idle engine refuses nobody. The turn's own prompt does not count:
+it would take as long later. A refusal says when the wait will be within the objective if no more turns come.
 
-**Ahead** of a turn are the turns without a token that the engine would serve first: of its own tenant, those
-that have begun, and those of no lower priority; of another tenant, what fair queueing (core/fair_queue.py)
-gives that one meanwhile, by their weights.  Turns that are about to begin count too, or a burst would find
-nothing ahead; their tokens are estimated from their characters.  Of a prompt that has begun, what was
-computed meanwhile is taken off.
+**Ahead** of a turn are the turns without a token that the engine would serve first. Of the same tenant, these
+are the turns that have begun and those of no lower priority. Of another tenant, they are the turns that fair
+queueing (core/fair_queue.py) serves meanwhile, by the tenants' weights. Turns that are about to begin count
+too, or a burst would find nothing ahead; their tokens are estimated from their characters. The part of a
+begun prompt that was computed meanwhile is subtracted.
 
-**The pace** is the time in which any prompt was being computed, over the predicted seconds of the prompts
-that came to an end, the latest counting an eighth.  While it is not known nothing is predicted, and nobody
-refused.
-
-All of it belongs to the loop.
+**The pace** is the time in which any prompt was being computed, divided by the predicted seconds of the
+prompts that were completed. The latest prompt counts an eighth. While the pace is unknown, nothing is
+predicted and no turn is refused.
 """
 
 from __future__ import annotations

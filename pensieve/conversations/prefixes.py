@@ -1,8 +1,8 @@
-"""Which conversation's KV a new one under the same prefix_id may begin with.
+"""Find the conversation whose KV a new one with the same prefix_id may begin with.
 
-Templates weave system prompts and messages together, so what two conversations share is what their logs have
-in common from the front, token for token.  For each prefix of a tenant, the latest conversation that has
-finished a turn under it is remembered with its log, from the commit of the turn until it is rewound or
+Templates weave system prompts and messages together, so two conversations share what their logs have in
+common from the front, token by token. For each prefix_id of a tenant, the latest conversation that has
+finished a turn is remembered with its log, from the commit of the turn until the conversation is rewound or
 deleted.
 """
 

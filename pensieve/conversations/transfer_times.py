@@ -1,16 +1,16 @@
-"""Whether KV of a conversation is sooner here by the network than by computing it again, part by part.
+"""Predict whether fetching KV of a conversation is faster than computing it, part by part.
 
-KV comes from its end on, and the end costs most to recompute.  Each part is worth its transfer as long as
+KV is fetched from its end on, because the end costs most to recompute. Each part is worth its transfer if
 
-    seconds to compute its tokens behind what lies before them  >  its bytes / bytes per second of the link
+    seconds to compute its tokens after those before it  >  its bytes / bytes per second of the link
 
-and a transfer is worth beginning if its parts save more than its latency.  Computing takes the engine's own
-prediction (core/iteration_cost.py) times what prompts took lately beside theirs (admission.py).
+and a transfer is worth beginning if its parts save more than the latency. The time to compute is the engine's
+own prediction times the pace of recent prompts (admission.py).
 
-The speed of a link is that of the latest transfers from its address, each counting a quarter.  Of an unknown
-link, or after KNOWN_SECONDS, LATENCY_SECONDS and BYTES_PER_SECOND are assumed.  Where that would refuse, the
-link is tried all the same if computing takes TRIAL_LATENCIES times the assumed latency: the first part tells
-how fast it is.
+The speed of a link is a moving average over the latest transfers from its address, each counting a quarter.
+For an unknown link, or after KNOWN_SECONDS, LATENCY_SECONDS and BYTES_PER_SECOND are assumed. If that
+assumption advises against a transfer, the link is tried anyway when computing takes TRIAL_LATENCIES times the
+assumed latency: the first part shows how fast the link is.
 """
 
 from __future__ import annotations

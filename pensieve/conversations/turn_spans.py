@@ -1,10 +1,10 @@
-"""A turn that has ended, as a span of OpenTelemetry: a plain value, which launch/traces.py exports.
+"""Describe a turn that has ended as a span of OpenTelemetry: a plain value, which launch/traces.py exports.
 
     arrived_at ──tokenizing, store── begun_at ──queue── admitted ──prompt── first token ──reply── end
 
-Times are those of the loop, put on the wall clock when the turn ends; those between are the engine's,
-counted from `begun_at`.  A span has ids, options, counts and times, and nothing that anybody said.  Names are
-OpenTelemetry's for generative AI, which are still being changed, and our own behind `pensieve.`.
+The times are the event loop's, mapped to the wall clock when the turn ends. The times in between are the
+engine's, counted from `begun_at`. A span has ids, options, counts and times, and no text. Its names follow
+OpenTelemetry's conventions for generative AI, which are still changing, and our own under `pensieve.`.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""Turns that leave nothing on disk: a prompt of token ids, and a reply that only its readers get.
+"""Run turns that leave nothing on disk: a prompt of token ids, and a reply that only its readers get.
 
     prompt ──> checked ──> LiveTurn ──> the engine ──> its readers
                                 │
-                                └─ ended: its KV is idle in the engine, for prompts that begin like it
+                                └─ ended: its KV is idle in the engine, for prompts with the same beginning
 
-An unstored turn belongs to no conversation.  The engine knows it by a name that no client can say
-(`unstored_key`).  To the rest of the service it is a `LiveTurn` like any other.  What differs:
+An unstored turn belongs to no conversation. The engine knows it by a name that no client can use
+(`unstored_key`). For the rest of the service it is a `LiveTurn` like any other, with these differences:
 
-* The store hears nothing of it (conversations.py).
+* The store never hears of it.
 * It brings all of its tokens and keeps them while it is suspended, so the engine never asks for its log.
-* It is not begun twice under one request: a retry gets another turn.
-* Its id is negative and a salted hash of the prompt, so a prompt that kills the engine is known when it is
-  sent again (`Suspects`).
+* A retry gets another turn: there is no request_id.
+* Its id is negative and a salted hash of the prompt, so that a prompt that kills the engine is recognised
+  when it is sent again (`Suspects`).
 
-**What the next one begins with** is found by digests of whole chunks (`UnstoredPrefixes`).  A prompt that
-begins with all that is known of an idle turn goes on as its next turn, cut behind those chunks; other prompts
-begin as forks.  A prompt is known with its first token, a reply when its turn has ended.  A turn that was
-given up, has failed or is no longer needed is forgotten, in the engine too.  The history is said to end one
-token behind the shared chunks, since only the tokens before a history's last one count as having KV
+**Cached prefixes** are found by digests of whole chunks (`UnstoredPrefixes`). A prompt that begins with
+everything known of an idle turn continues as that turn's next turn, cut after those chunks. Other prompts
+begin as forks. A prompt is known from its first token on, a reply once its turn has ended. A turn that was
+given up, has failed or is no longer needed is forgotten, also in the engine. The history is said to end one
+token after the shared chunks, because only the tokens before a history's last one count as having KV
 (core/turn.py).
 
-All of it belongs to the loop.
+All of it belongs to the event loop.
 """
 
 from __future__ import annotations

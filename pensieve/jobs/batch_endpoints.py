@@ -1,15 +1,15 @@
-"""`/v1/files` and `/v1/batches`: the jobs of `pensieve batch`, as OpenAI's API has them.
+"""`/v1/files` and `/v1/batches`: batch jobs, as OpenAI's API has them.
 
-An uploaded file is a job that is only checked, so it is stored, limited, deleted and forgotten as jobs are,
-and what is wrong with its requests is known before a batch is made of it.  A batch is a new job with a copy
-of the lines: one file may become several batches, and may be deleted while they run.
+An uploaded file is a job that is only checked. So files are stored, limited, deleted and forgotten like jobs,
+and a client learns which requests are invalid before it creates a batch. A batch is a new job with a copy of
+the lines. One file may become several batches, and may be deleted while they run.
 
-    file-ID            a file that was uploaded: a job whose lines are only checked (`is_file`)
+    file-ID            an uploaded file: a job whose lines are only checked (`is_file`)
     batch_ID           any other job, however it was created
     file-input.JOB     the lines of a job that was created without an uploaded file
-    file-output.JOB    its answers, and file-errors.JOB its refusals: as many as there are by now
+    file-output.JOB    the job's answers so far; file-errors.JOB has its refusals
 
-A job that is an upload has an id of hexadecimal digits behind `file-`, so no id stands for two things.
+The id of an upload is `file-` and hexadecimal digits, so no id stands for two things.
 """
 
 from __future__ import annotations

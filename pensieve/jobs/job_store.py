@@ -1,4 +1,4 @@
-"""The batch jobs: what was sent, and the result of each line, once.
+"""Store batch jobs: the lines that were sent, and one result for each line.
 
     create ──> receiving ──> checking ──> waiting <──> running
                                  │           ^ │          │ ^
@@ -7,42 +7,43 @@
                                  v                 v
                                ended (completed | cancelled | failed | checked)      from each of these four
 
-Each job has a database of its own, `jobs/DIGEST.db` in the data folder, named by a digest of tenant and id:
+Each job has a database of its own, `DIGEST.db` in the folder `jobs` of the data folder, named by a digest of
+tenant and id:
 
-* deleting a job removes a file.  That takes no space, so it works when the disk is full, erases every byte
-  however large the job was, and shortens nothing and moves nothing of other jobs;
-* a damaged file is one job's.  It can be deleted like any other, and the rest goes on.
+* Deleting a job removes a file. That takes no space, so it works when the disk is full. It erases every byte,
+  however large the job was, and touches no other job.
+* A damaged file belongs to one job. It can be deleted like any other, and the other jobs continue.
 
 Invariants, whatever happens to the process or the disk:
 
-* Every public method is one transaction: its effect is all there or not at all, and is on the disk when
-  the method returns (connection.py).
-* A line has one text, and one result or none.  A second one is passed over and the first stays, so a caller
-  that does not know whether its write was committed writes again.  An ended job takes no results.
-* The counts and sums of a job are those of its results: they are written in the same transaction.
+* Every public method is one transaction. Its effect is complete or absent, and it is on the disk when the
+  method returns (store/connection.py).
+* A line has one text, and one result or none. A second result is ignored and the first stays, so a caller
+  that does not know whether its write was committed can write again. An ended job takes no results.
+* The counts and sums of a job match its results: they are written in the same transaction.
 
-Its tables:
+Tables:
 
     job        one row: the job without its lines
     lines      the lines of the file, as they came
-    names      which line has a custom_id, by its digest: it may be of any length
-    results    one row for each line that has its result; its key is the line, so that there is never a second
+    names      which line has a custom_id, by the digest of the custom_id, which may be long
+    results    one row for each line that has a result; the line is the key, so there is never a second one
 
-Lines and results are apart, so that writing a result rewrites no line.  Nothing is ever taken out of these
-tables: a job is deleted with its file.  Each text has a checksum, for disks lose bits.
+Lines and results are apart, so writing a result rewrites no line. No row is ever deleted: a job is deleted
+with its file. Each text has a checksum, because disks lose bits.
 
-What a kill -9 leaves, and what the next `open` makes of it:
+What a kill -9 leaves, and what the next `open` does with it:
 
     before create returned, receiving     nothing was acknowledged: the file is removed
-    checking                              stays; the lines are checked again, which gives the same refusals
-    waiting, running, paused              stay, with the results that were committed; other lines are pending
-    ended                                 stays
-    deleting                              the database goes first, then what SQLite keeps beside it, which
-                                          is removed if it was left
+    checking                              kept; the lines are checked again, with the same refusals
+    waiting, running, paused              kept, with the committed results; other lines are pending
+    ended                                 kept
+    deleting                              the database is removed first, then the files that SQLite keeps
+                                          beside it, which are removed if they were left
 
-A job is known from its file, which is read once when the store is opened (some milliseconds each) and kept in
-memory; after a write that failed it is read again, because nobody knows whether that was committed.  A few
-files are open at a time.  The data folder must be held by this process (folder.py); one thread at a time.
+A job's row is read once when the store is opened (some milliseconds each) and kept in memory. After a failed
+write it is read again, because nobody knows whether the write was committed. Only a few files are open at a
+time. This process must hold the data folder (store/folder.py). One thread at a time may use the store.
 """
 
 from __future__ import annotations

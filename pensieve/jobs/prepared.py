@@ -1,8 +1,8 @@
-"""A line of a job, read and tokenized: what the engine needs of it, and what its answer says of it.
+"""Turn a line of a job into tokens for the engine, and the engine's answer into a line.
 
-A line gives the same tokens and the same seeds whenever it is read: a date that the template writes is that
-of the job's creation, and a seed that the body does not name follows from the file, the line and the choice.
-So a line that is computed again, after a crash say, is answered with the same words.
+A line gives the same tokens and the same seeds whenever it is read. A date that the template writes is the
+date of the job's creation. A seed that the body does not name follows from the file, the line and the choice.
+So a line that is computed again, for example after a crash, gets the same answer.
 """
 
 from __future__ import annotations
