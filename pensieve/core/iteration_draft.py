@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pensieve.core.cache_values import Admission
+from pensieve.core.cost import Work
 from pensieve.core.iteration import (
     Iteration,
     PageCopy,
@@ -25,7 +26,6 @@ from pensieve.core.iteration import (
     SwapOut,
     TurnStart,
 )
-from pensieve.core.iteration_cost import Work
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_groups import StreamGroups

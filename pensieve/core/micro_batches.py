@@ -9,7 +9,7 @@ no token that is sampled: its pieces follow each other through the stages withou
     stage 2       A  B  A  …        A's tokens are known when it begins again
 
 A stage stands idle behind an iteration that takes longer in the next one (a *bubble*), so micro-batches are
-to take the same time: what turns add to an iteration is predicted (iteration_cost.py), and each micro-batch
+to take the same time: what turns add to an iteration is predicted (cost.py), and each micro-batch
 has an S-th of what all that generate add, to the nearest turn, and one turn at least.  Those that have
 waited longest come first.  So turns that come and go change the micro-batches one by one, and none is left
 out for longer than a round.

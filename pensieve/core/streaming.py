@@ -198,7 +198,7 @@ class StreamLoad(NamedTuple):
 class StreamCost:
     """Learn what iterations take with streamed turns and without.
 
-    What is predicted (iteration_cost.py) is often off: costs may be estimates, rows become dearer when a
+    What is predicted (cost.py) is often off: costs may be estimates, rows become dearer when a
     batch is large, and how well copies hide behind computing depends on the machine.  So the seconds of an
     iteration in which turns generate are taken to be
 

@@ -1,7 +1,7 @@
 """How much of prompts may join an iteration that turns which generate wait for.
 
 Whoever generates waits for the whole iteration, so a long piece of somebody's prompt is a gap in everybody
-else's reply.  `TimeBudget` predicts what an iteration takes (iteration_cost.py), and prompts join it as long
+else's reply.  `TimeBudget` predicts what an iteration takes (cost.py), and prompts join it as long
 as that stays within what is allowed, the lesser of
 
     tbt_seconds             the objective: the time between two tokens of a reply

@@ -9,8 +9,8 @@ import pytest
 
 from pensieve.core import stream_groups
 from pensieve.core.cache_config import CacheConfig
+from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration
-from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR, StreamCost, StreamLoad

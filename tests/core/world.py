@@ -13,9 +13,8 @@ from zlib import crc32
 
 from pensieve.core.adoption import Adopted
 from pensieve.core.cache import CacheConfig, KVCache
-from pensieve.core.cost import CostProfile
+from pensieve.core.cost import CostProfile, IterationCost
 from pensieve.core.iteration import Iteration
-from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler import PASSES_MAX, Scheduler

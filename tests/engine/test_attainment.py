@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.attainment import ERRORS_KEPT
 from pensieve.engine.journal import Replay

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
+from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.journal import replay
 from pensieve.engine.messages import Message
