@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pensieve.core.cache_values import Admission
 from pensieve.core.cost import Work
 from pensieve.core.iteration import (
     Iteration,
@@ -29,6 +28,7 @@ from pensieve.core.iteration import (
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_groups import StreamGroups
+from pensieve.core.tiers import Admission
 from pensieve.core.turn import Turn
 
 TOKENS_MIN = 16  # of a prompt, where time is short

@@ -51,7 +51,6 @@ from dataclasses import dataclass
 from pensieve.core.audit import TurnsByState, audit_turns
 from pensieve.core.background_room import BackgroundRoom
 from pensieve.core.cache import KVCache
-from pensieve.core.cache_values import Admission, Shortage
 from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
@@ -68,6 +67,7 @@ from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_groups import StreamGroups
 from pensieve.core.streaming import Streaming
+from pensieve.core.tiers import Admission, Shortage
 from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
 

@@ -37,11 +37,11 @@ from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
 from pensieve.core.cache import CacheConfig, KVCache
-from pensieve.core.cache_values import IsIntact, trusted
 from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.tiers import IsIntact, trusted
 from pensieve.core.turn import Ended, FinishReason, Turn, Usage
 from pensieve.engine.attainment import Attainment
 from pensieve.engine.hand_over import HandOver, verified

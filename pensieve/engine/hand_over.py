@@ -32,7 +32,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pensieve.core.adoption import Adopted, KvPlace
+from pensieve.core.adoption import Adopted, Adoption, KvPlace
 from pensieve.core.cache import KVCache
 from pensieve.core.prefix_tree import Chunk
 from pensieve.engine.messages import (
@@ -88,7 +88,7 @@ class HandOver:
 
     def __init__(self, cache: KVCache, pages: KvPages | None) -> None:
         """Without `pages` nothing is exported, and of what comes nothing is written."""
-        self._cache, self._pages = cache, pages
+        self._cache, self._pages, self._adoption = cache, pages, Adoption(cache)
         self._imports: OrderedDict[str, bool] = (
             OrderedDict()
         )  # by conversation: whether one part came
@@ -207,7 +207,7 @@ class HandOver:
         size, last = cache.config.chunk_tokens, message.first_chunk + len(slots) - 1
         if max(slots) > size or (not has_begun and last * size + slots[-1] > len(log)):
             return []
-        adopted = cache.adopt(conversation_id, log, message.first_chunk, slots, now)
+        adopted = self._adoption.adopt(conversation_id, log, message.first_chunk, slots, now)
         self._imports[conversation_id] = conversation_id in cache.conversations
         if self._pages is not None:
             body = memoryview(message.body)[message.num_log_tokens * TOKEN_BYTES :]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from pensieve.core import stream_groups
-from pensieve.core.cache_config import CacheConfig
 from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR, StreamCost, StreamLoad
+from pensieve.core.tiers import CacheConfig
 from pensieve.core.turn import Turn, TurnState
 from tests.core.world import Stage
 
@@ -208,6 +208,7 @@ def fill_a_shared_chunk_while_another_wants_it() -> bool:
     world.ask("filler", 20, 12)
     for _ in range(6):
         world.next()
+    assert world.cache.streamed is not None
     world.cache.streamed._is_intact = lambda page: False
     a = world.ask("a", 2, 3)
     while not a.streamed:
