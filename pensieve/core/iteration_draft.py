@@ -8,7 +8,7 @@ several turns share is computed by the first that is planned, and the others fin
 Where time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit into it behind
 their context, and TOKENS_MIN however little is left: there is room as long as so many would fit at the
 beginning of a context, and for the first prompt always.  A turn that goes before one that came earlier leaves
-that one HELD_BACK of what prompts may take, and TOKENS_MIN at least (prefill_order.py).
+that one HELD_BACK of what prompts may take, and TOKENS_MIN at least (fair_queue.py).
 """
 
 from __future__ import annotations

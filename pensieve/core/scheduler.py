@@ -4,7 +4,7 @@ The order of filling, as `plan` has it:
 
 1. **Decodes.**  Every turn that generates gets one token.
 2. **Prefills** that have begun, and turns that wait, as many tokens as do not hold up the turns of step 1 for
-   long (time_budget.py).  Of one share the shortest prefill goes first (prefill_order.py); between shares,
+   long (time_budget.py).  Of one share the shortest prefill goes first (fair_queue.py); between shares,
    what each has used decides (fair_queue.py).  Suspended turns come before new turns of their level.
 3. **Streamed turns.**  Turns that find no room on the device may run with their KV on the host
    (streaming.py).
@@ -51,18 +51,17 @@ from dataclasses import dataclass
 from pensieve.core.audit import TurnsByState, audit_turns
 from pensieve.core.background_room import BackgroundRoom
 from pensieve.core.cache import KVCache
-from pensieve.core.fair_queue import FairQueue
+from pensieve.core.fair_queue import (
+    FairQueue,
+    oldest_prefill,
+    precedes_prefills,
+    prefill_order,
+    resume_order,
+)
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
 from pensieve.core.micro_batches import MicroBatches
 from pensieve.core.preemption import Preemption, who_is_suspended
-from pensieve.core.prefill_order import (
-    earlier,
-    may_join,
-    next_waiting,
-    prefill_order,
-    resume_order,
-)
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_groups import StreamGroups
@@ -280,10 +279,9 @@ class Scheduler:
             return
         running = [turn for turn in self.running.values() if self._keeps_place(turn)]
         started = [turn for turn in running if turn.is_prefill]
-        first = next_waiting(
+        first = self.queued.next_turn(
             self.suspended,
-            self.queued,
-            lambda turn: not (turn.warm or turn.is_background) and may_join(turn, started),
+            lambda turn: not (turn.warm or turn.is_background) and precedes_prefills(turn, started),
         )
         for victim in self.preemption.who_gives_way(first, running):
             claimant = self.preemption.claimant
@@ -343,7 +341,7 @@ class Scheduler:
             first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
             turn = self._next_to_admit(started, draft, blocked)
             if first is not None and (turn is None or used(turn) > used(first)):
-                held_for = earlier(first, started)
+                held_for = oldest_prefill(first, started)
                 started.remove(first)
                 if draft.has_room(held_for):
                     self.queued.charge(first, draft.fill(first, held_for))
@@ -356,7 +354,7 @@ class Scheduler:
             if isinstance(admission, Admission):
                 blocked.passed()
                 draft.admit(admission)
-                self.queued.charge(turn, draft.fill(turn, earlier(turn, started)))
+                self.queued.charge(turn, draft.fill(turn, oldest_prefill(turn, started)))
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
             else:
@@ -376,14 +374,14 @@ class Scheduler:
         def may_come(turn: Turn) -> bool:
             return (
                 turn.is_background == background
-                and may_join(turn, started)
-                and draft.has_room(earlier(turn, started))
+                and precedes_prefills(turn, started)
+                and draft.has_room(oldest_prefill(turn, started))
             )
 
         claimant = self.preemption.claimant
         if claimant is not None and background:
             return None
-        turn = claimant or next_waiting(self.suspended, self.queued, may_come, blocked.turns)
+        turn = claimant or self.queued.next_turn(self.suspended, may_come, blocked.turns)
         return turn if turn is None or has_place(turn, self.running.values()) else None
 
     def _plan_streamed(self, draft: IterationDraft, blocked: BlockedTurns, now: float) -> None:

@@ -31,9 +31,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pensieve.core.cache import KVCache
-from pensieve.core.fair_queue import FairQueue
+from pensieve.core.fair_queue import FairQueue, precedes_prefills
 from pensieve.core.iteration_draft import IterationDraft
-from pensieve.core.prefill_order import may_join, next_waiting
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import QUEUE_ORDER, Turn
 
@@ -84,14 +83,15 @@ class Streaming:
         started = [turn for turn in running if turn.is_prefill]
         tried: list[Turn] = []
 
-        def may_come(turn: Turn) -> bool:
-            return turn.is_background == background and not turn.warm and may_join(turn, started)
+        def may_stream(turn: Turn) -> bool:
+            is_of_kind = turn.is_background == background and not turn.warm
+            return is_of_kind and precedes_prefills(turn, started)
 
         pages_for, claimed = self._room_beside(running), self._reserve_pages
         chosen: list[Turn] = []
         while len(tried) < LOOKED_AT_MAX:
             rest = (turn for turn in suspended if turn not in tried)
-            if (turn := next_waiting(rest, queued, may_come, tried)) is None:
+            if (turn := queued.next_turn(rest, may_stream, tried)) is None:
                 break
             tried.append(turn)
             num_pages, pages_left = pages_for(turn)

@@ -51,7 +51,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
-from pensieve.core.prefill_order import num_missing
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stage_times import StageTimes
 from pensieve.core.turn import Turn
@@ -104,7 +103,7 @@ class TimeBudget:
         if a is None or self._num_with >= PROBE_AFTER:
             draft.limit(0)
         elif a > 0.0:
-            num_tokens = num_waiting + sum(map(num_missing, started))
+            num_tokens = num_waiting + sum(turn.num_missing for turn in started)
             allowed = self._added_max * self._backlog_factor(num_tokens) or float("inf")
             if self._tbt:
                 allowed = min(allowed, self._longest(now) - a * without)
