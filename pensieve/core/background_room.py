@@ -25,34 +25,36 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
 
 SHARE = 0.05  # of an iteration
 SECONDS = 0.08
 QUIET_SECONDS = 30.0
-NUM_KEPT = 7
+NUM_KEPT = 7  # measurements
 PROBE_AFTER = 16
 RETRY_AFTER = 256
 GROWTH = 2
 
 
 class BackgroundRoom:
-    def __init__(self) -> None:
-        self._interactive_at = float("-inf")  # one was there
-        self._ratios: deque[float] = deque(maxlen=NUM_KEPT)
+    """Made when the first background turn is submitted."""
+
+    def __init__(self, ratios: Sequence[float]) -> None:
+        """`ratios`: r of the latest NUM_KEPT iterations with nothing but decodes of interactive turns."""
+        self._ratios = ratios
         self._costs: deque[tuple[int, float]] = deque(maxlen=NUM_KEPT)  # tokens, seconds of each
         self._num_beside = self._num_without = 0  # iterations in a row, with and without background
         self._pace = TOKENS_MIN  # tokens of an iteration without interactive turns
 
-    def saw_interactive(self, now: float) -> None:
-        """Such a turn runs or waits."""
-        self._interactive_at = now
+    def limit(self, draft: IterationDraft, quiet_seconds: float) -> None:
+        """Limit what the draft takes from now on, which is of background turns.
 
-    def limit(self, draft: IterationDraft, now: float) -> None:
-        """The draft has all that it has of interactive turns; what it takes now is of background turns."""
+        For `quiet_seconds` no interactive turn has been there.
+        """
         draft.num_interactive = draft.num_tokens
-        if (num_tokens := self._tokens(draft, now)) is not None:
+        if (num_tokens := self._tokens(draft, quiet_seconds)) is not None:
             draft.limit(num_tokens)
 
     def planned(self, draft: IterationDraft) -> None:
@@ -61,22 +63,19 @@ class BackgroundRoom:
             self._num_without = 0 if draft.num_background else self._num_without + 1
 
     def committed(self, draft: IterationDraft, seconds: float) -> None:
-        """It took so long."""
+        """Learn from how long it took."""
         if draft.num_prompt_tokens:
             return
         num_tokens, predicted = draft.num_background, draft.predicted_without
         if num_tokens == draft.num_tokens:
             self._set_pace(num_tokens, seconds)
-        elif not num_tokens:
-            if predicted:
-                self._ratios.append(seconds / predicted)
-        elif self._ratios:
+        elif num_tokens and self._ratios:
             over = seconds - statistics.median(self._ratios) * predicted
             self._costs.append((num_tokens, max(over, 0.0) / num_tokens))
 
-    def _tokens(self, draft: IterationDraft, now: float) -> int | None:
+    def _tokens(self, draft: IterationDraft, quiet_seconds: float) -> int | None:
         if not draft.num_tokens:
-            return None if now - self._interactive_at >= QUIET_SECONDS else self._pace
+            return None if quiet_seconds >= QUIET_SECONDS else self._pace
         if draft.num_tokens > draft.num_decodes or not self._ratios:
             return 0
         if self._num_beside >= PROBE_AFTER:

@@ -13,13 +13,11 @@ to take the same time: what turns add to an iteration is predicted (cost.py), an
 has an S-th of what all that generate add, to the nearest turn, and one turn at least.  Those that have
 waited longest come first.  So turns that come and go change the micro-batches one by one, and none is left
 out for longer than a round.
-
-With one stage nothing is chosen: an iteration has all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.scheduler_config import SchedulerConfig
@@ -27,21 +25,25 @@ from pensieve.core.turn import Turn
 
 
 class MicroBatches:
-    def __init__(self, config: SchedulerConfig, keeps_place: Callable[[Turn], bool]) -> None:
-        self._stages, self._cost, self._keeps_place = config.stages, config.cost, keeps_place
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._stages, self._cost = config.stages, config.cost
         self._chosen: dict[int, int] = {}  # by turn_id: when it was chosen last
         self._num_chosen = 0
 
     def chosen(
-        self, running: Sequence[Turn], draft: IterationDraft, background: bool
-    ) -> Sequence[Turn]:
-        """Of turns that run, background turns or the others, who may be in this iteration, in their order."""
-        if self._stages == 1:
-            return running  # the scheduler leaves out who may not
-        turns = [turn for turn in running if turn.is_background == background]
-        turns = [turn for turn in turns if self._keeps_place(turn)]
+        self,
+        running: Sequence[Turn],
+        with_place: Sequence[Turn],
+        draft: IterationDraft,
+        background: bool,
+    ) -> list[Turn]:
+        """Return the turns that may be in this iteration, in their order.
+
+        They are background turns or the others, of those `with_place` among the running turns.
+        """
+        turns = [turn for turn in with_place if turn.is_background == background]
         ready = [turn for turn in turns if not turn.pending_tokens]
-        generating = [turn for turn in turns if turn.pending_tokens or generates(turn)]
+        generating = [turn for turn in turns if turn.pending_tokens or not turn.is_prefill]
         draft.others_generate |= len(ready) < len(turns)
         self._chosen = {each.turn_id: self._chosen.get(each.turn_id, 0) for each in running}
         added = self._added_seconds(generating)
@@ -67,8 +69,3 @@ class MicroBatches:
             for each in turns
         }
         return added if all(each > 0.0 for each in added.values()) else dict.fromkeys(added, 1.0)
-
-
-def generates(turn: Turn) -> bool:
-    """Its next token is all that is to be computed of it."""
-    return not turn.is_prefill

@@ -49,12 +49,12 @@ class Preemption:
         self,
         cache: KVCache,
         queued: FairQueue,
-        has_place: Callable[[Turn, Collection[Turn]], bool],
+        has_room_for: Callable[[Turn, Collection[Turn]], bool],
         time_share: int,
     ) -> None:
-        """`has_place` says whether a turn may run beside these; places are kept where `time_share` is 0."""
+        """`has_room_for` tells whether a turn may run beside others; `time_share` 0: places are kept."""
         self._cache, self._queued, self._used = cache, queued, queued.used
-        self._has_place, self._time_share = has_place, time_share
+        self._has_room_for, self._time_share = has_room_for, time_share
         self.claimant: Turn | None = None  # it is next, because others gave way to it
         self._places: dict[int, Place] = {}  # of the turns that run, by id
         self._num_running: Counter[Place] = Counter()  # in each
@@ -88,8 +88,8 @@ class Preemption:
         claims = self.claimant is not None and self.claimant.turn_id in running
         assert not claims, "a turn that runs still claims a place"
 
-    def is_out_of_question(self, suspended: Collection[Turn]) -> bool:
-        """At a glance: all are of one share, and nobody waits who is above one that runs."""
+    def is_impossible(self, suspended: Collection[Turn]) -> bool:
+        """Check quickly that all turns are of one share, and that no waiting turn is above a running one."""
         if not suspended and not len(self._queued):
             return True
         if self.claimant is not None or self._time_share or len(self._num_running) > 1:
@@ -100,15 +100,15 @@ class Preemption:
             for place in self._num_running
         )
 
-    def who_gives_way(self, first: Turn | None, running: Collection[Turn]) -> list[Turn]:
-        """Of these turns; `first` is next among those that wait."""
+    def victims(self, first: Turn | None, running: Collection[Turn]) -> list[Turn]:
+        """Return the running turns that give way; `first` is next among those that wait."""
         before, self.claimant = self.claimant, None
         turn = before if before is not None and not self._outranks(first, before) else first
         if turn is None or (turn is not before and not self._may_give(turn, running)):
             return []
         num_pages, pages_left = self._cache.room_beside(running)(turn)
         spare = self._cache.config.reserve_pages if turn is not before else 0
-        fits = num_pages <= pages_left and self._has_place(turn, running)
+        fits = num_pages <= pages_left and self._has_room_for(turn, running)
         chosen: list[Turn] = []
         if not fits or num_pages + spare > pages_left:
             chosen = self._chosen(turn, running, num_pages, num_pages + spare - pages_left, spare)
@@ -160,7 +160,7 @@ class Preemption:
             for branch in self._cache.path_of(turn):
                 num_holders[branch] = num_holders.get(branch, 0) + 1
         chosen: list[Turn] = []
-        while pages_over > 0 or not self._has_place(waiting, left.values()):
+        while pages_over > 0 or not self._has_room_for(waiting, left.values()):
             others = [
                 (turns[-1].is_background, held[share], share)
                 for share, turns in by_share.items()
@@ -173,7 +173,7 @@ class Preemption:
             ]
             share = max(others)[-1] if others else waiting.share
             if not by_share.get(share):
-                enough = pages_over <= spare and self._has_place(waiting, left.values())
+                enough = pages_over <= spare and self._has_room_for(waiting, left.values())
                 return chosen if enough else []
             victim = by_share[share].pop()
             chosen.append(victim)
@@ -185,8 +185,9 @@ class Preemption:
         return chosen
 
 
-def who_is_suspended(running: Collection[Turn]) -> Turn:
-    """When a page is missing: of a job, a warm, or the lowest and latest of who holds most."""
+def turn_to_suspend(running: Collection[Turn]) -> Turn:
+    """Choose when a page is missing: a background turn, a warm, or the lowest and latest of the share that
+    holds most."""
     held = _held(running)
     return max(
         running,

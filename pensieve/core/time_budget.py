@@ -109,7 +109,7 @@ class TimeBudget:
                 allowed = min(allowed, self._longest(now) - a * without)
             draft.seconds_max = self._predicted_within(max(allowed, 0.0), a)
 
-    def has_place(self, turn: Turn, running: Collection[Turn]) -> bool:
+    def has_room_for(self, turn: Turn, running: Collection[Turn]) -> bool:
         """Whether it may run beside these.
 
         As many run as may, and as could generate together within the objective, if this one alone could.
