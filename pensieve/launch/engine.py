@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 class SystemClock:
     """Monotonic seconds."""
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
 
 class Closable(Protocol):
