@@ -8,7 +8,7 @@
                   it lasts
     error         of an iteration's predicted time, as a share of what it took; the latest ERRORS_KEPT
 
-Times are figures of the latest five minutes (recent_times.py), except for stalls.  They are the engine's
+Times are figures of the latest five minutes (distributions.py), except for stalls.  They are the engine's
 times, at which outcomes are taken in.  What the pipe, the service and the network add is not in them.
 
 Times are cheap to note: nearly all turns that get a token got the one before in the same iteration, and have
@@ -24,9 +24,8 @@ from collections.abc import Callable, Sequence
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import FinishReason, TurnState
-from pensieve.engine.histogram import Histogram
+from pensieve.engine.distributions import Histogram, RecentShare, RecentTimes
 from pensieve.engine.messages import Event, Message, SubmitTurn, TurnEnded
-from pensieve.engine.recent_times import RecentShare, RecentTimes
 
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 TURNS_WAITING = ("queued", "suspended")  # in the figures, behind `turns_`
