@@ -99,11 +99,11 @@ class KVCache:
 
         return pages_for
 
-    def is_at_hand(self, turn: Turn) -> bool:
-        """Whether nothing of its context has to come from the host."""
+    def needs_swap_in(self, turn: Turn) -> bool:
+        """Whether a part of its context has to come from the host."""
         conversation = self.conversations.get(turn.conversation_id)
         chunks = conversation.chunks() if conversation is not None else []
-        return all(chunk.device_page is not None or chunk.host_page is None for chunk in chunks)
+        return any(chunk.device_page is None and chunk.host_page is not None for chunk in chunks)
 
     def path_of(self, turn: Turn) -> list[Branch]:
         """What the turn's conversation holds."""

@@ -29,7 +29,8 @@ Swap-ins go first: while one is in flight no swap-out starts.
 
 **By hand**, operators move conversations: `evict` drops their pages, `move_to_host` has them copied out, as
 far as the host has room for them by value.  `copy_out` does the same for chunks of a turn that is to be
-streamed (streamed_pages.py).  Another running turn may hold some of these; they stay on the device, too."""
+streamed (streamed_pages.py).  Another running turn may hold some of these; they stay on the device, too.
+"""
 
 from __future__ import annotations
 

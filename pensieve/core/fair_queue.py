@@ -1,48 +1,49 @@
-"""Which turn goes first: of those that wait, and of the prefills that have begun.
+"""Which turn goes first: of the turns that wait, and of the prefills that have begun.
 
-A share is whatever the turns are divided among, most often a tenant; core knows its name and its weight.
+The machine is divided among shares.  A share is most often a tenant; core knows its name and its weight.
 
-**Between shares.**  Each has a counter of the tokens that were computed for it, divided by its weight.  The
-next turn is that of the waiting share with the lowest counter (of several, the one whose turn came first).
+**Between shares.**  Each share has a counter: the tokens that were computed for it, divided by its weight.
+ The waiting share with the lowest counter is next.  (If several are equal, the one whose turn came first.)
 This is fair queueing with token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI
 2024):
 
-* **Charged** is what is computed: the positions of a prefill as they come into a batch, then each token
-  that a turn samples.  What is found in the cache costs nothing.
-* **Lifted**: a share that begins to wait has saved up nothing while it did not: its counter is raised to
-  the lowest of the others that have turns, or, if none does, to that of the share that was admitted last.
+* **Charged** is what is computed: the positions of a prefill as they come into a batch, then each token that
+  a turn samples.  Tokens that are found in the cache cost nothing.
+* **Lifted**: a share saves up nothing while it does not wait.  When it begins to wait, its counter is raised
+  to the lowest of the other shares that have turns, or, if none has, to that of the share that was admitted
+  last.
 
-So a share that has put in a thousand turns delays another one's next turn by one of them, not by a
-thousand; and while two shares wait, what they get has the proportion of their weights, up to what their
-running turns may still sample.  A prefill that has begun gives way in the same manner.
+So a share that submits a thousand turns delays another share's next turn by one turn, not by a thousand.
+ While two shares wait, they get tokens in the proportion of their weights, up to what their running turns may
+still sample.  A prefill that has begun gives way in the same manner.
 
-**Within a share** turns wait in lines, each first come first served: one for every priority, the higher
-ones first, and of a priority two, one for prompts that fit into an iteration and behind it one for longer
-ones.  A document of a hundred thousand tokens does not keep everybody's next message waiting, and as long
-as it does not fit into memory they do not wait for that.  They do not pass it for ever either: a line that
-so many turns passed which came after its first one,
+**Within a share** turns wait in lines, each first come, first served.  There is a pair of lines for each
+priority, and the higher priorities go first.  The first line of a pair has the prompts that fit into an
+iteration, the second the longer ones.  So a document of a hundred thousand tokens does not keep everybody's
+next message waiting, not even if it does not fit into memory.  A line is overdue, and its first turn is next,
+if so many turns passed it that came after its first one:
 
     TURNS_A_PRIORITY      of the next higher priority (twice as many of the one above that, …)
     SHORT_TURNS           with short prompts, of the same priority
 
-is overdue, and its first turn is next.  (Turns that do not fit into memory may be passed, too: `BlockedTurns`
-of scheduler.py.)
+(Turns that do not fit into memory may be passed, too: `BlockedTurns` of scheduler.py.)
 
-**Background turns** (of batch jobs) have shares of their own, which are compared with each other alone: what
-a job has used lifts no interactive share, nor the other way round.
+**Background turns** (of batch jobs) have shares of their own, which are compared only with each other.
+ Tokens of a job lift no interactive share, nor the other way round.
 
-Nobody waits for ever: as long as a share waits, what is computed for another raises that one's counter,
-and no counter that is lower can come; and within a share each line moves, if slowly.
+Nobody waits for ever.  As long as a share waits, tokens computed for another share raise that share's
+counter, and no lower counter can appear.  Within a share each line moves, if slowly.
 
 **Prefills of a share** get the tokens of an iteration by level, and then **the shortest remaining one
-first**. So somebody whose message takes one iteration does not wait for the hundred iterations of somebody
-else's document, who waits one longer.  That is best for the mean time to the first token, and alone it would
-starve the long ones.  So something is **held back for the oldest prefill**: younger ones leave it HELD_BACK
-of what prompts may take in an iteration, and TOKENS_MIN at least (iteration_draft.py).  It takes at most 1 /
-HELD_BACK times as long because of those that pass it.  If there is room for one tile only, it gets the tile.
+first**. So a message that takes one iteration does not wait for the hundred iterations of a document, which
+waits one longer.  That is best for the mean time to the first token, and alone it would starve the long ones.
+ So something is **held back for the oldest prefill**: younger ones leave it HELD_BACK of the tokens that
+prompts may take in an iteration, and TOKENS_MIN at least (iteration_draft.py).  Being passed makes it at most
+1 / HELD_BACK times as long.  If there is room for one tile only, the oldest prefill gets the tile.
 
 A waiting turn is admitted beside prefills of its share if it goes before all of them.  Otherwise it would
-take pages and no tokens."""
+take pages and no tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,34 +1,34 @@
-"""Which running turns give their places to one that waits: by priority in a share, by need between shares.
+"""Which running turns give their places to a waiting one: by priority within a share, by need between shares.
 
-At an iteration's edge, before it is planned, the turn that is next may find that there is no place for it:
-as many run as may, or what running turns hold leaves too few pages.  Others then give up theirs, if it is
-*entitled* to them:
+Before an iteration is planned, the turn that is next may find no place: as many turns run as may, or the
+running turns leave too few pages.  Others then give up their places, if the turn is *entitled* to them:
 
-* **Of its own share**, it is of a higher level than they.  A turn's level is its priority, and one more each
-  time that it was taken the place of in this way.  So nobody is preempted without end, and who was is back
-  before new turns of the level it was preempted by.
-* **Of its own share and level**, where time is shared (`time_share` tokens), they have had so much of their
-  replies since they were admitted.  They go to the end of the queue, as if they had come now: with more
-  turns than fit, each has its first token after a round and not after the replies of those before it.
-* **Background turns** (background_room.py) give way to any interactive one, all of them at once, for others
-  may wait behind it; and no turn gives way to them.
-* **Of another share**, if that one has used no less (fair_queue.py), and would still hold no less, of what
-  is missing (pages, or places) over its weight, than the share that gets them: whoever has filled the
-  memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It cannot
-  take it back the same way, so places do not go to and fro.
+* **In its own share**, it has a higher level than they.  A turn's level is its priority, and one more each
+  time that it lost its place in this way.  So no turn is preempted without end, and a preempted turn is back
+  before new turns of the level that preempted it.
+* **In its own share and level**, if time is shared (`time_share` tokens), they have had so many tokens of
+  their replies since they were admitted.  They go to the end of the queue, as if they had come now.  So if
+  more turns run than fit, each has its first token after a round, and not after the replies of those before
+  it.
+* **Background turns** (background_room.py) give way to any interactive turn, all of them at once, because
+  others may wait behind it.  No turn gives way to them.
+* **Another share** gives way if it has used no less (fair_queue.py), and if it would still hold no less of
+  what is missing (pages, or places), over its weight, than the share that gets them.  So a share that filled
+  the memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It
+  cannot take that back the same way, so places do not go to and fro.
 
-First goes a background turn; then who is of another share, which holds most; then a warm, the lowest level,
-and of it the latest.
-Nobody gives way to a warm, nor if that would not be enough: for its pages, or for all that are left to meet
-the objective together.  What is kept in reserve for turns that generate is kept where it can be.
+A background turn goes first, then a turn of the other share that holds most, then a warm, then the latest
+turn of the lowest level.  Nobody gives way to a warm.  Nobody gives way if that would not be enough: for the
+turn's pages, or for all remaining turns to meet the objective together.  The reserve for generating turns is
+kept if possible.
 
-Whoever others gave way to is next until it runs (`claimant`): also before these, which have risen
-to its level.  It gives the claim up to a higher level, to a share that has used less, and if those that run
-have meanwhile grown into its pages.
+The turn that others gave way to is next until it runs (`claimant`), also before these others, which have
+risen to its level.  It gives the claim up to a turn of a higher level, to a share that has used less, and if
+the running turns have meanwhile grown into its pages.
 
-**What a preempted turn loses is its place**, and nothing that it has computed.  It is suspended, as if a
-page had been missing (scheduler.py): its chunks stay where they are until somebody takes their pages, leave
-for the host by the policy, and what is still held when it resumes is not computed again.
+**A preempted turn loses its place**, and nothing that it has computed.  It is suspended, as if a page had
+been missing (scheduler.py).  Its chunks stay where they are until somebody takes their pages, and leave for
+the host by the policy.  Chunks that are still held when it resumes are not computed again.
 """
 
 from __future__ import annotations

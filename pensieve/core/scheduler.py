@@ -42,7 +42,8 @@ rest.
 
 Liveness: the turn that is next is admitted as soon as the pages for its whole context are available.  A
 bounded number of others is admitted before it (fair_queue.py, `BlockedTurns`).  Every idle page can become
-available (eviction.py), and running turns end.  A preempted turn has advanced, or rises (preemption.py)."""
+available (eviction.py), and running turns end.  A preempted turn has advanced, or rises (preemption.py).
+"""
 
 from __future__ import annotations
 
@@ -311,7 +312,7 @@ class Scheduler:
                 continue
             if turn is None:
                 break
-            if blocked.puts_aside(turn):
+            if blocked.defers(turn):
                 continue
             admission = self._admit(turn, now, draft.filled_before)
             if isinstance(admission, Admission):
@@ -680,9 +681,9 @@ class BlockedTurns:
         is_passed = turn.state is TurnState.QUEUED and not is_claimant and shortage is not None
         self.may_admit = is_passed and self._may_pass()
 
-    def puts_aside(self, turn: Turn) -> bool:
-        """Whether the turn waits because of these: it needs something from the host."""
-        if not self.turns or self._cache.is_at_hand(turn):
+    def defers(self, turn: Turn) -> bool:
+        """Defer a turn behind these if it needs something from the host."""
+        if not self.turns or not self._cache.needs_swap_in(turn):
             return False
         self.turns.append(turn)
         self.may_admit = turn.state is TurnState.QUEUED and self._may_pass()

@@ -13,7 +13,8 @@ BUCKETS buckets, each RATIO as wide as the one before, so a quantile is right to
 is kept.  It has such counts for each of the latest SLICES minutes.  The oldest one is dropped as a whole, and
 all of it is a few kilobytes however many times come.  If there is an objective, it also counts exactly how
 many times met it.  A `RecentShare` is a part of a whole over the same minutes.  Both are told the time, so
-any clock may drive them."""
+any clock may drive them.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ times, at which outcomes are taken in.  What the pipe, the service and the netwo
 
 Times are cheap to note: nearly all turns that get a token got the one before in the same iteration, and have
 the same gap.  So there is a look-up for each token and a logarithm for each different gap.  The suspended
-turns are looked at in each iteration.  Mostly there are none."""
+turns are looked at in each iteration.  Mostly there are none.
+"""
 
 from __future__ import annotations
 
