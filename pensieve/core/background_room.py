@@ -1,22 +1,23 @@
-"""How much of background turns joins an iteration: what interactive turns leave free.
+"""How many tokens of background turns join an iteration, in what interactive turns leave free.
 
-A *background* turn is one that nobody waits for, of a batch job; the others are *interactive*.  An iteration
-is filled with these first, and the scheduler then asks for how many tokens of background turns there is room:
+Nobody waits for a *background* turn: it belongs to a batch job.  Other turns are *interactive*.  An iteration
+is filled with interactive turns first.  Then the scheduler asks for how many tokens of background turns there
+is room:
 
     interactive turns only generate    as many as lengthen the iteration by no more than SHARE
     somebody's prompt is in it         none: the first token waits for this iteration
     no interactive turn is in it       as many as take SECONDS, because one may come meanwhile;
                                        any number, once none has been there for QUIET_SECONDS
 
-**Beside turns that generate.**  What a token more costs depends on the machine: next to nothing where reading
-the weights is what takes the time, and a tenth of the iteration on a CPU with two cores.  So it is measured:
+**Beside generating turns.**  The cost of one more token depends on the machine: next to nothing if reading
+the weights takes most of the time, and a tenth of the iteration on a CPU with two cores.  So it is measured:
 
     seconds of a token = (measured - r · predicted without background) / tokens
 
-with r the median of measured over predicted, of the last iterations without background.  The second highest
-of the last few counts, so one late iteration changes nothing, and the number at most doubles from one to
-the next.  Every PROBE_AFTER iterations one goes without, for r; where there is room for none, one token is
-tried every RETRY_AFTER.
+r is the median of measured over predicted, of the last iterations without background.  The second highest of
+the last few costs counts, so one late iteration changes nothing.  The number of tokens at most doubles from
+one iteration to the next.  Every PROBE_AFTER iterations one goes without background turns, for r.  If there
+is room for none, one token is tried every RETRY_AFTER iterations.
 
 **Alone**, the number of tokens follows the seconds that the last such iteration took.
 """

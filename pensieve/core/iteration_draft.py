@@ -1,14 +1,14 @@
 """An iteration while it is being planned: what it holds so far, and how many tokens it may still take.
 
-A turn's work is spent from its lowest missing position upward, across the holes of its context, so
-when a slice is launched every position before its end is on the device, on its way there in the same
-iteration, or in a slice of it.  Planning a slice raises `chunk.filled` at once: a missing chunk that
-several turns share is computed by the first that is planned, and the others find it done.
+A turn's work is spent from its lowest missing position upward, across the holes of its context.  So when a
+slice is launched, every position before its end is on the device, on its way there in the same iteration, or
+in a slice of it.  Planning a slice raises `chunk.filled` at once: the first turn that is planned computes a
+missing chunk that several turns share, and the others find it done.
 
-Where time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit into it behind
-their context, and TOKENS_MIN however little is left: there is room as long as so many would fit at the
-beginning of a context, and for the first prompt always.  A turn that goes before one that came earlier leaves
-that one HELD_BACK of what prompts may take, and TOKENS_MIN at least (fair_queue.py).
+If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit into it behind their
+context, and TOKENS_MIN however little is left.  There is room as long as so many would fit at the beginning
+of a context, and for the first prompt always.  A turn that goes before an older prefill leaves it HELD_BACK
+of what prompts may take, and TOKENS_MIN at least (fair_queue.py).
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Which turns that generate are in the next iteration, where a model is divided into pipeline stages.
+"""Choose the generating turns of the next iteration if a model is divided into pipeline stages.
 
 With S stages up to S iterations are in flight, each in another stage.  The first stage needs a turn's last
-token, and the last stage samples it: so a turn whose token is not known yet (`Turn.pending_tokens`) is in no
-further iteration, and those that generate are divided into *micro-batches* which take turns.  A prompt needs
-no token that is sampled: its pieces follow each other through the stages without waiting.
+token, and the last stage samples it.  So a turn whose token is not known yet (`Turn.pending_tokens`) is in no
+further iteration, and generating turns are divided into *micro-batches* which take turns.  A prompt needs no
+token that is sampled: its pieces follow each other through the stages without waiting.
 
     stage 1    A  B  A  B  …        A, B: micro-batches of two stages;
     stage 2       A  B  A  …        A's tokens are known when it begins again
 
-A stage stands idle behind an iteration that takes longer in the next one (a *bubble*), so micro-batches are
-to take the same time: what turns add to an iteration is predicted (cost.py), and each micro-batch
-has an S-th of what all that generate add, to the nearest turn, and one turn at least.  Those that have
-waited longest come first.  So turns that come and go change the micro-batches one by one, and none is left
-out for longer than a round.
+A stage stands idle behind an iteration that takes longer in the next one (a *bubble*), so micro-batches
+should take the same time.  What each turn adds to an iteration is predicted (cost.py).  Each micro-batch has
+an S-th of what all generating turns add, to the nearest turn, and one turn at least.  Turns that have waited
+longest come first.  So turns that come and go change the micro-batches one by one, and none is left out for
+longer than a round.
 """
 
 from __future__ import annotations

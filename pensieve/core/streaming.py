@@ -1,28 +1,29 @@
 """Which turns stream their contexts from the host, because the device has no room for them.
 
-Only attention needs KV on the device, so tokens of more turns than fit may share an iteration: what is read
-once for all of them, the weights, is the largest part of it while few turns generate.  A streamed turn brings
-its pages' copies into every iteration.  So it pays as long as another turn adds less to an iteration than its
-share of it:
+Only attention needs KV on the device, so tokens of more turns than fit may share an iteration.  The weights
+are read once for all of them, and are the largest part of the iteration while few turns generate.  A streamed
+turn brings its pages' copies into every iteration.  So streaming pays as long as another turn adds less to an
+iteration than its share of it:
 
     n / seconds rises with it
 
-where n turns run and `seconds` is what their iteration takes (`StreamCost` learns it).  Some of that
-is for the first streamed turn alone, so those that wait are looked at together: `auto` streams as many of
-them, in their order, as are predicted to deliver most, if that is GAIN times of what is delivered now.  An
-objective for the time between tokens is kept (`--tbt`).  `on` streams whatever it can, `off` nothing.
+n turns run, and `seconds` is what their iteration takes (`StreamCost` learns it).  A part of that is for the
+first streamed turn alone, so waiting turns are looked at together.  `auto` streams as many of them, in their
+order, as are predicted to deliver most, if that is GAIN times what is delivered now.  An objective for the
+time between tokens is kept (`--tbt`).  `on` streams whatever it can.  With `off` this module is not used.
 
-Background turns stream among themselves: beside interactive turns they have a few percent of an iteration
-(background_room.py), which streaming alone may take, so then they give up their places and wait for pages.
+Background turns stream only among themselves.  Beside interactive turns they have a few percent of an
+iteration (background_room.py), which streaming alone may take.  So then they give up their places and wait
+for pages.
 
-A turn that fits the device beside those that run, once idle pages are copied out, waits for that.
+A turn that fits the device beside the running ones, once idle pages are copied out, waits for that.
 
 When TRIED_FOR iterations have streamed, and the resident turns alone are predicted to deliver more tokens a
 second than all of them do, streaming stops, for a number of iterations that doubles each time.
 
 **Back to the device.**  When nobody waits any more, and pages are available, the largest streamed turn that
 fits gives up its place and is admitted again, with pages of the device (`turn_to_return`), one an iteration.
-For the smallest, idle pages are made available ahead.
+ For the smallest, idle pages are made available ahead.
 """
 
 from __future__ import annotations
