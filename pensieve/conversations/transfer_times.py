@@ -5,7 +5,7 @@ KV comes from its end on, and the end costs most to recompute.  Each part is wor
     seconds to compute its tokens behind what lies before them  >  its bytes / bytes per second of the link
 
 and a transfer is worth beginning if its parts save more than its latency.  Computing takes the engine's own
-prediction (core/iteration_cost.py) times what prompts took lately beside theirs (admission.py).
+prediction (core/cost.py) times what prompts took lately beside theirs (admission.py).
 
 The speed of a link is that of the latest transfers from its address, each counting a quarter.  Of an unknown
 link, or after KNOWN_SECONDS, LATENCY_SECONDS and BYTES_PER_SECOND are assumed.  Where that would refuse, the

@@ -10,7 +10,7 @@ import pytest
 from pensieve.conversations.admission import Ahead, Pace, Prompts, Waiting, ahead_of, waiting
 from pensieve.conversations.draft import Ask
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.core.turn import TurnOptions
 from pensieve.text import Message
 

@@ -17,7 +17,7 @@ from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.engine_client import Ready
 from pensieve.conversations.figures import Quantiles
 from pensieve.conversations.meter import Meter
-from pensieve.engine.histogram import Histogram
+from pensieve.engine.distributions import Histogram
 from pensieve.engine.metrics import TURNS_WAITING
 from pensieve.errors import PensieveError
 from pensieve.store.job_records import JobState
