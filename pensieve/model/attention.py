@@ -19,22 +19,35 @@ The wait comes first, so a page copy may read a page that is being swapped in.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels import multi_token_attention, write_kv
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind
 from pensieve.kernels.attention.plan import Work
 from pensieve.kernels.layer import paged_rows
-from pensieve.kernels.layer.protocol import PagedRows, PageIndex
+from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory, PageMoves
 
 SERVING = "pensieve"
 PROBING = "pensieve-probe"
+
+
+class AttentionCall(NamedTuple):
+    """What one layer of a model asks of its attention, and the rows that it brings."""
+
+    module: torch.nn.Module  # its `layer_idx` is the layer
+    query: torch.Tensor  # (tokens, heads, head_size)
+    key: torch.Tensor  # (tokens, kv_heads, head_size)
+    value: torch.Tensor  # (tokens, kv_heads, head_size)
+    kind: AttentionKind
+    mask: torch.Tensor | None  # from `probing_mask`
+    rest: Mapping[str, Any]  # other arguments, which the probe judges and serving ignores
 
 
 class ForwardPass(Protocol):
@@ -51,16 +64,8 @@ class ForwardPass(Protocol):
     def arrive(self, layer: int) -> None:
         """Return when the layer's pages hold what the iteration needs; a fused layer calls this itself."""
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,  # (tokens, heads, head_size)
-        key: torch.Tensor,  # (tokens, kv_heads, head_size)
-        value: torch.Tensor,  # (tokens, kv_heads, head_size)
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor: ...  # (tokens, heads, head_size)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """(tokens, heads, head_size): what the layer's queries found."""
 
 
 class PagedPass:
@@ -82,16 +87,13 @@ class PagedPass:
         self._memory = memory
         self._wait_layer = wait_layer
         self._copies = copies
-        index = PageIndex(
-            batch.slot_mapping,
-            batch.page_table,
-            batch.slice_offsets,
-            batch.slice_turns,
-            batch.slice_starts,
-            batch.shared,
-        )
         self.paged_rows = paged_rows(
-            memory.device_arena, index, work, memory.shape.dtype, memory.kv_scales
+            memory.device_arena,
+            batch.slot_mapping,
+            batch.page_index,
+            work,
+            memory.shape.dtype,
+            memory.kv_scales,
         )
 
     def arrive(self, layer: int) -> None:
@@ -99,37 +101,17 @@ class PagedPass:
         if self._copies is not None:
             self._memory.copy_within(layer, self._copies)
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer: int = call.module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
         memory, batch = self._memory, self.batch
         self.arrive(layer)
-        key_pages, value_pages = memory.key_pages(layer), memory.value_pages(layer)
+        pages = (memory.key_pages(layer), memory.value_pages(layer))
         kv_scales = memory.kv_scales(layer)
-        write_kv(key, value, batch.slot_mapping, key_pages, value_pages, kv_scales)
+        write_kv(call.key, call.value, batch.slot_mapping, *pages, kv_scales)
+        query = call.query
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        multi_token_attention(
-            query,
-            key_pages,
-            value_pages,
-            batch.page_table,
-            batch.slice_offsets,
-            batch.slice_turns,
-            batch.slice_starts,
-            scaling,
-            out,
-            self._work,
-            kv_scales,
-            batch.shared,
-        )
+        inputs = AttentionInput(query, *pages, batch.page_index, call.kind, kv_scales)
+        multi_token_attention(inputs, out, self._work)
         return out
 
 
@@ -222,16 +204,16 @@ def attention_forward(
             f"{type(module).__name__} does not pass the forward's keyword arguments on "
             "to its attention"
         )
-    attended = pensieve_pass.attend(
+    call = AttentionCall(
         module,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
+        AttentionKind(query.shape[-1] ** -0.5 if scaling is None else scaling),
         attention_mask,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
         rest,
     )
-    return attended.unsqueeze(0), None
+    return pensieve_pass.attend(call).unsqueeze(0), None
 
 
 FAR = 1 << 30  # a position beyond any window; mask functions compute with any index

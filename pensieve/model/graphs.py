@@ -32,8 +32,8 @@ import torch
 
 from pensieve.errors import one_line
 from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.input import PageIndex
 from pensieve.kernels.attention.plan import ITEM, MERGE, Plan, Work
-from pensieve.kernels.attention.shared import SharedPages
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
@@ -62,7 +62,7 @@ class Attending(Protocol):
     def starts(self) -> Sequence[int]: ...
 
     @property
-    def shared(self) -> SharedPages | None: ...
+    def page_index(self) -> PageIndex: ...
 
 
 def work_of(slices: Attending, memory: KVMemory) -> Work | None:
@@ -86,7 +86,7 @@ def plan_of(batch: Attending, memory: KVMemory, waves_more: int | None = None) -
         shape.head_size,
         cuda.blocks_at_once(device, shape.head_size, memory.format.element),
         waves_more,
-        batch.shared,
+        batch.page_index.shared,
     )
 
 
@@ -132,7 +132,7 @@ class DecodeGraphs:
         self._slots = zeros(rows)
         self._page_table = zeros(rows, pages_max, dtype=torch.int32)
         self._starts = zeros(rows, dtype=torch.int32)
-        self._index = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(rows, device=device)
         self._logits = torch.empty(rows, shape.vocab_size, device=device)
         self._spare_slot = memory.spare_page * memory.chunk_tokens
@@ -189,7 +189,7 @@ class DecodeGraphs:
             bool(self._graphs)
             and not arriving
             and len(batch.lengths) <= self._sizes[-1]
-            and len(batch.logit_turn_ids) == len(batch.lengths) == len(batch.page_table)
+            and len(batch.logit_turn_ids) == len(batch.lengths) == len(batch.page_index.page_table)
             and all(length == 1 for length in batch.lengths)
         )
 
@@ -200,8 +200,9 @@ class DecodeGraphs:
         self._input_ids[:rows].copy_(batch.input_ids)
         self._positions[:rows].copy_(batch.positions)
         self._slots[:rows].copy_(batch.slot_mapping)
-        self._starts[:rows].copy_(batch.slice_starts)
-        self._page_table[:rows, : batch.page_table.shape[1]].copy_(batch.page_table)
+        self._starts[:rows].copy_(batch.page_index.slice_starts)
+        page_table = batch.page_index.page_table
+        self._page_table[:rows, : page_table.shape[1]].copy_(page_table)
         self._pad(rows, size)
         self.rows_padded += size - rows
         if self._work is not None:
@@ -223,10 +224,12 @@ class DecodeGraphs:
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
             slot_mapping=self._slots[:size],
-            page_table=self._page_table[:size],
-            slice_offsets=self._index[: size + 1],
-            slice_turns=self._index[:size],
-            slice_starts=self._starts[:size],
+            page_index=PageIndex(
+                self._page_table[:size],
+                self._numbers[: size + 1],
+                self._numbers[:size],
+                self._starts[:size],
+            ),
             logit_rows=self._rows[:size],
             logit_turn_ids=(),
             logit_positions=(),

@@ -18,15 +18,16 @@ writing, so there the two ways differ by rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from pensieve.core.iteration import PageGroup, Slice
 from pensieve.kernels import multi_token_attention, write_kv
+from pensieve.kernels.attention.input import AttentionInput, PageIndex
 from pensieve.kernels.attention.plan import Work
-from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.layer.protocol import PagedRows
+from pensieve.model.attention import AttentionCall
 from pensieve.model.batch import Batch
 from pensieve.model.graphs import work_of
 from pensieve.model.kv.memory import KVMemory, PageMoves
@@ -40,12 +41,9 @@ class Part(NamedTuple):
     first_row: int
     stop_row: int
     slot_mapping: torch.Tensor  # of its rows
-    slice_offsets: torch.Tensor  # from its first row on
-    slice_turns: torch.Tensor  # of the whole batch's page table
-    slice_starts: torch.Tensor
+    page_index: PageIndex  # rows count from its first row; the page table is the whole batch's
     lengths: Sequence[int]  # of the slices, for the host
     starts: Sequence[int]
-    shared: SharedPages | None
     work: Work | None = None  # the plan of its attention
 
 
@@ -65,7 +63,6 @@ class StreamedPass:
         streamer: Streamer,
         copies: PageMoves | None = None,
     ) -> None:
-        self._page_table = batch.page_table
         self._resident, self._groups = parts[:-num_groups], parts[-num_groups:]
         self._memory = memory
         self._wait_layer = wait_layer
@@ -77,39 +74,29 @@ class StreamedPass:
         if self._copies is not None:
             self._memory.copy_within(layer, self._copies)
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer: int = call.module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
         memory, streamer = self._memory, self._streamer
         self.arrive(layer)
         kv_scales = memory.kv_scales(layer)
+        query = call.query
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
-        def attend_over(part: Part, key_pages: torch.Tensor, value_pages: torch.Tensor) -> None:
+        def attend_over(part: Part, *pages: torch.Tensor) -> None:
             rows = slice(part.first_row, part.stop_row)
-            pages = (key_pages, value_pages)
-            write_kv(key[rows], value[rows], part.slot_mapping, *pages, kv_scales)
-            multi_token_attention(
-                query[rows],
-                *pages,
-                self._page_table,
-                part.slice_offsets,
-                part.slice_turns,
-                part.slice_starts,
-                scaling,
-                out[rows],
-                part.work,
+            key_pages, value_pages = pages
+            write_kv(
+                call.key[rows],
+                call.value[rows],
+                part.slot_mapping,
+                key_pages,
+                value_pages,
                 kv_scales,
-                part.shared,
             )
+            inputs = AttentionInput(
+                query[rows], key_pages, value_pages, part.page_index, call.kind, kv_scales
+            )
+            multi_token_attention(inputs, out[rows], part.work)
 
         for part in self._resident:
             attend_over(part, memory.key_pages(layer), memory.value_pages(layer))
@@ -134,21 +121,25 @@ def parts_of(
         stretches.insert(0, (0, stretches[0][0]))
     assert [first for first, _ in stretches[1:]] == [stop for _, stop in stretches[:-1]]
     assert stretches[-1][1] == len(slices), "groups come behind all other slices, without a gap"
+    whole = batch.page_index
     found: list[Part] = []
     row = 0
-    for index, (first, stop) in enumerate(stretches, len(groups) + 1 - len(stretches)):
+    for number, (first, stop) in enumerate(stretches, len(groups) + 1 - len(stretches)):
         lengths = batch.lengths[first:stop]
         stop_row = row + sum(lengths)
         part = Part(
             row,
             stop_row,
             batch.slot_mapping[row:stop_row],
-            batch.slice_offsets[first : stop + 1] - row,
-            batch.slice_turns[first:stop],
-            batch.slice_starts[first:stop],
+            PageIndex(
+                whole.page_table,
+                whole.slice_offsets[first : stop + 1] - row,
+                whole.slice_turns[first:stop],
+                whole.slice_starts[first:stop],
+                search_of(number)(slices[first:stop], memory.chunk_tokens),
+            ),
             lengths,
             batch.starts[first:stop],
-            search_of(index)(slices[first:stop], memory.chunk_tokens),
         )
         found.append(part._replace(work=work_of(part, memory)))
         row = stop_row

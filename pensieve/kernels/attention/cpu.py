@@ -10,23 +10,14 @@ from __future__ import annotations
 import torch
 
 from pensieve.kernels import cpu_library
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import AttentionInput
 from pensieve.kernels.cpu_library import STORED, TYPES, compiled_library, succeeded
 from pensieve.kernels.kv_format import format_of
 
 
-def multi_token_attention(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    slice_offsets: torch.Tensor,
-    slice_turns: torch.Tensor,
-    slice_starts: torch.Tensor,
-    scaling: float,
-    out: torch.Tensor,
-    shared: SharedPages | None = None,
-) -> bool:
+def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> bool:
+    query, key_pages, value_pages = inputs[:3]
+    page_table, slice_offsets, slice_turns, slice_starts, shared = inputs.page_index
     library = compiled_library() if query.dtype in TYPES else None
     stored = format_of(key_pages, query.dtype)
     if library is None or query.stride(2) != 1 or out.stride(2) != 1 or stored.name not in STORED:
@@ -65,7 +56,7 @@ def multi_token_attention(
         num_kv_heads,
         slots,
         head_size,
-        scaling,
+        inputs.kind.scaling,
         out.data_ptr(),
         out.stride(0),
         out.stride(1),

@@ -14,8 +14,8 @@ import torch
 
 from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import tensor_map
+from pensieve.kernels.attention.input import AttentionInput, SharedPages
 from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
-from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.attention.tiles import Tiling
 from pensieve.kernels.choices import Choices
 from pensieve.kernels.cuda_launch import Argument, Launch, pointers
@@ -87,25 +87,19 @@ def plan(
     return plan_work(lengths, starts, group, num_kv_heads, rows, blocks, waves_more, shared)
 
 
-def work_of(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    slice_offsets: torch.Tensor,
-    slice_starts: torch.Tensor,
-    shared: SharedPages | None = None,
-) -> Work:
+def work_of(inputs: AttentionInput) -> Work:
     """The plan of one call, from its tensors; it reads them back, so iterations are planned beforehand."""
-    offsets = slice_offsets.tolist()
-    lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
+    query, key_pages, index = inputs.query, inputs.key_pages, inputs.page_index
+    lengths = [end - begin for begin, end in itertools.pairwise(index.slice_offsets.tolist())]
     num_kv_heads, _, head_size = key_pages.shape[1:]
     made = plan(
         lengths,
-        slice_starts.tolist(),
+        index.slice_starts.tolist(),
         query.shape[1],
         num_kv_heads,
         head_size,
         blocks_at_once(query.device, head_size, key_pages.dtype),
-        shared=shared,
+        shared=index.shared,
     )
     return Work.of(made, num_kv_heads, head_size, query.device)
 
@@ -137,23 +131,18 @@ def _blocks_at_once(device: torch.device, head_size: int, chosen: Choices) -> Bl
 
 
 def attention_launches(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    slice_offsets: torch.Tensor,
-    slice_turns: torch.Tensor,
-    slice_starts: torch.Tensor,
-    scaling: float,
+    inputs: AttentionInput,
     out: torch.Tensor,
     work: Work,
     map_of: Callable[[torch.Tensor], int] | None = None,
-    kv_scales: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The kernel, the one for Hopper's wide items, and the merge of what was cut.
 
-    `map_of` gives the address of a tensor map of key or value pages; `kv_scales` are those of pages in fp8.
+    `map_of` gives the address of a tensor map of key or value pages.
     """
+    query, key_pages, value_pages = inputs[:3]
+    page_table, slice_offsets, slice_turns, slice_starts, _ = inputs.page_index
+    scaling = inputs.kind.scaling
     num_kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
     num_heads = query.shape[1]
     if not scaling > 0:
@@ -168,7 +157,7 @@ def attention_launches(
         if tensor.data_ptr() % 16:
             raise ValueError(f"multi_token_attention: {name} does not begin at 16 bytes")
     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[query.dtype]}")
-    scales = _scales(kv_scales, key_pages)
+    scales = _scales(inputs.kv_scales, key_pages)
     rows: tuple[Argument, ...] = (
         ("l", query.stride(0)),
         ("l", out.stride(0)),
@@ -251,14 +240,12 @@ def attention_launches(
 
 def attention_launches_again(
     launches: Sequence[Launch],
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
+    inputs: AttentionInput,
     out: torch.Tensor,
     map_of: Callable[[torch.Tensor], int] | None = None,
-    kv_scales: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The launches of another layer, whose tensors have the same shapes and lie elsewhere."""
+    query, key_pages, value_pages = inputs[:3]
     map_of = map_of or tensor_map.map_of
     read = pointers(query, key_pages, value_pages)
     (written,) = pointers(out)
@@ -268,7 +255,7 @@ def attention_launches_again(
     for launch in launches:
         arguments = launch.arguments
         if launch.kernel.source == "multi_token_attention.cu":
-            arguments = (*read, _scales(kv_scales, key_pages), *arguments[4:-1], written)
+            arguments = (*read, _scales(inputs.kv_scales, key_pages), *arguments[4:-1], written)
         elif launch.kernel.source == "multi_token_attention_hopper.cu":
             maps: tuple[Argument, ...] = (("p", map_of(key_pages)), ("p", map_of(value_pages)))
             arguments = (read[0], *maps, *arguments[3:-1], written)

@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 import torch
 
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import SharedPages
 from pensieve.kernels.attention.tiles import Pack, Packed, Tile, Tiling, packed, packs_of, tiles_of
 from pensieve.kernels.shapes import PAGE_SLOTS
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import SharedPages
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 

@@ -141,7 +141,7 @@ class Layer:
             attention_in=attention_in.struct,
             attention_out=attention_out.struct,
             factor=1.0,
-            scaling=weights.scaling,
+            scaling=weights.attention.scaling,
             parallel=weights.parallel,
             **{name: norm_struct(norm) for name, norm in weights.norms.items()},
         )

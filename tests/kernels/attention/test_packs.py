@@ -13,8 +13,8 @@ import torch
 
 from pensieve.kernels import PAGE_SLOTS, choices
 from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.input import SharedPages
 from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
-from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.attention.tiles import Tiling
 from tests.kernels.attention.cases import NAN, Case
 from tests.kernels.attention.test_emulated import attend, launched

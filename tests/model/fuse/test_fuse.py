@@ -19,7 +19,7 @@ from pensieve.errors import UnsupportedModel
 from pensieve.kernels.layer import cpu
 from pensieve.kernels.layer.protocol import LayerWeights, MlpWeights, PagedRows
 from pensieve.model import loader
-from pensieve.model.attention import FlatModel, PagedPass
+from pensieve.model.attention import AttentionCall, FlatModel, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.fuse import fuse, layers, match
 from pensieve.model.fuse.layers import FusedLayer
@@ -200,19 +200,12 @@ class Together:
     def arrive(self, layer: int) -> None:
         """Nothing moves."""
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
-        apart = CausalPass()
-        parts = zip(*(each.split(self._lengths) for each in (query, key, value)), strict=True)
-        return torch.cat([apart.attend(module, q, k, v, None, scaling, rest) for q, k, v in parts])
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        apart, tensors = CausalPass(), (call.query, call.key, call.value)
+        parts = zip(*(each.split(self._lengths) for each in tensors), strict=True)
+        return torch.cat(
+            [apart.attend(call._replace(query=q, key=k, value=v)) for q, k, v in parts]
+        )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
