@@ -7,12 +7,25 @@ the torch implementation (`reference`).
 
 from __future__ import annotations
 
+import ctypes
+from typing import ClassVar
+
 import torch
 
 from pensieve.kernels import cpu_library
-from pensieve.kernels.attention.input import AttentionInput
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind
 from pensieve.kernels.cpu_library import STORED, TYPES, compiled_library, succeeded
 from pensieve.kernels.kv_format import format_of
+
+
+class KindStruct(ctypes.Structure):
+    """`AttentionKind` as csrc/cpu/attention.h has it."""
+
+    _fields_: ClassVar = [("scaling", ctypes.c_float)]
+
+
+def kind_struct(kind: AttentionKind) -> KindStruct:
+    return KindStruct(kind.scaling)
 
 
 def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> bool:
@@ -31,6 +44,7 @@ def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> bool:
         return False
     if not (slice_turns.is_contiguous() and slice_starts.is_contiguous()):
         return False
+    kind = kind_struct(inputs.kind)
     status: int = library.pensieve_multi_token_attention(
         cpu_library.only_instruction_set,
         TYPES[query.dtype],
@@ -56,7 +70,7 @@ def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> bool:
         num_kv_heads,
         slots,
         head_size,
-        inputs.kind.scaling,
+        ctypes.byref(kind),
         out.data_ptr(),
         out.stride(0),
         out.stride(1),

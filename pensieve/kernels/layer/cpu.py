@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from pensieve.kernels import cpu_library
+from pensieve.kernels.attention.cpu import KindStruct, kind_struct
 from pensieve.kernels.cpu_library import TYPES, compiled_library, succeeded, takes_pages
 from pensieve.kernels.layer.cpu_rows import CpuPagedRows, Widths, Workspace
 from pensieve.kernels.layer.cpu_weights import (
@@ -107,7 +108,7 @@ class LayerStruct(ctypes.Structure):
         *((name, NormStruct) for name in ("attention_after", "mlp_before", "mlp_after")),
         *((name, LinearStruct) for name in ("attention_in", "attention_out", "mlp_in", "mlp_out")),
         ("factor", ctypes.c_float),
-        ("scaling", ctypes.c_float),
+        ("kind", KindStruct),
         ("then", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
         ("parallel", ctypes.c_int32),
@@ -141,7 +142,7 @@ class Layer:
             attention_in=attention_in.struct,
             attention_out=attention_out.struct,
             factor=1.0,
-            scaling=weights.attention.scaling,
+            kind=kind_struct(weights.attention),
             parallel=weights.parallel,
             **{name: norm_struct(norm) for name, norm in weights.norms.items()},
         )
