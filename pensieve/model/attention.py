@@ -28,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels import multi_token_attention, write_kv
 from pensieve.kernels.attention.input import AttentionInput, AttentionKind
-from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.layer import paged_rows
 from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model.batch import Batch
@@ -77,13 +77,13 @@ class PagedPass:
         memory: KVMemory,
         wait_layer: Callable[[int], None],
         copies: PageMoves | None = None,
-        work: Work | None = None,
+        plan: DevicePlan | None = None,
         *,
         arriving: bool = True,
     ) -> None:
         self.batch = batch
         self.pages_ready = not arriving and copies is None
-        self._work = work
+        self._plan = plan
         self._memory = memory
         self._wait_layer = wait_layer
         self._copies = copies
@@ -91,7 +91,7 @@ class PagedPass:
             memory.device_arena,
             batch.slot_mapping,
             batch.page_index,
-            work,
+            plan,
             memory.shape.dtype,
             memory.kv_scales,
         )
@@ -111,7 +111,7 @@ class PagedPass:
         query = call.query
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         inputs = AttentionInput(query, *pages, batch.page_index, call.kind, kv_scales)
-        multi_token_attention(inputs, out, self._work)
+        multi_token_attention(inputs, out, self._plan)
         return out
 
 
@@ -127,7 +127,7 @@ class WholeModel(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Past(DynamicCache):  # type: ignore[misc]  # transformers has no types
+class LengthOnlyCache(DynamicCache):  # type: ignore[misc]  # transformers has no types
     """A cache that only says how many tokens came before; keys and values are those of the new tokens."""
 
     def __init__(self, num_tokens: int | torch.Tensor) -> None:
@@ -175,7 +175,7 @@ class FlatModel:
         past = {}
         if self.counts_from_cache:  # position = tokens in the cache + number of the row
             numbers = torch.arange(len(positions), device=positions.device)
-            past = {"past_key_values": Past(positions - numbers)}
+            past = {"past_key_values": LengthOnlyCache(positions - numbers)}
         output = self.module(
             input_ids=input_ids[None],
             position_ids=positions[None],

@@ -35,7 +35,7 @@ HARMLESS = frozenset(
 MEANING = {"s_aux": "attention sinks", "softcap": "a cap on scores"}
 
 
-class Observer:
+class ObservingPass:
     """A forward pass that notes sizes and types, checks masks and arguments, and computes nothing.
 
     A short view is only noted: a lower context helps there, unless something else is refused.
@@ -121,7 +121,7 @@ def declared(module: Any) -> str:
 
 def observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
     """The shape of a model, from one prompt at positions 0 … n-1; UnsupportedModel if it is not plain."""
-    observer = Observer(context_max)
+    observer = ObservingPass(context_max)
     tokens, device = len(prompt), flat.module.device
     logits = flat.logits(
         torch.tensor(prompt, device=device),

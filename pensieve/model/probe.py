@@ -39,7 +39,7 @@ from pensieve.kernels import PAGE_SLOTS
 from pensieve.kernels.kv_format import FP8, exponents_for
 from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model import attention
-from pensieve.model.attention import AttentionCall, FlatModel, PagedPass, Past
+from pensieve.model.attention import AttentionCall, FlatModel, LengthOnlyCache, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.fuse import Fused, fuse
 from pensieve.model.kv.memory import KVMemory
@@ -303,7 +303,7 @@ def _check_far_positions(flat: FlatModel, prompt: list[int], context_max: int) -
         right = _Recorder(num_rows)
         flat.module(
             input_ids=ids[None],
-            past_key_values=Past(first),
+            past_key_values=LengthOnlyCache(first),
             use_cache=True,
             pensieve_pass=right,
         )

@@ -25,17 +25,17 @@ import torch
 from pensieve.core.iteration import PageGroup, Slice
 from pensieve.kernels import multi_token_attention, write_kv
 from pensieve.kernels.attention.input import AttentionInput, PageIndex
-from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model.attention import AttentionCall
 from pensieve.model.batch import Batch
-from pensieve.model.graphs import work_of
+from pensieve.model.graphs import device_plan
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.kv.streamer import Streamer
 from pensieve.model.shared_pages import Search
 
 
-class Part(NamedTuple):
+class AttentionPart(NamedTuple):
     """Slices that attend together, to the same pages; tensors as in `Batch`."""
 
     first_row: int
@@ -44,7 +44,7 @@ class Part(NamedTuple):
     page_index: PageIndex  # rows count from its first row; the page table is the whole batch's
     lengths: Sequence[int]  # of the slices, for the host
     starts: Sequence[int]
-    work: Work | None = None  # the plan of its attention
+    plan: DevicePlan | None = None  # the plan of its attention
 
 
 class StreamedPass:
@@ -56,7 +56,9 @@ class StreamedPass:
     def __init__(
         self,
         batch: Batch,
-        parts: Sequence[Part],  # of the resident slices first, if there are any, then of each group
+        parts: Sequence[
+            AttentionPart
+        ],  # of the resident slices first, if there are any, then of each group
         num_groups: int,
         memory: KVMemory,
         wait_layer: Callable[[int], None],
@@ -82,7 +84,7 @@ class StreamedPass:
         query = call.query
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
-        def attend_over(part: Part, *pages: torch.Tensor) -> None:
+        def attend_over(part: AttentionPart, *pages: torch.Tensor) -> None:
             rows = slice(part.first_row, part.stop_row)
             key_pages, value_pages = pages
             write_kv(
@@ -96,7 +98,7 @@ class StreamedPass:
             inputs = AttentionInput(
                 query[rows], key_pages, value_pages, part.page_index, call.kind, kv_scales
             )
-            multi_token_attention(inputs, out[rows], part.work)
+            multi_token_attention(inputs, out[rows], part.plan)
 
         for part in self._resident:
             attend_over(part, memory.key_pages(layer), memory.value_pages(layer))
@@ -114,7 +116,7 @@ def parts_of(
     groups: Sequence[PageGroup],
     memory: KVMemory,
     search_of: Callable[[int], Search],  # of the resident part, 0, and of group i, i + 1
-) -> list[Part]:
+) -> list[AttentionPart]:
     """The resident slices, if there are any, then each group."""
     stretches = [(group.first_slice, group.stop_slice) for group in groups]
     if stretches[0][0]:
@@ -122,12 +124,12 @@ def parts_of(
     assert [first for first, _ in stretches[1:]] == [stop for _, stop in stretches[:-1]]
     assert stretches[-1][1] == len(slices), "groups come behind all other slices, without a gap"
     whole = batch.page_index
-    found: list[Part] = []
+    found: list[AttentionPart] = []
     row = 0
     for number, (first, stop) in enumerate(stretches, len(groups) + 1 - len(stretches)):
         lengths = batch.lengths[first:stop]
         stop_row = row + sum(lengths)
-        part = Part(
+        part = AttentionPart(
             row,
             stop_row,
             batch.slot_mapping[row:stop_row],
@@ -141,6 +143,6 @@ def parts_of(
             lengths,
             batch.starts[first:stop],
         )
-        found.append(part._replace(work=work_of(part, memory)))
+        found.append(part._replace(plan=device_plan(part, memory)))
         row = stop_row
     return found

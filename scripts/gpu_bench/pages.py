@@ -23,7 +23,7 @@ from pensieve.kernels.attention.input import (
     PageIndex,
     SharedPages,
 )
-from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.kv_format import FP8
 from scripts.gpu_bench.harness import check
 
@@ -35,7 +35,7 @@ class Paged:
     query: torch.Tensor
     arena: torch.Tensor
     page_index: PageIndex
-    work: Work | None
+    plan: DevicePlan | None
     out: torch.Tensor
     kv_scales: torch.Tensor | None = None  # of pages in fp8
 
@@ -81,12 +81,12 @@ class Paged:
         shared = None
         if front:
             shared = SharedPages(array("i", [0] * len(slices)), array("i", [front]))
-        work = None
+        device_plan = None
         if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size, stored=stored):
             starts = [start for start, _ in slices]
             blocks = cuda.blocks_at_once(device, head_size, stored)
             plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks, shared=shared)
-            work = Work.of(plan, kv_heads, head_size, device)
+            device_plan = DevicePlan.of(plan, kv_heads, head_size, device)
         return cls(
             query,
             wide.to(stored),
@@ -97,13 +97,13 @@ class Paged:
                 column([start for start, _ in slices]),
                 shared,
             ),
-            work,
+            device_plan,
             torch.full_like(query, float("nan")),
             kv_scales,
         )
 
     def run(self) -> torch.Tensor:
-        multi_token_attention(self.inputs(), self.out, self.work)
+        multi_token_attention(self.inputs(), self.out, self.plan)
         return self.out
 
     def inputs(self) -> AttentionInput:

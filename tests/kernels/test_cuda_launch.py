@@ -10,7 +10,7 @@ from pensieve.kernels.attention import paged
 from pensieve.kernels.attention.cuda import plan
 from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex
 from pensieve.kernels.attention.paged import CudaAttention
-from pensieve.kernels.attention.plan import BlocksAtOnce, Work
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan
 from pensieve.kernels.cuda_launch import Argument, Launch
 
 
@@ -44,7 +44,7 @@ def test_layers_of_one_shape_are_checked_once(monkeypatch: pytest.MonkeyPatch) -
     )
     ints = torch.zeros(1, 4, dtype=torch.int32), *torch.zeros(3, 2, dtype=torch.int32)
     page_index = PageIndex(ints[0], ints[1], ints[2][:1], ints[3][:1])
-    work = Work.of(plan([1], [100], 4, 2, 64, BlocksAtOnce(8)), 2, 64, "cpu")
+    work = DevicePlan.of(plan([1], [100], 4, 2, 64, BlocksAtOnce(8)), 2, 64, "cpu")
     attention = CudaAttention(work)
     arena = torch.zeros(3, 4, 2, 2, 32, 64).half()
     outs = [torch.zeros(1, 4, 64).half() for _ in arena]

@@ -15,7 +15,7 @@ import torch
 from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import tensor_map
 from pensieve.kernels.attention.input import AttentionInput, SharedPages
-from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan, Plan, plan_work
 from pensieve.kernels.attention.tiles import Tiling
 from pensieve.kernels.choices import Choices
 from pensieve.kernels.cuda_launch import Argument, Launch, pointers
@@ -87,7 +87,7 @@ def plan(
     return plan_work(lengths, starts, group, num_kv_heads, rows, blocks, waves_more, shared)
 
 
-def work_of(inputs: AttentionInput) -> Work:
+def device_plan(inputs: AttentionInput) -> DevicePlan:
     """The plan of one call, from its tensors; it reads them back, so iterations are planned beforehand."""
     query, key_pages, index = inputs.query, inputs.key_pages, inputs.page_index
     lengths = [end - begin for begin, end in itertools.pairwise(index.slice_offsets.tolist())]
@@ -101,7 +101,7 @@ def work_of(inputs: AttentionInput) -> Work:
         blocks_at_once(query.device, head_size, key_pages.dtype),
         shared=index.shared,
     )
-    return Work.of(made, num_kv_heads, head_size, query.device)
+    return DevicePlan.of(made, num_kv_heads, head_size, query.device)
 
 
 def blocks_at_once(
@@ -133,7 +133,7 @@ def _blocks_at_once(device: torch.device, head_size: int, chosen: Choices) -> Bl
 def attention_launches(
     inputs: AttentionInput,
     out: torch.Tensor,
-    work: Work,
+    plan: DevicePlan,
     map_of: Callable[[torch.Tensor], int] | None = None,
 ) -> list[Launch]:
     """The kernel, the one for Hopper's wide items, and the merge of what was cut.
@@ -162,7 +162,7 @@ def attention_launches(
         ("l", query.stride(0)),
         ("l", out.stride(0)),
         ("f", scaling * LOG2_E),
-        *pointers(work.part_values, work.part_sums, out),
+        *pointers(plan.part_values, plan.part_sums, out),
     )
     heads_and_pages: tuple[Argument, ...] = (
         ("i", num_kv_heads),
@@ -171,10 +171,10 @@ def attention_launches(
     )
     index = pointers(page_table, slice_offsets, slice_turns, slice_starts)
     launches = []
-    if len(work.wide_items):
+    if len(plan.wide_items):
         if key_pages.dtype == FP8.element:
             raise ValueError("multi_token_attention: Hopper's kernel takes no fp8")
-        num_items = len(work.wide_items) * num_kv_heads
+        num_items = len(plan.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
         hoppers = "multi_token_attention_hopper.cu"
         launches.append(
@@ -187,7 +187,7 @@ def attention_launches(
                     ("p", map_of(key_pages)),
                     ("p", map_of(value_pages)),
                     *index,
-                    *pointers(work.wide_items),
+                    *pointers(plan.wide_items),
                     ("i", num_items),
                     *heads_and_pages,
                     *rows,
@@ -195,8 +195,8 @@ def attention_launches(
                 "multi_token_attention_shared_bytes",
             )
         )
-    if len(work.items):
-        few = ("FEW_ROWS",) if work.few_rows else ()
+    if len(plan.items):
+        few = ("FEW_ROWS",) if plan.few_rows else ()
         launches.append(
             Launch(
                 Kernel(
@@ -204,13 +204,13 @@ def attention_launches(
                     "multi_token_attention",
                     defines + stored(key_pages.dtype) + few,
                 ),
-                len(work.items) * num_kv_heads,
+                len(plan.items) * num_kv_heads,
                 128,
                 (
                     *pointers(query, key_pages, value_pages),
                     scales,
                     *index,
-                    *pointers(work.items, work.pack_rows),
+                    *pointers(plan.items, plan.pack_rows),
                     *heads_and_pages,
                     ("l", key_pages.stride(0)),
                     *rows,
@@ -218,15 +218,15 @@ def attention_launches(
                 "multi_token_attention_shared_bytes",
             )
         )
-    if len(work.merges):
-        row_runs = -(-work.merge_rows // ROWS_OF_A_MERGE)
+    if len(plan.merges):
+        row_runs = -(-plan.merge_rows // ROWS_OF_A_MERGE)
         launches.append(
             Launch(
                 Kernel("merge_parts.cu", "merge_parts", defines),
-                len(work.merges) * num_kv_heads * row_runs,
+                len(plan.merges) * num_kv_heads * row_runs,
                 128,
                 (
-                    *pointers(work.part_values, work.part_sums, slice_offsets, work.merges),
+                    *pointers(plan.part_values, plan.part_sums, slice_offsets, plan.merges),
                     ("i", row_runs),
                     ("i", num_kv_heads),
                     ("i", num_heads // num_kv_heads),

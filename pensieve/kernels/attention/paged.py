@@ -13,7 +13,7 @@ import torch
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cpu, cuda, reference
 from pensieve.kernels.attention.input import AttentionInput, PageIndex
-from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
@@ -22,7 +22,7 @@ from pensieve.kernels.shapes import Shapes
 def multi_token_attention(
     inputs: AttentionInput,
     out: torch.Tensor,  # (tokens, heads, head_size); may not alias the query
-    work: Work | None = None,  # on a GPU, the plan for these slices; None: it is made here
+    plan: DevicePlan | None = None,  # on a GPU, the plan for these slices; None: it is made here
 ) -> None:
     """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 
@@ -34,7 +34,7 @@ def multi_token_attention(
         case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:], stored=key_pages.dtype):
             if query.stride()[1:] != (query.shape[2], 1):
                 inputs = inputs._replace(query=query.contiguous())
-            for launch in cuda.attention_launches(inputs, out, work or cuda.work_of(inputs)):
+            for launch in cuda.attention_launches(inputs, out, plan or cuda.device_plan(inputs)):
                 cuda_launch.launch(launch, query.device)
         case "cpu" if cpu.multi_token_attention(inputs, out):
             pass
@@ -79,14 +79,14 @@ class CudaAttention:
     only put their addresses in.  A layer that differs in any of it is checked like a first.
     """
 
-    def __init__(self, work: Work | None) -> None:
-        self._work = work
+    def __init__(self, plan: DevicePlan | None) -> None:
+        self._plan = plan
         self._index: PageIndex | None = None
         self._form: tuple[Any, ...] = ()
         self._launches: list[Launch] = []
 
     def __call__(self, inputs: AttentionInput, out: torch.Tensor) -> None:
-        if self._work is None:
+        if self._plan is None:
             multi_token_attention(inputs, out)
             return
         query, key_pages, value_pages = inputs[:3]
@@ -98,7 +98,7 @@ class CudaAttention:
             self._launches = cuda.attention_launches_again(self._launches, inputs, out)
         else:
             _check(inputs, out)
-            self._launches = cuda.attention_launches(inputs, out, self._work)
+            self._launches = cuda.attention_launches(inputs, out, self._plan)
             self._form, self._index = form, inputs.page_index
         for launch in self._launches:
             cuda_launch.launch(launch, query.device)

@@ -88,10 +88,10 @@ class CpuLayerKernels:
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
         return Layer(weights, self._workspace, int8=int8)
 
-    def chain(self, layers: Sequence[DenseLayer]) -> Chain:
+    def chain(self, layers: Sequence[DenseLayer]) -> CpuLayerChain:
         compiled = [each for each in layers if isinstance(each, Layer)]
         assert len(compiled) == len(layers), "layers follow only layers of their own kind"
-        return Chain(compiled, self._workspace)
+        return CpuLayerChain(compiled, self._workspace)
 
     def pack(self, product: ProductWeights, *, int8: bool = False) -> Packed:
         return packed(product, int8=int8)
@@ -260,7 +260,7 @@ class Layer:
         return out
 
 
-class Chain:
+class CpuLayerChain:
     """Layers of one model that run one after the other in one call."""
 
     def __init__(self, layers: Sequence[Layer], workspace: Workspace) -> None:

@@ -20,7 +20,7 @@ from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.cuda import ELEMENTS
 from pensieve.kernels.attention.input import AttentionInput, PageIndex
 from pensieve.kernels.attention.paged import CudaAttention
-from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.cuda_launch import Launch, pointers
 from pensieve.kernels.layer.protocol import (
     Activation,
@@ -180,7 +180,7 @@ class CudaPagedRows:
         arena: torch.Tensor,
         slot_mapping: torch.Tensor,
         page_index: PageIndex,
-        work: Work | None,
+        plan: DevicePlan | None,
         dtype: torch.dtype,
         kv_scales: Callable[[int], torch.Tensor | None] = lambda layer: None,
     ) -> None:
@@ -189,7 +189,7 @@ class CudaPagedRows:
         self.kv_scales = kv_scales
         self.slot_mapping = slot_mapping
         self.page_index = page_index
-        self.attention = CudaAttention(work)
+        self.attention = CudaAttention(plan)
         self.rotation: tuple[torch.Tensor, torch.Tensor] = (arena, arena)  # until `rotate_by`
         self._rotated_by: object = None
 

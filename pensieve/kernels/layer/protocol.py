@@ -44,7 +44,7 @@ NormName = Literal[
 ]
 
 
-class Heads(NamedTuple):
+class HeadShape(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -99,7 +99,7 @@ class LayerWeights:
     """What makes one decoder layer."""
 
     layer_index: int
-    heads: Heads
+    heads: HeadShape
     attention: AttentionKind
     attention_in: ProductWeights  # queries, keys and values
     attention_out: ProductWeights

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
 
-from pensieve.kernels.layer.protocol import Heads, LayerKernels, PagedRows
+from pensieve.kernels.layer.protocol import HeadShape, LayerKernels, PagedRows
 from pensieve.model.attention import AttentionCall, FlatModel
 from pensieve.model.layer_range import LayerElsewhere
 
@@ -34,9 +34,9 @@ class RecordedAttention(NamedTuple):
     answer: torch.Tensor  # (tokens, heads, head_size)
 
     @property
-    def heads(self) -> Heads:
+    def heads(self) -> HeadShape:
         query, key = self.call.query, self.call.key
-        return Heads(query.shape[1], key.shape[1], query.shape[2])
+        return HeadShape(query.shape[1], key.shape[1], query.shape[2])
 
 
 Call = ModuleCall | RecordedAttention

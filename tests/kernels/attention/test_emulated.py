@@ -11,7 +11,7 @@ import torch
 from pensieve.kernels import choices
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex, SharedPages
-from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan, Plan
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.nvrtc import Kernel
 from tests.kernels.attention.cases import NAN, Case, Front, Slice, poisoned
@@ -28,12 +28,12 @@ def launched(
     shared: SharedPages | None = None,
     backwards: bool = False,
     early: bool = False,
-) -> Work:
+) -> DevicePlan:
     """Plan the case and carry it out, with NaN where partial results will lie."""
     head_size = case.query.shape[-1]
     sizes = (case.heads, case.kv_heads, head_size)
     plan = cuda.plan(case.lengths, case.starts, *sizes, blocks, shared=shared)
-    work = Work.of(plan, case.kv_heads, head_size, "cpu")
+    work = DevicePlan.of(plan, case.kv_heads, head_size, "cpu")
     work.part_values.fill_(NAN)
     work.part_sums.fill_(NAN)
     rows = torch.full((len(case.query) + 2, case.heads * head_size + 8), NAN).to(case.out.dtype)
@@ -116,7 +116,7 @@ def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
     """Every kernel at once; of the launches that were made for a layer only addresses change."""
     lengths, starts = [1, 40], [900, 700]
     blocks = BlocksAtOnce(8, 8 if hopper else None)
-    work = Work.of(cuda.plan(lengths, starts, 4, 2, 64, blocks), 2, 64, "cpu")
+    work = DevicePlan.of(cuda.plan(lengths, starts, 4, 2, 64, blocks), 2, 64, "cpu")
     row = torch.zeros(3)
     page_index = PageIndex(torch.zeros(3, 30, dtype=torch.int32), row, row, row)
     layers = []

@@ -13,7 +13,7 @@ from pensieve.kernels.layer import cpu
 from pensieve.kernels.layer.cpu_rows import EXPERT_ROWS_MAX
 from pensieve.kernels.layer.protocol import (
     ExpertWeights,
-    Heads,
+    HeadShape,
     LayerWeights,
     MlpWeights,
     ProductWeights,
@@ -57,7 +57,7 @@ class Model:
         )
         attention_in = ProductWeights([torch.zeros(2 * HIDDEN, HIDDEN, dtype=dtype)], [None])
         weights = LayerWeights(
-            0, Heads(4, 2, 16), AttentionKind(1.0), attention_in, nothing, experts, {}
+            0, HeadShape(4, 2, 16), AttentionKind(1.0), attention_in, nothing, experts, {}
         )
         self.layer = cpu.CpuLayerKernels().layer(weights, int8=int8)
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cuda as attention_cuda
-from pensieve.kernels.attention.plan import BlocksAtOnce, Work
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.layer import cuda
 from pensieve.model import attention, fuse
@@ -111,7 +111,7 @@ def test_rows_are_rotated_on_their_way_to_the_pages(
         dtype, scales = memory.shape.dtype, memory.kv_scales
         sizes = (shape.num_heads, shape.num_kv_heads, shape.head_size)
         plan = attention_cuda.plan(batch.lengths, batch.starts, *sizes, BlocksAtOnce(8))
-        work = Work.of(plan, *sizes[1:], "cpu")
+        work = DevicePlan.of(plan, *sizes[1:], "cpu")
         page_index = batch.page_index._replace(shared=None)
         one.paged_rows = cuda.CudaPagedRows(
             memory.device_arena, batch.slot_mapping, page_index, work, dtype, scales

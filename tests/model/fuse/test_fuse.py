@@ -264,8 +264,10 @@ def test_layers_that_wait_for_no_page_run_in_one_call_and_give_the_same_bits(
     turn.page_table = array("i", [3, 1, 5, 0, 2][: -(-40 // slots)])
     batch = Batch.from_slices([slice_of(turn, 0, 40, True, slots)], slots)
     rows, calls = torch.tensor([3, 31, 39]), []
-    forward = cpu.Chain.forward
-    monkeypatch.setattr(cpu.Chain, "forward", lambda *given: (calls.append(1), forward(*given))[1])
+    forward = cpu.CpuLayerChain.forward
+    monkeypatch.setattr(
+        cpu.CpuLayerChain, "forward", lambda *given: (calls.append(1), forward(*given))[1]
+    )
     answers = []
     with torch.inference_mode():
         for arriving in (True, False):
