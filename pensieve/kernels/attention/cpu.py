@@ -24,6 +24,9 @@ class KindStruct(ctypes.Structure):
     _fields_: ClassVar = [("scaling", ctypes.c_float)]
 
 
+KIND_FIELDS = frozenset(each[0] for each in KindStruct._fields_)
+
+
 def kind_struct(kind: AttentionKind) -> KindStruct:
     return KindStruct(kind.scaling)
 
@@ -34,6 +37,8 @@ def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> bool:
     library = compiled_library() if query.dtype in TYPES else None
     stored = format_of(key_pages, query.dtype)
     if library is None or query.stride(2) != 1 or out.stride(2) != 1 or stored.name not in STORED:
+        return False
+    if not inputs.kind.needs_only(KIND_FIELDS):
         return False
     _, num_heads, head_size = query.shape
     _, num_kv_heads, slots, row = key_pages.shape

@@ -25,6 +25,7 @@ from pensieve.kernels.shapes import PAGE_SLOTS
 
 HEAD_SIZES = (64, 96, 128, 256)
 HOPPER_HEAD_SIZES = (64, 128)
+KIND_FIELDS = frozenset({"scaling"})
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 LOG2_E = 1.4426950408889634
 # Shared memory in KiB: what a block of multi_token_attention takes, by head size (the driver takes 1 more);
@@ -53,6 +54,13 @@ def takes(dtype: torch.dtype, page_slots: int, head_size: int, *, stored: torch.
         and stored in (dtype, FP8.element)
         and page_slots == PAGE_SLOTS
         and head_size in HEAD_SIZES
+    )
+
+
+def takes_inputs(inputs: AttentionInput) -> bool:
+    pages, dtype = inputs.key_pages, inputs.query.dtype
+    return inputs.kind.needs_only(KIND_FIELDS) and takes(
+        dtype, *pages.shape[2:], stored=pages.dtype
     )
 
 

@@ -11,19 +11,30 @@ attention is a field of `AttentionKind` and a kernel that reads the field.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
 
 
 class AttentionKind(NamedTuple):
-    """How a layer's queries weigh keys; the same in every iteration."""
+    """How a layer's queries weigh keys; the same in every iteration.
+
+    A further field is None where a layer does without it. A kernel names the fields that it knows
+    (`KIND_FIELDS`) and leaves a layer that needs another one to the reference.
+    """
 
     scaling: float  # of the scores
 
     @classmethod
     def plain(cls, head_size: int) -> AttentionKind:
         return cls(head_size**-0.5)
+
+    def needs_only(self, fields: Container[str]) -> bool:
+        """Whether all other fields are None."""
+        return all(
+            value is None or name in fields for name, value in zip(self._fields, self, strict=True)
+        )
 
 
 class SharedPages(NamedTuple):

@@ -29,9 +29,9 @@ def multi_token_attention(
     Sums are accumulated in fp32.
     """
     _check(inputs, out)
-    query, key_pages = inputs.query, inputs.key_pages
+    query = inputs.query
     match query.device.type:
-        case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:], stored=key_pages.dtype):
+        case "cuda" if cuda.takes_inputs(inputs):
             if query.stride()[1:] != (query.shape[2], 1):
                 inputs = inputs._replace(query=query.contiguous())
             for launch in cuda.attention_launches(inputs, out, plan or cuda.device_plan(inputs)):

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from pensieve.kernels import cpu_library
+from pensieve.kernels.attention import cpu as attention_cpu
 from pensieve.kernels.attention.cpu import KindStruct, kind_struct
 from pensieve.kernels.cpu_library import TYPES, compiled_library, succeeded, takes_pages
 from pensieve.kernels.layer.cpu_rows import CpuPagedRows, Widths, Workspace
@@ -83,6 +84,8 @@ class CpuLayerKernels:
         return f"C++ ({cpu_library.instruction_set(dtype, 0)})"
 
     def lacks_form(self, weights: LayerWeights) -> str:
+        if not weights.attention.needs_only(attention_cpu.KIND_FIELDS):
+            return "the compiled layers do not know its kind of attention"
         return ""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:

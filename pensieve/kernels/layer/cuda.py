@@ -58,6 +58,8 @@ class CudaLayerKernels:
         return "CUDA kernels and torch's products"
 
     def lacks_form(self, weights: LayerWeights) -> str:
+        if not weights.attention.needs_only(cuda.KIND_FIELDS):
+            return "a GPU's layers do not know its kind of attention"
         if not isinstance(weights.mlp, MlpWeights):
             return "a GPU's layers have no experts"
         if weights.parallel or not weights.rotates or not weights.mlp.into.gated:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pensieve.kernels import copy_pages, multi_token_attention, write_kv
-from pensieve.kernels.attention import reference
+from pensieve.kernels.attention import cpu, cuda, reference
 from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex
 from pensieve.kernels.kv_format import quantised
 from pensieve.kernels.shapes import Shapes
@@ -164,6 +164,20 @@ def test_multi_token_attention_checks_every_tensor(
     inputs = AttentionInput(**tensors, page_index=page_index, kind=AttentionKind(1.0))
     with pytest.raises(ValueError, match=message):
         multi_token_attention(inputs, out)
+
+
+def test_a_kernel_leaves_a_kind_that_it_does_not_know_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case([(0, 40, 3)])
+    assert cpu.multi_token_attention(case.inputs, case.out)
+    assert cuda.takes_inputs(Case([(0, 40, 3)], dtype=torch.bfloat16).inputs)
+    monkeypatch.setattr(cpu, "KIND_FIELDS", frozenset())
+    monkeypatch.setattr(cuda, "KIND_FIELDS", frozenset())
+    assert not cpu.multi_token_attention(case.inputs, case.out)
+    assert not cuda.takes_inputs(Case([(0, 40, 3)], dtype=torch.bfloat16).inputs)
+    attend(case)
+    case.check()
 
 
 def test_out_may_not_be_the_query() -> None:

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
+from pensieve.kernels.attention import cpu as attention_cpu
 from pensieve.kernels.layer import cpu
 from pensieve.kernels.layer.protocol import LayerWeights, MlpWeights, PagedRows
 from pensieve.model import loader
@@ -139,6 +140,15 @@ def test_what_has_another_form_stays_and_the_reason_is_said(reason: str) -> None
     assert counts(flat.module)[0] == 0
     shared = [each.shared for each in flat.module.modules() if isinstance(each, PackedProduct)]
     assert len(set(map(id, shared))) < len(shared)  # queries, keys and values as one
+
+
+def test_layers_with_a_kind_of_attention_that_the_kernels_do_not_know_stay_in_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_cpu, "KIND_FIELDS", frozenset())
+    flat = flat_model("llama-gqa")
+    assert flat.whole is None
+    assert flat.form.endswith("layer 0: the compiled layers do not know its kind of attention")
 
 
 def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> None:
