@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pensieve.core.iteration_cost import Work, work_of
+from pensieve.core.cost import Work, work_of
 from pensieve.sim.observed import Observation
 
 CONTEXT_MIN = 64

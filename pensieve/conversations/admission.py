@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.errors import DeadlineExceeded, Loading, PensieveError, QueueFull, Unavailable
 from pensieve.guard.limits import Allowances, Limits
 

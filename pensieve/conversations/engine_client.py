@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from pensieve.config import without_secrets
 from pensieve.conversations.turn_events import TurnEvents
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.engine import pipe as channel
 from pensieve.engine.messages import (
     Answer,
@@ -80,7 +80,7 @@ class Ready:
     weights: str = ""
     device: str = ""
     layers: str = ""  # in which form they run, for people
-    iteration_cost: Mapping[str, Any] = field(default_factory=dict)  # as in core/iteration_cost.py
+    iteration_cost: Mapping[str, Any] = field(default_factory=dict)  # as in core/cost.py
     tbt_seconds_min: float = 0.0  # the smallest objective that can be met; 0: none was given
     tbt_source: str = ""  # where that comes from, for people
     kv_identity: Mapping[str, str] = field(default_factory=dict)  # {}: KV is not handed over

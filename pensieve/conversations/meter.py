@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from pensieve.conversations.live_turn import LiveTurn, RecomputeReason
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.histogram import Histogram
+from pensieve.engine.distributions import Histogram, RecentTimes
 from pensieve.engine.messages import Event, TurnEnded
-from pensieve.engine.recent_times import RecentTimes
 from pensieve.errors import PensieveError
 
 OTHER = "other"  # recomputed for a warm, a job or a turn that was given up

@@ -38,8 +38,8 @@ from pensieve.model.parallel.arrivals import split_address
 from pensieve.model.parallel.handshake import (
     FRAME_BYTES_MAX,
     HANDSHAKE_SECONDS,
-    Arrival,
-    Refused,
+    RankIdentity,
+    RankRefused,
     described,
     present,
     tuned,
@@ -61,7 +61,9 @@ class LeaderAddress(NamedTuple):
 
 
 class RemoteRank:
-    def __init__(self, leader: LeaderAddress, own: Arrival, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, leader: LeaderAddress, own: RankIdentity, report: Callable[[str], None]
+    ) -> None:
         self._leader, self._own, self._report = leader, own, report
         self._stopping = threading.Event()
         self.pid: int | None = None  # of the process that computes
@@ -75,7 +77,7 @@ class RemoteRank:
         while not self._stopping.is_set():
             try:
                 sock = self._connected()
-            except (Refused, OSError) as error:
+            except (RankRefused, OSError) as error:
                 if str(error) != reason:
                     reason = str(error)
                     self._report(f"{self._leader.host}:{self._leader.port}: {reason}; trying again")

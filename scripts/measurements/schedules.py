@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.simulator import STEPS_PER_REPORT, SimulationFigures
 from pensieve.sim.trace import Arrival

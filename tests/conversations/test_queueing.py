@@ -17,7 +17,7 @@ from pensieve.conversations.admission import (
 )
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.core.turn import TurnOptions
 from pensieve.text import Message
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.sim.simulator import SimulationFigures
 from pensieve.sim.trace import Arrival
 from scripts.measurements.schedules import (

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import NamedTuple
 
-from pensieve.engine.histogram import Histogram
+from pensieve.engine.distributions import Histogram
 
 
 class MetricKind(StrEnum):
