@@ -49,7 +49,7 @@ EXPENSIVE = (
     "tests/conversations/test_crashes.py",  # killed at random moments
     "tests/api/grpc/test_peers.py",
     "tests/conversations/test_backing_up.py",
-    "tests/store/test_job_crash.py",
+    "tests/jobs/test_job_crash.py",
     "tests/store/test_postgres_crash.py",
     "tests/store/test_power_loss.py",
     "tests/cli/test_ctrl_c.py",

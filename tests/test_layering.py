@@ -43,20 +43,24 @@ ROOMS = {
         "torch transformers tokenizers safetensors huggingface_hub",
         never="sqlite3",
     ),
-    "guard": room("core store v1", never="sqlite3"),
+    "guard": room("core store", never="sqlite3"),
     "conversations": room("core engine store text config extras gc_pause guard", never="sqlite3"),
     "api": room(
         "conversations guard core engine store text config extras v1",
         "grpc google",
         never="sqlite3",
     ),
+    "jobs": room(
+        "api conversations guard core engine store text v1",
+        "grpc google",
+    ),
     "history": room("store conversations v1", "grpc google", never="sqlite3"),
     "client": room("v1", "grpc google"),
     "v1": room(packages="grpc google"),
     "builtin": room(),
     "launch": room(
-        "core engine text store kernels model conversations api guard history client config gc_pause builtin"
-        " sim gguf extras v1",
+        "core engine text store kernels model conversations api guard jobs history client config gc_pause"
+        " builtin sim gguf extras v1",
         "grpc torch huggingface_hub",
         never="sqlite3",
     ),
@@ -66,8 +70,8 @@ ROOMS = {
         never="sqlite3",
     ),
     "bench": room(
-        "core engine text store kernels model conversations api guard history client config gc_pause builtin"
-        " sim launch v1 extras",
+        "core engine text store kernels model conversations api guard jobs history client config gc_pause"
+        " builtin sim launch v1 extras",
         "torch transformers tokenizers safetensors grpc matplotlib rich",
         never="sqlite3",
     ),
@@ -87,6 +91,13 @@ HEAVY = {
     "cupy",
     "numpy",
     "pensieve.model",
+}
+# Packages of pensieve.api, and those that they never import: no door imports the other.
+APART = {
+    "grpc": ("http", "openai", "anthropic"),
+    "http": ("grpc",),
+    "openai": ("http", "grpc"),
+    "anthropic": ("http", "grpc"),
 }
 CALLS_NEVER = {
     "eval": "runs text as code",
@@ -176,6 +187,18 @@ def test_a_room_imports_only_what_its_row_allows() -> None:
         for path in assembled
         for each in imports_of(path)
         if (why := trespass(room_of(path), each.module))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_door_imports_the_other() -> None:
+    found = [
+        f"{name}:{each.line}: {each.module}"
+        for name, path in MODULES.items()
+        for home, others in APART.items()
+        if name.startswith(f"pensieve.api.{home}")
+        for each in [*imports_of(path), *facts_of(path).in_strings]
+        if each.module.startswith(tuple(f"pensieve.api.{other}" for other in others))
     ]
     assert not found, "\n".join(found)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pensieve.api.openai.fields import LINE_ENDS, Fields, check_json, read_json
+from pensieve.api.json_fields import LINE_ENDS, Fields, check_json, read_json
 from pensieve.api.openai.messages import messages_of
 from pensieve.client import ConversationState, Message
 from pensieve.errors import InvalidArgument

@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pensieve.api.grpc.auth import new_token
+    from pensieve.guard.callers import new_token
     from pensieve.store.records import ID_PATTERN
 
     for name in ("tenant", "name"):
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _append(path: Path, entry: str) -> None:
     """In one write, since a daemon may read at any time; nothing if it would refuse the file then."""
-    from pensieve.api.grpc.auth import check_mode, limits_of, tokens_of
+    from pensieve.guard.callers import check_mode, limits_of, tokens_of
 
     try:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,19 +1,20 @@
-"""What clients do with conversations, step by step between the loop and the store thread; on the loop.
+"""Run conversations' operations, step by step between the event loop and the store thread.
 
-A coroutine here sends a job to the store thread (history.py), and acts on its result before it waits for
-anything else.  So the loop acts in the order of the store's jobs (threads.py).  Where that matters:
+A coroutine here sends a job to the store thread (history.py) and acts on the result before it waits for
+anything else. So the loop acts in the order of the store's jobs (threads.py). This order matters:
 
-* **A turn begins** in the store; then it is live, and its Submit is put.  Should that fail, another job
-  interrupts it.  A second request with the same request_id finds the turn `running` and live; if it is not
-  live any more, it ended meanwhile, and the request is drafted again.
-* **A turn ends** in the store; then `finish` is set and its readers are woken.
-* **A deletion** interrupts the running turn and deletes in one job.  Then the live turn is ended and
-  DeleteConversation is put, before the Submit of any later turn in a conversation of the same id.  If the
-  turn's own end is on its way to the store, that job finds the turn gone.  DeleteConversation is never
-  refused.
-* **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  Lost,
-  it does no harm: a turn says how long its log is, and the engine asks for what it lacks.
-* **Events** with a number that is not live are ignored: of warms, and of attempts that were given up.
+* **A turn begins** in the store. Then it is live, and its SubmitTurn goes to the engine. If the engine does
+  not take it, another job interrupts the turn. A retry with the same request_id finds the turn `running` and
+  live. If the turn is no longer live, it ended meanwhile, and the request is drafted again.
+* **A turn ends** in the store. Then `finish` is set and its readers wake.
+* **A deletion** interrupts the running turn and deletes, in one job. Then the live turn ends, and
+  DeleteConversation goes to the engine before the SubmitTurn of any later turn with the same conversation id.
+  If the end of the turn is on its way to the store, its job finds the turn gone. The engine's client never
+  refuses a DeleteConversation.
+* **A fork or a rewind** goes to the engine after its job, and before the SubmitTurn of any turn that begins
+  after it. If the message is lost, nothing breaks: a turn says how long its log is, and the engine asks for
+  the tokens that it lacks.
+* **Events** whose number is not live are ignored: they are of warms, or of attempts that were given up.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from pensieve.conversations.daemon_config import DaemonConfig
-from pensieve.conversations.declared_prefixes import Acts, DeclaredPrefixes, Warming
-from pensieve.conversations.draft import Ask, Draft, Outdated
+from pensieve.conversations.admission import Admission
+from pensieve.conversations.daemon_config import DaemonConfig, Sources
+from pensieve.conversations.declared_prefixes import DeclaredPrefixes, Warming
+from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
+from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.housekeeping import erased
 from pensieve.conversations.live_turn import (
-    Begun,
-    Committed,
-    Known,
+    CommittedReply,
+    KnownTurn,
     LiveTurn,
-    Phase,
-    Reply,
+    StartedTurn,
+    TurnPhase,
+    TurnReply,
     cache_key,
     names_of,
     packed_logprobs,
@@ -47,7 +50,9 @@ from pensieve.conversations.live_turn import (
 from pensieve.conversations.meter import Latencies
 from pensieve.conversations.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.conversations.threads import Threads
-from pensieve.conversations.turns import Ending, Turns, failure_of
+from pensieve.conversations.tokenizing import Tokenizing
+from pensieve.conversations.turn_events import TurnEvents
+from pensieve.conversations.turns import TurnEnding, Turns, failure_of
 from pensieve.conversations.unstored import UnstoredTurns
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason
@@ -56,7 +61,6 @@ from pensieve.engine.messages import (
     DeleteConversation,
     ForkConversation,
     LogNeeded,
-    Message,
     RewindConversation,
     TurnAdmitted,
     TurnEnded,
@@ -65,19 +69,16 @@ from pensieve.errors import (
     ContextFull,
     NotFound,
     PensieveError,
-    QueueFull,
     StaleRevision,
     TurnFailed,
     TurnInterrupted,
     TurnRunning,
-    Unavailable,
 )
-from pensieve.guard.counts import Counts
-from pensieve.guard.limits import Allowance
+from pensieve.guard.limits import Counts
 from pensieve.store import records
+from pensieve.store.declared_prefixes import stored_id
 from pensieve.store.responses import StoredResponse
 
-T = TypeVar("T")
 log = logging.getLogger("pensieve")
 LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
 NO_REVISION = 0  # of an unstored turn
@@ -94,11 +95,7 @@ async def take_nothing(start: int, stop: int) -> None:
     """Of the tokens, as a reader that waits for the end alone."""
 
 
-async def _from_nowhere(live: LiveTurn) -> None:
-    """A daemon that has the history alone has all KV that there is."""
-
-
-class Arriving:
+class ArrivingTurns:
     """Turns that are about to begin: drafted, tokenized, or waiting for the store thread.
 
     They count towards the limits of the daemon and of their tenant, and so do their characters.
@@ -109,24 +106,24 @@ class Arriving:
         self._of_tenant = Counts[str]()
         self.num_characters = Counts[str]()  # that wait to be tokenized or stored, by tenant
         self._of_request = Counts[tuple[str, str, str]]()
-        self._asks: dict[int, Ask] = {}  # as they came, by their identity
+        self._requests: dict[int, TurnRequest] = {}  # as they came, by their identity
         self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
 
-    def add(self, ask: Ask) -> None:
+    def add(self, request: TurnRequest) -> None:
         self.num_turns += 1
-        self._asks[id(ask)] = ask
-        self._of_tenant[ask.tenant] += 1
-        self.num_characters[ask.tenant] += ask.num_characters
-        self._of_request[_request(ask)] += 1
+        self._requests[id(request)] = request
+        self._of_tenant[request.tenant] += 1
+        self.num_characters[request.tenant] += request.num_characters
+        self._of_request[_identity(request)] += 1
 
-    def remove(self, ask: Ask) -> None:
+    def remove(self, request: TurnRequest) -> None:
         self.num_turns -= 1
-        self._asks.pop(id(ask), None)
-        self._of_tenant[ask.tenant] -= 1
-        self.num_characters[ask.tenant] -= ask.num_characters
-        self._of_request[_request(ask)] -= 1
-        if not self._of_request[_request(ask)]:
-            for waiting in self._waiting.pop(_request(ask), ()):
+        self._requests.pop(id(request), None)
+        self._of_tenant[request.tenant] -= 1
+        self.num_characters[request.tenant] -= request.num_characters
+        self._of_request[_identity(request)] -= 1
+        if not self._of_request[_identity(request)]:
+            for waiting in self._waiting.pop(_identity(request), ()):
                 if not waiting.done():
                     waiting.set_result(None)
 
@@ -137,9 +134,9 @@ class Arriving:
             self._waiting.setdefault((tenant, conversation_id, request_id), []).append(waiting)
             await waiting
 
-    def asks(self) -> Collection[Ask]:
+    def requests(self) -> Collection[TurnRequest]:
         """In the order in which they came."""
-        return self._asks.values()
+        return self._requests.values()
 
     def num_of_tenant(self, tenant: str) -> int:
         return self._of_tenant[tenant]
@@ -148,71 +145,55 @@ class Arriving:
         return self._of_request[tenant, conversation_id, request_id] > 0
 
 
-def _request(ask: Ask) -> tuple[str, str, str]:
-    return ask.tenant, ask.conversation_id, ask.request_id
+def _identity(request: TurnRequest) -> tuple[str, str, str]:
+    return request.tenant, request.conversation_id, request.request_id
 
 
 class Conversations:
     def __init__(
         self,
         history: History,
-        turns: Turns,
         threads: Threads,
-        put: Callable[[Message], None],
+        engine: EngineClient,
+        admission: Admission,
+        events: TurnEvents,
         config: DaemonConfig,
-        *,
-        on_admitted: Callable[[LiveTurn, int], None],
-        charge: Callable[[str, int], None],
-        on_first_token: Callable[[LiveTurn], None] = lambda live: None,
-        on_ended: Callable[[LiveTurn, float], None],
-        allowance_of: Callable[[str], Allowance],
-        now: Callable[[], float],
+        sources: Sources,
     ) -> None:
-        """`put` takes messages for the engine; `charge` gets tenants, and the tokens that they have used;
-        `on_admitted` turns, and how many tokens of their contexts have to be computed; `now` is the clock of
-        the records."""
-        self.turns = turns
+        self.turns = Turns(history.tokenizer, sources.wall_clock())
         self.latencies = Latencies()
-        self.arriving = Arriving()
+        self.arriving = ArrivingTurns()
         self.readers = Readers(
             threads.loop,
             ReaderLimits(config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max),
             lambda live: threads.spawn(self._give_up(live)),
         )
-        self._history, self._threads, self._put = history, threads, put
-        loop, weight_of = threads.loop, self._weight_of
-        self.unstored = UnstoredTurns(turns, self.readers, loop, put, self._tell, weight_of)
-        self._short_characters = config.short_characters
-        self._on_admitted = on_admitted
-        self._on_first_token, self._on_ended = on_first_token, on_ended
-        self._charge_tokens = charge
-        self._allowance_of = allowance_of
-        self.warming = Warming(history, turns, threads, self._tell, self._renew, self._weight_of)
-        acts = Acts(self.tokenized, self.delete, charge)
+        self.unstored = UnstoredTurns(self.turns, self.readers, threads.loop, engine, admission)
+        self.tokenizing = Tokenizing(history, threads, admission)
+        self.warming = Warming(history, self.turns, threads, engine, admission, self.tokenizing)
         self.prefixes = DeclaredPrefixes(
-            *(history, threads, self.warming, acts, now, allowance_of),
-            config.keep_warm_seconds,
+            history, threads, self.warming, self.tokenizing, admission, sources.wall_clock
         )
+        self._history, self._threads, self._engine = history, threads, engine
+        self._admission, self._events = admission, events
+        self._short_characters = config.short_characters
         self._num_lookups = Counts[str]()
-        self.bring_kv: Callable[[LiveTurn], Awaitable[None]] = _from_nowhere  # of one about to run
-
-    def _weight_of(self, tenant: str) -> float:
-        return self._allowance_of(tenant).limits.weight
+        self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
 
     # -- conversations --
 
     async def create(self, settings: ConversationSettings) -> records.Conversation:
         if settings.messages:
             return await self.prefixes.begin_with_history(settings)
-        num_tokens = await self.tokenized(
+        num_tokens = await self.tokenizing.run(
             settings.tenant, lambda: self._history.check_settings(settings)
         )
-        self._charge_tokens(settings.tenant, num_tokens)
+        self.tokenizing.charge(settings.tenant, num_tokens)
         while True:
             found = await self._threads.in_store(settings.tenant, self._history.create, settings)
-            if not isinstance(found, Outdated):
+            if not isinstance(found, OutdatedTokens):
                 return found
-            await self._renew(found)  # its declared prefix
+            await self.tokenizing.renew(found)  # its declared prefix
 
     async def fork(
         self,
@@ -234,7 +215,7 @@ class Conversations:
                 tenant=tenant,
             )
             source, target = cache_key(tenant, source_id), cache_key(tenant, new_id)
-            self._tell(ForkConversation(source, fork.num_tokens, target))
+            self._engine.tell(ForkConversation(source, fork.num_tokens, target))
             return fork
 
         return await self._threads.whole(sequence())
@@ -256,7 +237,9 @@ class Conversations:
                 *(conversation_id, to_revision, expected_revision),
                 tenant=tenant,
             )
-            self._tell(RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens))
+            self._engine.tell(
+                RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens)
+            )
             return rewound
 
         return await self._threads.whole(sequence())
@@ -276,12 +259,19 @@ class Conversations:
             left = deleted.conversation
             if deleted.is_rewound:
                 key = cache_key(left.tenant, left.conversation_id)
-                self._tell(RewindConversation(key, left.num_tokens))
+                self._engine.tell(RewindConversation(key, left.num_tokens))
             if deleted.is_erasure_due:
                 await erased(self._history.finish_erasure, self._threads)
             return left
 
         return await self._threads.whole(sequence())
+
+    async def delete_prefix(self, prefix_id: str, tenant: str = "") -> None:
+        """Conversations under it stay whole, and keep the KV that they share."""
+        try:
+            await self.delete(stored_id(prefix_id), tenant)
+        except NotFound:
+            raise NotFound(f"there is no prefix {prefix_id!r}") from None
 
     async def delete(
         self, conversation_id: str, tenant: str = "", unused_since: int | None = None
@@ -292,11 +282,11 @@ class Conversations:
             )
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
             if live is not None and (cancel := self.turns.interrupt(live)) is not None:
-                self._tell(cancel)
+                self._engine.tell(cancel)
                 self._charge(live)
                 self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
             if not isinstance(deleted.error, NotFound):
-                self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
+                self._engine.tell(DeleteConversation(cache_key(tenant, conversation_id)))
             if deleted.is_pending:
                 await erased(self._history.finish_erasure, self._threads)
             if deleted.error is not None:
@@ -309,107 +299,101 @@ class Conversations:
 
     # -- a turn begins, is followed, and is cancelled --
 
-    async def begin(self, ask: Ask) -> LiveTurn:
+    async def begin(self, request: TurnRequest) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
-        self.arriving.add(ask)
-        return await self._threads.whole(self._begin(ask, self._threads.loop.time()))
+        self.arriving.add(request)
+        return await self._threads.whole(self._begin(request, self._threads.loop.time()))
 
-    def attach(self, ask: Ask) -> LiveTurn | None:
+    def attach(self, request: TurnRequest) -> LiveTurn | None:
         """The live turn of this very request; it has a reader in a moment."""
-        live = self.turns.of_request(ask) if ask.request_id else None
+        live = self.turns.of_request(request) if request.request_id else None
         if live is not None:
             self.readers.start_grace(live)
         return live
 
-    async def known(self, ask: Ask) -> LiveTurn | None:
+    async def known(self, request: TurnRequest) -> LiveTurn | None:
         """The turn of a request that came before, if it runs or has its reply."""
-        if not ask.request_id or self._num_lookups[ask.tenant] == LOOKUPS_MAX:
+        if not request.request_id or self._num_lookups[request.tenant] == LOOKUPS_MAX:
             return None
-        self._num_lookups[ask.tenant] += 1
+        self._num_lookups[request.tenant] += 1
         try:
-            known = await self._threads.in_store(ask.tenant, self._history.known, ask)
+            known = await self._threads.in_store(request.tenant, self._history.known, request)
         except NotFound:
             return None
         finally:
-            self._num_lookups[ask.tenant] -= 1
+            self._num_lookups[request.tenant] -= 1
         if known is None:
             return None
-        return replayed(known.turn, known.reply) if known.reply is not None else self.attach(ask)
+        return (
+            replayed(known.turn, known.reply) if known.reply is not None else self.attach(request)
+        )
 
-    async def _begin(self, ask: Ask, arrived_at: float) -> LiveTurn:
+    async def _begin(self, request: TurnRequest, arrived_at: float) -> LiveTurn:
         try:
-            live = await self._begun_or_known(ask, arrived_at)
+            live = await self._begun_or_known(request, arrived_at)
         finally:
-            self.arriving.remove(ask)
+            self.arriving.remove(request)
         self.readers.start_grace(live)  # until its first reader comes
         return live
 
-    async def _begun_or_known(self, ask: Ask, arrived_at: float) -> LiveTurn:
+    async def _begun_or_known(self, request: TurnRequest, arrived_at: float) -> LiveTurn:
         num_drafts = 0
         while True:
             try:
-                found = await self._in_store(ask)
+                found = await self._in_store(request)
             except StaleRevision:
-                if ask.expected_revision is not None:
+                if request.expected_revision is not None:
                     raise
                 continue  # another turn or rewind came between; look again
             live = self.turns.of_turn(found.turn.turn_id)
-            if isinstance(found, Begun):
+            if isinstance(found, StartedTurn):
                 if (
                     live is None or live.attempt != found.turn.attempts
                 ):  # else known; its answer was lost
                     return await self._submit(found, arrived_at)
             elif found.reply is not None:
                 return replayed(found.turn, found.reply)
-            if live is not None and live.phase is not Phase.INTERRUPTING:
+            if live is not None and live.phase is not TurnPhase.INTERRUPTING:
                 return live
             num_drafts += 1
             if num_drafts == DRAFTS_MAX:
                 raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
 
-    async def _in_store(self, ask: Ask) -> Begun | Known:
+    async def _in_store(self, request: TurnRequest) -> StartedTurn | KnownTurn:
         """One hop where there is little to tokenize; else that is done between two."""
         history, threads = self._history, self._threads
         while True:
-            found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
-            if not isinstance(found, Outdated):
+            found = await threads.in_store(
+                request.tenant, history.start, request, self._short_characters
+            )
+            if not isinstance(found, OutdatedTokens):
                 break
-            await self._renew(found)
+            await self.tokenizing.renew(found)
         if not isinstance(found, Draft):
             return found
-        prompt = await self.tokenized(ask.tenant, found.prompt)
+        prompt = await self.tokenizing.run(request.tenant, found.prompt)
         try:
-            return await threads.in_store(ask.tenant, history.begin, found, prompt)
+            return await threads.in_store(request.tenant, history.begin, found, prompt)
         except ContextFull:
-            self._charge_tokens(ask.tenant, sum(map(len, prompt)))
+            self.tokenizing.charge(request.tenant, sum(map(len, prompt)))
             raise
 
-    async def tokenized(self, tenant: str, function: Callable[[], T]) -> T:
-        """In the text pool; what is too long to fit was tokenized all the same."""
-        try:
-            return await self._threads.in_text_pool(tenant, function)
-        except ContextFull as full:
-            self._charge_tokens(tenant, full.tokens)
-            raise
-
-    async def _renew(self, outdated: Outdated) -> None:
-        tenant = outdated.conversation.tenant
-        tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
-        await self._threads.in_store(tenant, self._history.renew, outdated, tokens)
-
-    async def _submit(self, begun: Begun, arrived_at: float) -> LiveTurn:
-        weight = self._weight_of(begun.turn.tenant)
-        live, submit = self.turns.begin(begun, self._threads.loop.time(), weight)
+    async def _submit(self, begun: StartedTurn, arrived_at: float) -> LiveTurn:
+        now = self._threads.loop.time()
+        weight = self._admission.weight_of(begun.turn.tenant, now)
+        live, submit = self.turns.begin(begun, now, weight)
         live.arrived_at = arrived_at
         try:
-            await self.bring_kv(live)
-            if live.phase is Phase.RUNNING:
-                self._put(submit)
+            await self._events.begun(live)
+            if live.phase is TurnPhase.RUNNING:
+                self._admission.prompts.submitted(live)
+                self.turns.check_suspect(live)
+                self._engine.put(submit)
         except PensieveError as error:
             await self.interrupt(live, error)
             raise
         if live.cancelled:  # before the engine had it
-            self._tell(CancelTurn(live.number, submit.history_tokens + live.prompt_tokens))
+            self._engine.tell(CancelTurn(live.number, submit.history_tokens + live.prompt_tokens))
         return live
 
     async def follow(self, live: LiveTurn, write: Write = take_nothing) -> None:
@@ -430,7 +414,7 @@ class Conversations:
 
     def cancel(self, live: LiveTurn, keep_tokens: int | None = None) -> None:
         """End a turn and keep what was delivered, or that many tokens of it."""
-        self._tell(self.turns.cancel(live, keep_tokens))
+        self._engine.tell(self.turns.cancel(live, keep_tokens))
 
     async def drop(self, live: LiveTurn) -> None:
         """End a turn and keep nothing of it, because its client wants that."""
@@ -448,30 +432,59 @@ class Conversations:
                 if (live := self.turns.take(event)) is not None:
                     longer[event.turn_id] = live
             elif isinstance(event, TurnEnded):
-                if (ending := self.turns.end(event)) is not None:
+                if (ending := self.turns.end(self._judged(event))) is not None:
                     self._threads.spawn(self._commit(ending))
                 elif (tenant := self.turns.end_warm(event.turn_id)) is not None:
                     usage = event.usage
-                    self._charge_tokens(tenant, usage.new_tokens + usage.recomputed_tokens)
+                    self.tokenizing.charge(tenant, usage.new_tokens + usage.recomputed_tokens)
             elif isinstance(event, TurnAdmitted):
                 if (live := self.turns.admit(event.turn_id, event.missing_tokens)) is not None:
-                    self._on_admitted(live, event.missing_tokens)
+                    self._events.admitted(live, event.missing_tokens)
             else:
                 self._threads.spawn(self._provide_log(event))
         now = self._threads.loop.time()
         for number, live in longer.items():
             if live.num_tokens and not live.num_timed:
-                self._on_first_token(live)
+                self._events.first_token(live)
                 if not live.is_stored:
                     self.unstored.prompt_computed(live)
             self.latencies.came(live, now)
             self.readers.wake(number)
 
+    def _judged(self, ended: TurnEnded) -> TurnEnded:
+        """An engine that fails ends its turns itself before it dies; for them that is a death."""
+        live = self.turns.of_number(ended.turn_id)
+        if ended.failure == "ENGINE_FAILED":
+            self._engine_has_failed = True
+            return replace(ended, failure="ENGINE_DIED") if self._dies_of(live) else ended
+        if live is not None:
+            self.turns.suspects.ended(live)
+        return ended
+
+    def engine_lost(self, failure: PensieveError) -> None:
+        """The engine is gone: so are its turns."""
+        self.turns.engine_lost()
+        had_the_rest = not self._engine_has_failed  # else it has ended all that it had
+        self._engine_has_failed = False
+        for live in self.turns.all_live():
+            if had_the_rest and self._dies_of(live):
+                self._threads.spawn(self.interrupt(live, failure_of("ENGINE_DIED")))
+        self._threads.spawn(self.interrupt_all(failure))
+
+    def _dies_of(self, live: LiveTurn | None) -> bool:
+        """The engine died and had this turn: whether that was once too often."""
+        if live is None or live.phase is not TurnPhase.RUNNING:
+            return False
+        if not self.turns.suspects.engine_died(live):
+            return False
+        log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+        return True
+
     async def _provide_log(self, needed: LogNeeded) -> None:
         """A turn that cannot have its log cannot run, and would wait for it without end."""
         try:
             tenant, _ = names_of(needed.conversation_id)
-            self._put(await self._threads.in_store(tenant, self._history.log_for, needed))
+            self._engine.put(await self._threads.in_store(tenant, self._history.log_for, needed))
         except Exception as error:
             if not isinstance(error, PensieveError):  # a fault of ours
                 log.exception("a log could not be provided")
@@ -480,9 +493,9 @@ class Conversations:
             if live is not None:
                 await self.interrupt(live, error)
             else:
-                self._tell(CancelTurn(needed.turn_id, 0))  # a warm
+                self._engine.tell(CancelTurn(needed.turn_id, 0))  # a warm
 
-    async def _commit(self, ending: Ending) -> None:
+    async def _commit(self, ending: TurnEnding) -> None:
         """The engine has ended a turn: so does the store, and then its readers see it."""
         live, reply = ending.live, ending.reply
         try:
@@ -492,7 +505,7 @@ class Conversations:
             else:
                 committed = await self._store_reply(live, reply)
                 self.turns.finish(live, reply, committed)
-                self._tell(committed.lent)
+                self._engine.tell(committed.lent)
                 self._ended(live)
         except NotFound:  # its conversation was deleted meanwhile
             self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
@@ -506,10 +519,10 @@ class Conversations:
         if live.figures:  # a turn that failed costs nothing
             self._charge(live)
 
-    async def _store_reply(self, live: LiveTurn, reply: Reply) -> Committed:
+    async def _store_reply(self, live: LiveTurn, reply: TurnReply) -> CommittedReply:
         """Append the reply to the log, in one transaction; of an unstored turn nothing is stored."""
         if not live.is_stored:
-            return Committed(NO_REVISION, await self._withheld(live, reply))
+            return CommittedReply(NO_REVISION, await self._withheld(live, reply))
         if live.logprobs:  # so many that packing them would hold everybody up
             packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
             reply = replace(reply, logprobs=packed)
@@ -521,17 +534,17 @@ class Conversations:
         reply = replace(reply, response=await self._response(live, reply))
         return await self._threads.in_store(live.tenant, self._history.finish, reply)
 
-    async def _response(self, live: LiveTurn, reply: Reply) -> StoredResponse | None:
+    async def _response(self, live: LiveTurn, reply: TurnReply) -> StoredResponse | None:
         """What the store keeps of the turn beside the history, in the same transaction."""
-        if live.ask is None or live.ask.response is None:
+        if live.request is None or live.request.response is None:
             return None
         try:
-            return live.ask.response(live, reply.finish, await self._withheld(live, reply))
+            return live.request.response(live, reply.finish, await self._withheld(live, reply))
         except Exception:  # a fault of ours; the turn is kept
             log.exception("a response could not be made", extra=ids_of(live))
             return None
 
-    async def _withheld(self, live: LiveTurn, reply: Reply) -> str:
+    async def _withheld(self, live: LiveTurn, reply: TurnReply) -> str:
         """What a cancel has cut: text of its tokens that its readers were not given."""
         if not reply.is_cut:
             return ""
@@ -571,7 +584,7 @@ class Conversations:
         cancel = self.turns.interrupt(live)
         if cancel is None:
             return
-        self._tell(cancel)
+        self._engine.tell(cancel)
         if finish is FinishReason.CANCELLED:  # its client left; what failed costs nothing
             self._charge(live)
         await self.end_interrupted(live, failure, finish)
@@ -597,7 +610,7 @@ class Conversations:
         if not live.is_stored:
             self.unstored.ended(live)
         self.readers.wake(live.number)
-        self._on_ended(live, self._threads.loop.time())
+        self._events.ended(live, self._threads.loop.time())
 
     async def _give_up(self, live: LiveTurn) -> None:
         if self.readers.has_reader(live):
@@ -605,14 +618,5 @@ class Conversations:
         await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
 
     def _charge(self, live: LiveTurn) -> None:
-        self._charge_tokens(live.tenant, live.num_charged_tokens)
-
-    def _tell(self, message: Message | None) -> bool:
-        """Put what the engine ought to hear (what may be lost stands above); whether it was put."""
-        if message is None:
-            return False
-        try:
-            self._put(message)
-        except (Unavailable, QueueFull):
-            return False
-        return True
+        now = self._threads.loop.time()
+        self._admission.charge(live.tenant, live.num_charged_tokens, now)

@@ -1,14 +1,14 @@
 """The service process between its sockets and the engine process: how it starts, serves and ends.
 
-    start    the engine process loads the model; then turns may come
-    serve    calls go to `Conversations` (what clients do) and to the engine (what operators ask)
-    down     the engine died: its turns fail, and another process is started in its place; what kills one
-             after the other is not tried for ever (suspects.py)
-    drain    no new turns; the running ones end, or are interrupted
-    close    the engine, then the sequences that calls began, then the backup, then the history
+    start    the engine process loads the model; then turns may begin
+    serve    clients' calls go to `Conversations`, operators' queries to the engine
+    down     the engine died: its turns fail, and another process starts. A turn that kills one engine after
+             another is not retried for ever (`turns.Suspects`)
+    drain    no new turns; running turns end or are interrupted
+    close    the engine, then sequences that calls began, then the backup, then the history
 
-Admission is decided before anything of a turn is read or written (admission.py).  A `Daemon` belongs to
-the loop; what runs elsewhere is said in threads.py.
+Admission is decided before anything of a turn is read or written (admission.py). Other parts of the process
+subscribe to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs elsewhere.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from pensieve import gc_pause
-from pensieve.conversations.admission import Admission, Load
+from pensieve.conversations.admission import Admission, DaemonLoad
 from pensieve.conversations.backing_up import BackingUp
-from pensieve.conversations.cancelling import Cancel, Cancelled, cancel_turn
+from pensieve.conversations.cancelling import CancelRequest, CancelResult, cancel_turn
 from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
-from pensieve.conversations.draft import Ask
-from pensieve.conversations.engine_client import GONE, EngineClient, EngineProgram
-from pensieve.conversations.heartbeat import Patience
+from pensieve.conversations.draft import TurnRequest
+from pensieve.conversations.engine_client import GONE, EngineClient, EngineProgram, Patience
 from pensieve.conversations.history import History, Texts
 from pensieve.conversations.housekeeping import (
     Damage,
@@ -35,23 +33,21 @@ from pensieve.conversations.housekeeping import (
     FullDisk,
     Scrubbing,
     start_forgetting,
-    sweep,
 )
-from pensieve.conversations.live_turn import LiveTurn, Phase
+from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
-from pensieve.conversations.owning import Owning
+from pensieve.conversations.ownership import SharedThreads, StaleConversations
 from pensieve.conversations.readers import ids_of
-from pensieve.conversations.suspects import Suspects
 from pensieve.conversations.threads import Threads, aside
-from pensieve.conversations.turn_spans import TurnSpan, span_of
-from pensieve.conversations.turns import Turns, failure_of
+from pensieve.conversations.turn_events import TurnEvents
+from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
 from pensieve.conversations.unstored import checked
 from pensieve.core.turn import TurnOptions
 from pensieve.engine import messages as box
 from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.guard.limits import Allowance, Limits
 from pensieve.sampling import Sampling
-from pensieve.store.remote.remote_store import Store
+from pensieve.store.remote.remote_store import RemoteStore, Store
 
 log = logging.getLogger("pensieve")
 turn_log = logging.getLogger(
@@ -59,31 +55,10 @@ turn_log = logging.getLogger(
 )  # a name of its own, so that it can be silenced alone
 LOG_TOKENS = ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "output_tokens")
 LOG_SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
+SWEEP_SECONDS = 1.0
+LATE_SECONDS = 1.0  # of the loop, that are worth a warning
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
 LOADING = "the model is loading; try again in a moment"
-
-
-class Background:
-    """What a daemon tells whoever has background turns in its engine (api/jobs); this one has none."""
-
-    def engine_started(self) -> None:
-        """Turns may be put; nothing is in its cache."""
-
-    def engine_lost(self) -> None:
-        """And with it all turns."""
-
-    def take(self, event: box.OfTurn) -> bool:
-        """Whether it was an event of a background turn."""
-        return False
-
-    def go(self) -> None:
-        """A frame of events was taken."""
-
-    def drain(self) -> None:
-        """The daemon takes no new turns."""
-
-    async def close(self) -> None:
-        """The engine is about to be stopped."""
 
 
 class Daemon:
@@ -103,25 +78,32 @@ class Daemon:
         self.draining = False
         self.refusals = Counter[str]()  # calls that ended with an error, by its reason
         self.meter = Meter()
-        store.figures.on_commit = self.meter.commits.add
-        self.on_serving: Callable[[bool], None] = lambda serving: None
-        self.on_turn_ended: Callable[[LiveTurn], None] = lambda live: None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
-        self.on_span: Callable[[TurnSpan], None] | None = None  # of each turn that has ended
-        self.background = Background()  # the turns of batch jobs
+        self.events = events = TurnEvents()
+        events.engine_events.subscribe(self._on_events)
+        events.engine_down.subscribe(self._on_down)
+        events.engine_up.subscribe(self._on_up)
+        events.admitted.subscribe(self._on_admitted)
+        events.first_token.subscribe(self._on_first_token)
+        events.ended.subscribe(_log_turn)
+        events.ended.subscribe(self.meter.turn_ended)
+        events.refused.subscribe(self.meter.refused)
+        store.figures.watch(on_commit=self.meter.commits.add)
         self.engine = EngineClient(
             program,
+            events,
             patience=Patience(self.config.heartbeat_seconds, self.config.iteration_seconds_max),
-            on_events=self._on_events,
-            on_down=self._on_down,
-            on_up=self._on_up,
-            on_failure=self._fail,
             report=report,
             answer_seconds=self.config.answer_seconds,
         )
-        self.threads = Threads(self._loop, self.config.text_threads, self._fail)
-        self.damage = Damage(store, self.threads, lambda: self.on_serving(self.serving))
-        self.full_disk = FullDisk(store, self.threads, lambda: self.on_serving(self.serving))
+        if isinstance(store, RemoteStore):
+            threads: Threads = SharedThreads(
+                store, self._loop, self.config.text_threads, events.failed
+            )
+        else:
+            threads = Threads(self._loop, self.config.text_threads, events.failed)
+        self.threads = threads
+        self.damage = Damage(store, self.threads, self._tell_serving)
+        self.full_disk = FullDisk(store, self.threads, self._tell_serving)
         self.reader = store.reader()  # of the read thread, also while the model is loading
         self._erasing = Erasing(store.erasure, self.threads)
         self.backing_up: BackingUp | None = None
@@ -136,8 +118,6 @@ class Daemon:
         )
         of = self.config
         self.admission = Admission(of.turns_max, of.limits, self.started_at, of.ttft_seconds)
-        self._suspects = Suspects()
-        self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
         self.texts = texts
         self._report = report
         self._sources = sources or Sources()
@@ -150,7 +130,6 @@ class Daemon:
     async def start(self) -> None:
         """Until the first engine is ready; then turns may come."""
         ready, store = await self.engine.start(), self.store
-        self.admission.prompts.cost = ready.cost
         history = self._history = History(
             self.store,
             self.texts,
@@ -160,26 +139,23 @@ class Daemon:
             report=self._report,
         )
         history.limit_storage(self.admission.allowances.storage)
-        self._conversations = Conversations(
+        of = self._conversations = Conversations(
             history,
-            Turns(self.texts.template.tokenizer, self._sources.wall_clock()),
             self.threads,
-            self._put,
+            self.engine,
+            self.admission,
+            self.events,
             self.config,
-            on_admitted=self._on_admitted,
-            charge=self._charge,
-            on_first_token=lambda live: self.admission.prompts.ended(live, self._loop.time()),
-            on_ended=self._on_turn_ended,
-            allowance_of=self.allowance,
-            now=self._sources.wall_clock,
+            self._sources,
         )
-        self.owning = Owning(store, history, self._conversations, self.threads, self._put)
-        self._conversations.prefixes.is_paused = lambda: bool(self.draining or self.damage.problems)
-        self._conversations.prefixes.start()
-        self._conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
+        if isinstance(store, RemoteStore):
+            StaleConversations(store, history, of, self.threads, self.engine)
+        if self.config.keep_warm_seconds:
+            of.prefixes.keep_warm(
+                self.config.keep_warm_seconds, lambda: self.draining or bool(self.damage.problems)
+            )
         gc_pause.freeze()
-        of = self._conversations
-        self.threads.spawn(sweep(lambda: self.num_turns, of.readers, self._erasing))
+        self.threads.spawn(self._sweep(of))
         if self.backing_up is not None:
             self.backing_up.start()
         self.scrubbing.start()
@@ -190,8 +166,7 @@ class Daemon:
             request_seconds=self.config.request_keep_seconds,
             chain_seconds=self.config.chain_keep_seconds,
         )
-        self.on_serving(self.serving)
-        self.background.engine_started()
+        self.events.engine_up()
 
     @property
     def conversations(self) -> Conversations:
@@ -202,18 +177,18 @@ class Daemon:
     @property
     def writable(self) -> Conversations:
         """For whatever changes the history: a damaged one is read, and not written to."""
-        if (damage := self.damage.refusal) is not None:
+        if self.damage.problems and (damage := self.damage.refusal) is not None:
             raise damage
         return self.conversations
 
     def writable_by(self, tenant: str) -> Conversations:
         """The same, for what its tenant pays for."""
         conversations = self.writable
-        if (full := self.full_disk.refusal) is not None:
+        if self.full_disk.is_full and (full := self.full_disk.refusal) is not None:
             raise full
         if (debt := self.allowance(tenant).in_debt(self._loop.time())) is not None:
             raise debt
-        self._charge(tenant, CALL_TOKENS)
+        self.admission.charge(tenant, CALL_TOKENS, self._loop.time())
         return conversations
 
     @property
@@ -242,6 +217,8 @@ class Daemon:
     @property
     def store_refusal(self) -> PensieveError | None:
         """Why the history takes no turns, None if it does."""
+        if not self.damage.problems and not self.full_disk.is_full:
+            return None
         return self.damage.refusal or self.full_disk.refusal
 
     @property
@@ -253,19 +230,21 @@ class Daemon:
 
     # -- turns --
 
-    async def begin(self, ask: Ask, seconds_left: float | None = None) -> LiveTurn:
+    async def begin(self, request: TurnRequest, seconds_left: float | None = None) -> LiveTurn:
         """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
         conversations = self.conversations
-        await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
-        if (live := conversations.attach(ask)) is not None:
+        await conversations.arriving.gone(
+            request.tenant, request.conversation_id, request.request_id
+        )
+        if (live := conversations.attach(request)) is not None:
             return live
-        named = ask.tenant, ask.conversation_id, ask.options.priority
+        named = request.tenant, request.conversation_id, request.options.priority
         refusal = self.refusal(*named, seconds_left)
         if refusal is None:
-            return await conversations.begin(ask)
-        if (live := await conversations.known(ask)) is not None:
+            return await conversations.begin(request)
+        if (live := await conversations.known(request)) is not None:
             return live
-        self.meter.refused(refusal)
+        self.events.refused(refusal)
         raise refusal
 
     async def begin_unstored(
@@ -296,9 +275,9 @@ class Daemon:
             raise damage
         load, now = self._load(tenant, conversation_id), self._loop.time()
         if (exceeded := self.admission.exceeded(tenant, load, now)) is not None:
-            self.meter.refused(exceeded)
+            self.events.refused(exceeded)
             raise exceeded
-        self._charge(tenant, CALL_TOKENS)
+        self.admission.charge(tenant, CALL_TOKENS, now)
         await self.conversations.warming.warm(conversation_id, tenant)
 
     @property
@@ -306,19 +285,21 @@ class Daemon:
         """How long a turn that came now would wait until the engine has room for it."""
         return self.admission.wait_seconds(self._load(), self._loop.time())
 
-    def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> Load:
+    def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> DaemonLoad:
         conversations, admission, now = self.conversations, self.admission, self._loop.time()
         turns, arriving = conversations.turns, conversations.arriving
-        return Load(
+        return DaemonLoad(
             *(self.draining, self.engine.serving),
             self.num_turns + turns.num_warms,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
-            lambda: admission.ahead(turns.without_token(), arriving.asks(), tenant, priority, now),
+            lambda: admission.ahead(
+                turns.without_token(), arriving.requests(), tenant, priority, now
+            ),
             turns.waiting_since,
             arriving.num_characters[tenant],
         )
 
-    async def cancel_turn(self, cancel: Cancel) -> Cancelled:
+    async def cancel_turn(self, cancel: CancelRequest) -> CancelResult:
         """End a turn because its client wants that; what became of it."""
         return await cancel_turn(self._conversations, self.reader, self.threads, cancel)
 
@@ -327,15 +308,8 @@ class Daemon:
         self.admission.turn_admitted(live.begun_at, now)
         self.admission.prompts.admitted(live, missing_tokens, now, is_only)
 
-    def _on_turn_ended(self, live: LiveTurn, now: float) -> None:
-        _log_turn(live, now)
-        self.meter.turn_ended(live, now)
-        self.on_turn_ended(live)
-        if self.on_span is not None:
-            self.on_span(span_of(live, self.engine.model_name, now, self._sources.wall_clock()))
-
-    def _charge(self, tenant: str, num_tokens: int) -> None:
-        self.admission.charge(tenant, num_tokens, self._loop.time())
+    def _on_first_token(self, live: LiveTurn) -> None:
+        self.admission.prompts.ended(live, self._loop.time())
 
     # -- tenants --
 
@@ -358,71 +332,30 @@ class Daemon:
 
     # -- the engine --
 
-    def _put(self, message: box.Message) -> None:
-        if isinstance(message, box.SubmitTurn):
-            turns = self.conversations.turns
-            live = turns.of_number(message.turn_id)
-            if live is not None:
-                self.admission.prompts.submitted(live)
-            if live is not None and self._suspects.must_wait(live, turns.all_live):
-                raise Unavailable("the engine died twice with this turn; it is tried again alone")
-        self.engine.put(message)
-
     def _on_events(self, events: list[box.OfTurn]) -> None:
-        of_turns = [
-            self._judged(event) if isinstance(event, box.TurnEnded) else event
-            for event in events
-            if not self.background.take(event)
-        ]
         if self._conversations is not None:
             self.meter.took(events, self._conversations.turns.of_number)
-            self._conversations.take(of_turns)
-        self.background.go()
-
-    def _judged(self, ended: box.TurnEnded) -> box.TurnEnded:
-        """An engine that fails ends its turns itself before it dies; for them that is a death."""
-        live = self.conversations.turns.of_number(ended.turn_id)
-        if ended.failure == "ENGINE_FAILED":
-            self._engine_has_failed = True
-            return replace(ended, failure="ENGINE_DIED") if self._dies_of(live) else ended
-        if live is not None:
-            self._suspects.ended(live)
-        return ended
+            self._conversations.take(
+                [event for event in events if event.turn_id < BACKGROUND_NUMBER_MIN]
+            )
 
     def _on_down(self, reason: str) -> None:
         log.error("the engine is gone: %s", reason)
-        self.on_serving(False)
+        self.events.serving(False)
         self.admission.engine_lost()
-        self.background.engine_lost()
-        self.conversations.turns.engine_lost()
-        failure = Unavailable(GONE)
-        had_the_rest = not self._engine_has_failed  # else it has ended all that it had
-        self._engine_has_failed = False
-        for live in self.conversations.turns.all_live():
-            if had_the_rest and self._dies_of(live):
-                self.threads.spawn(self.conversations.interrupt(live, failure_of("ENGINE_DIED")))
-        self.threads.spawn(self.conversations.interrupt_all(failure))
-
-    def _dies_of(self, live: LiveTurn | None) -> bool:
-        """The engine died and had this turn: whether that was once too often."""
-        if live is None or live.phase is not Phase.RUNNING or not self._suspects.engine_died(live):
-            return False
-        log.error("the engine dies whenever it has this turn", extra=ids_of(live))
-        return True
+        self.conversations.engine_lost(Unavailable(GONE))
 
     def _on_up(self) -> None:
         ready = self.engine.ready
         assert ready is not None
-        self.admission.prompts.cost = ready.cost
+        self.admission.engine_started(ready.cost)
         self.conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.conversations.prefixes.warm_soon()
-        self.on_serving(self.serving)
-        self.background.engine_started()
+        self._tell_serving()
 
-    def _fail(self, error: BaseException) -> None:
-        """What nobody foresaw, where turns would wait without end: the service ends."""
-        self.on_failure(error)
+    def _tell_serving(self) -> None:
+        self.events.serving(self.serving)
 
     async def stats(self) -> box.Answer:
         return await self.engine.query(box.GetStats)
@@ -432,13 +365,30 @@ class Daemon:
         answer = await self.engine.query(box.CheckIntegrity)
         return [*answer.problems, *(await aside(self.store.verify))]
 
+    async def _sweep(self, conversations: Conversations) -> None:
+        """Once a second: cancel stalled readers, erase what is due, collect garbage when nobody waits."""
+        has_collected, before = False, self._loop.time()
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            late = self._loop.time() - before - SWEEP_SECONDS
+            if late > LATE_SECONDS:
+                log.warning("the service stood still for %.1f s: every stream waited", late)
+            before = self._loop.time()
+            is_idle = not self.num_turns
+            if is_idle and not has_collected:
+                gc_pause.collect()
+            has_collected = is_idle
+            conversations.readers.cancel_stalled()
+            if self.store.erasure.due:
+                self._erasing.start()
+
     # -- the end --
 
     async def drain(self, seconds: float) -> None:
         """Take no new turn; until the running ones have ended, or have been interrupted."""
         self.draining = True
-        self.on_serving(False)
-        self.background.drain()
+        self.events.serving(False)
+        self.events.draining()
         if self._conversations is None:
             return
         deadline = self._loop.time() + seconds
@@ -453,7 +403,7 @@ class Daemon:
         self._hurried = True
 
     async def close(self) -> None:
-        await self.background.close()
+        await self.events.closing()
         await self.engine.stop()
         await self.threads.end_tasks()
         if self.backing_up is not None:

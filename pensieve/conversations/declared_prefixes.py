@@ -1,10 +1,9 @@
-"""Declared prefixes, those that are kept warm, and warms of any conversation; on the loop.
+"""Create declared prefixes, keep some of them warm, and warm any conversation. Belongs to the event loop.
 
-A prefix is tokenized in the text pool and then stored; from then on conversations may begin under it.  Its KV
-is computed by the first of them, and stays as long as the engine keeps it.  A prefix to be *kept warm* is
-warmed by the daemon: when it is declared, when an engine has started, and every `keep_warm_seconds`.  Such a
-warm waits behind turns like any other, its tenant pays for what it computes, and a tenant in debt is passed
-over.
+A prefix is tokenized in the text pool and stored. From then on conversations may begin under it. The first of
+them computes its KV, which stays as long as the engine keeps it. The daemon warms a prefix with `keep_warm`
+when the prefix is declared, when an engine has started, and at intervals. Such a warm waits behind turns like
+any other. Its tenant pays for the tokens computed, and a tenant in debt is skipped.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
 
-from pensieve.conversations.draft import Outdated
-from pensieve.conversations.heads import Begins, ConversationSettings, PrefixSettings
+from pensieve.conversations.admission import Admission
+from pensieve.conversations.draft import OutdatedTokens
+from pensieve.conversations.engine_client import EngineClient
+from pensieve.conversations.heads import BeginningSettings, ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.threads import Threads
+from pensieve.conversations.tokenizing import Tokenizing
 from pensieve.conversations.turns import Turns
-from pensieve.engine.messages import Message
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.guard.limits import Allowance
 from pensieve.store import records
@@ -45,13 +45,12 @@ class Warming:
         history: History,
         turns: Turns,
         threads: Threads,
-        tell: Callable[[Message], bool],
-        renew: Callable[[Outdated], Awaitable[None]],
-        weight_of: Callable[[str], float],
+        engine: EngineClient,
+        admission: Admission,
+        tokenizing: Tokenizing,
     ) -> None:
-        """`tell` says whether the engine hears of it; `renew` tokenizes a conversation again."""
         self._history, self.turns, self._threads = history, turns, threads
-        self._tell, self._renew, self._weight_of = tell, renew, weight_of
+        self._engine, self._admission, self._tokenizing = engine, admission, tokenizing
 
     async def warm(self, conversation_id: str, tenant: str = "", *, counts: bool = True) -> None:
         """Have the engine bring the conversation's KV to the device."""
@@ -63,25 +62,17 @@ class Warming:
                     found = await self._threads.in_store(
                         tenant, self._history.warm, conversation_id, number, tenant=tenant
                     )
-                    if not isinstance(found, Outdated):
+                    if not isinstance(found, OutdatedTokens):
                         break
-                    await self._renew(found)
+                    await self._tokenizing.renew(found)
                 if found is not None:
-                    weight = self._weight_of(tenant)
-                    is_put = self._tell(replace(found, share=tenant, weight=weight))
+                    weight = self._admission.weight_of(tenant, self._threads.loop.time())
+                    is_put = self._engine.tell(replace(found, share=tenant, weight=weight))
             finally:
                 if not is_put:
                     self.turns.end_warm(number)
 
         await self._threads.whole(sequence())
-
-
-class Acts(NamedTuple):
-    """What is done with conversations of any kind."""
-
-    tokenized: Callable[[str, Callable[[], Any]], Awaitable[Any]]  # for a tenant, in the text pool
-    delete: Callable[[str, str], Awaitable[None]]  # a conversation of a tenant
-    charge: Callable[[str, int], None]  # a tenant, for tokens
 
 
 class DeclaredPrefixes:
@@ -90,22 +81,19 @@ class DeclaredPrefixes:
         history: History,
         threads: Threads,
         warming: Warming,
-        acts: Acts,
+        tokenizing: Tokenizing,
+        admission: Admission,
         now: Callable[[], float],
-        allowance_of: Callable[[str], Allowance],
-        keep_warm_seconds: float,
     ) -> None:
         """`now`: the clock of the records."""
-        self._history, self._threads, self._warming, self._acts = history, threads, warming, acts
-        self._now, self._allowance_of = now, allowance_of
-        self._keep_warm_seconds = keep_warm_seconds
+        self._history, self._threads, self._warming = history, threads, warming
+        self._tokenizing, self._admission, self._now = tokenizing, admission, now
         self._due = asyncio.Event()
-        self.is_paused: Callable[[], bool] = lambda: False  # a warm may write to the history
 
     async def create(self, settings: PrefixSettings) -> records.Prefix:
         tenant, template_time = settings.tenant, self._now()
         tokens = await self._tokens(settings, template_time)
-        prefixes_max = self._allowance_of(tenant).limits.prefixes_max
+        prefixes_max = self._allowance(tenant).limits.prefixes_max
         declared = await self._threads.in_store(
             tenant, self._history.declared.declare, settings, tokens, template_time, prefixes_max
         )
@@ -123,31 +111,27 @@ class DeclaredPrefixes:
             tenant, self._history.declared.begin_with_history, settings, tokens, template_time
         )
 
-    async def _tokens(self, settings: Begins, template_time: float) -> list[list[int]]:
-        tokens: list[list[int]] = await self._acts.tokenized(
+    async def _tokens(self, settings: BeginningSettings, template_time: float) -> list[list[int]]:
+        tokens: list[list[int]] = await self._tokenizing.run(
             settings.tenant, lambda: self._history.heads.declared(settings, template_time)
         )
-        self._acts.charge(settings.tenant, sum(map(len, tokens)))
+        self._tokenizing.charge(settings.tenant, sum(map(len, tokens)))
         return tokens
 
-    async def delete(self, prefix_id: str, tenant: str = "") -> None:
-        """Conversations under it stay whole, and keep the KV that they share."""
-        try:
-            await self._acts.delete(stored_id(prefix_id), tenant)
-        except NotFound:
-            raise NotFound(f"there is no prefix {prefix_id!r}") from None
+    def _allowance(self, tenant: str) -> Allowance:
+        return self._admission.allowances.of(tenant, self._threads.loop.time())
 
     # -- kept warm --
 
-    def start(self) -> None:
-        if self._keep_warm_seconds:
-            self._threads.spawn(self._keep_warm())
+    def keep_warm(self, seconds: float, is_paused: Callable[[], bool]) -> None:
+        """Warm what is due now and each `seconds`, but while `is_paused`: a warm may write to the history."""
+        self._threads.spawn(self._keep_warm(seconds, is_paused))
 
     def warm_soon(self) -> None:
         """An engine has started, which has nothing."""
         self._due.set()
 
-    async def _keep_warm(self) -> None:
+    async def _keep_warm(self, seconds: float, is_paused: Callable[[], bool]) -> None:
         while True:
             self._due.clear()
             try:
@@ -156,13 +140,13 @@ class DeclaredPrefixes:
                 log.warning("prefixes could not be kept warm: %s", error)
                 kept = []
             for tenant, prefix_id in kept:
-                while self.is_paused() or self._warming.turns.num_own_warms >= WARMS_MAX:
+                while is_paused() or self._warming.turns.num_own_warms >= WARMS_MAX:
                     await asyncio.sleep(WAIT_SECONDS)
-                if self._allowance_of(tenant).in_debt(self._threads.loop.time()) is None:
+                if self._allowance(tenant).in_debt(self._threads.loop.time()) is None:
                     await self._warm(tenant, prefix_id)
                 await asyncio.sleep(PAUSE_SECONDS)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._keep_warm_seconds):
+                async with asyncio.timeout(seconds):
                     await self._due.wait()
 
     async def _warm(self, tenant: str, prefix_id: str) -> None:

@@ -1,21 +1,21 @@
-"""The engine process as the service sees it: started, written to, and started again when it dies.
+"""The engine process as the service sees it: started, written to, and restarted when it dies.
 
     STOPPED ──start──> STARTING ──ready──> SERVING ──pipe ends──> DOWN ──after a pause──> STARTING
-                           └──it dies before it was ever ready: the error is the caller's
+                           └──it dies before it was ever ready: the caller gets the error
 
-A process that SERVES and hangs (heartbeat.py) is killed.  One that is STARTING may take as long as its model
-does.  The pause doubles while processes die without having published anything.
+A process that SERVES and hangs (`Heartbeat`) is killed. A process that is STARTING may take as long as its
+model does. The pause doubles while processes die without having published anything.
 
-A message belongs to the process that was there when `put` was called, and never reaches its successor.  When
-a process dies, `put` refuses first, then `on_down` is called, and then queries fail.  What the process has
-not read waits here, up to UNSENT_BYTES_MAX; `put` refuses more, but for what only frees things.
+A message belongs to the process that was there when `put` was called, and never reaches its successor. When a
+process dies, `put` refuses first, then `engine_down` is published, and then queries fail. Messages that the
+process has not read wait here, up to UNSENT_BYTES_MAX. Beyond that, `put` takes only messages that free
+something.
 
-A start that fails is tried again, whatever the reason.  An unforeseen exception anywhere else in the
-supervision, also in `on_down` and `on_up`, goes to `on_failure`, and the service must end: turns would wait
-without end.  A start needs a few file descriptors, which are held in reserve.
+A start that fails is retried, whatever the reason. An unforeseen exception anywhere else in the supervision,
+also of a subscriber, is published as `failed`. The service must end then, because turns would wait for ever.
+A start needs a few file descriptors, which are held in reserve.
 
-The child is a program of its own with one inherited socket: no fork, no pickle.  All of it belongs to the
-loop.
+The child is a program of its own with one inherited socket: no fork, no pickle. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pensieve.config import without_secrets
-from pensieve.conversations.heartbeat import Heartbeat, Patience
+from pensieve.conversations.turn_events import TurnEvents
 from pensieve.core.cost import IterationCost
 from pensieve.engine import pipe as channel
 from pensieve.engine.messages import (
@@ -43,7 +43,14 @@ from pensieve.engine.messages import (
     OfTurn,
     Reply,
 )
-from pensieve.errors import ConfigError, DeviceError, ModelError, PensieveError, Unavailable
+from pensieve.errors import (
+    ConfigError,
+    DeviceError,
+    ModelError,
+    PensieveError,
+    QueueFull,
+    Unavailable,
+)
 
 log = logging.getLogger("pensieve")
 R = TypeVar("R", Answer, KvExported)
@@ -54,6 +61,7 @@ STOP_SECONDS = 5.0
 REPORT_SECONDS = 60.0  # between lines about a process that does not start, or does not die
 UNSENT_BYTES_MAX = 16 << 20
 DOES_NOT_END = "the engine (process %d) was killed and does not end"
+TICK_SECONDS_MAX = 1.0  # of a heartbeat
 DESCRIPTORS_OF_A_START = 8  # a pair of sockets, and what Popen opens meanwhile
 
 
@@ -97,16 +105,61 @@ class EngineProgram:
     model_name: str = ""  # for people
 
 
+@dataclass(frozen=True)
+class Patience:
+    silent_seconds_max: float
+    round_seconds_max: float  # 0: without end
+
+    @property
+    def tick_seconds(self) -> float:
+        return min(TICK_SECONDS_MAX, self.silent_seconds_max / 4)
+
+
+class Heartbeat:
+    """Whether the engine process hangs, by the frames that come from it.
+
+        SILENT   no frame for `silent_seconds_max`: the process was stopped, or none of its threads runs
+        STUCK    frames come, but its main thread has been in one round for `round_seconds_max`
+
+    A round is an iteration or a moment of idleness (`Engine.num_rounds`). Seconds are counted by `tick`,
+    which the service calls while it runs, so a service that was itself stopped for an hour counts one tick.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self.silent_seconds = 0.0
+        self.round_seconds = 0.0
+        self._patience = patience
+        self._num_rounds = -1
+
+    def published(self) -> None:
+        """Events came, and only the main thread publishes."""
+        self.silent_seconds = self.round_seconds = 0.0
+
+    def alive(self, num_rounds: int) -> None:
+        self.silent_seconds = 0.0
+        if num_rounds != self._num_rounds:
+            self._num_rounds = num_rounds
+            self.round_seconds = 0.0
+
+    def tick(self) -> str | None:
+        """Why the engine is held to hang; None as long as it is not."""
+        patience = self._patience
+        self.silent_seconds += patience.tick_seconds
+        self.round_seconds += patience.tick_seconds
+        if self.silent_seconds > patience.silent_seconds_max:
+            return f"the engine has been silent for {self.silent_seconds:.0f} s"
+        if 0 < patience.round_seconds_max < self.round_seconds:
+            return f"the engine has been in one iteration for {self.round_seconds:.0f} s"
+        return None
+
+
 class EngineClient:
     def __init__(
         self,
         program: EngineProgram,
+        events: TurnEvents,
         *,
         patience: Patience,
-        on_events: Callable[[list[OfTurn]], None],
-        on_down: Callable[[str], None],
-        on_up: Callable[[], None] = lambda: None,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
         report: Callable[[str], None] = lambda line: None,
         answer_seconds: float = 30.0,
     ) -> None:
@@ -116,10 +169,7 @@ class EngineClient:
         self.pid: int | None = None
         self.model_name = program.model_name
         self._hello = channel.pack(["settings", dict(program.settings), str(program.model_folder)])
-        self._on_events = on_events
-        self._on_down = on_down
-        self._on_up = on_up
-        self._on_failure = on_failure
+        self._events = events
         self._report = report
         self._command = program.command
         self._patience = patience
@@ -158,6 +208,16 @@ class EngineClient:
         packed = channel.pack_message(message)
         if not self._writer.is_closing():  # else its death is noticed in a moment
             self._writer.write(packed)
+
+    def tell(self, message: Message | None) -> bool:
+        """Put what the engine ought to hear, if there is anything; whether it was put."""
+        if message is None:
+            return False
+        try:
+            self.put(message)
+        except (Unavailable, QueueFull):
+            return False
+        return True
 
     async def query(self, message_for: Callable[[int], Message]) -> Answer:
         """Put the message made for a query's id, and wait for its answer."""
@@ -263,7 +323,7 @@ class EngineClient:
             self._close_pipe()
             if self._stopping:
                 return
-            self._on_down(reason)
+            self._events.engine_down(reason)
             for query in self._queries.values():
                 if not query.done():
                     query.set_exception(Unavailable(GONE))
@@ -288,7 +348,7 @@ class EngineClient:
                 self.num_restarts += 1
                 seconds = self._loop.time() - down_since
                 self._report(f"the engine is ready again (it was gone for {seconds:.1f} s)")
-                self._on_up()
+                self._events.engine_up()
 
     async def _listen(self) -> str:
         """Hand over events until the pipe ends; why it did."""
@@ -306,7 +366,7 @@ class EngineClient:
                 else:
                     heartbeat.published()
                     self._useful = True
-                    self._on_events(self._without_replies(channel.events_of(frame)))
+                    self._events.engine_events(self._without_replies(channel.events_of(frame)))
         except (OSError, PensieveError) as error:
             reason = str(error)
         except Exception as error:  # a fault of ours in an event: begin anew rather than go deaf
@@ -355,7 +415,7 @@ class EngineClient:
         if error is not None:
             log.error("the engine's supervisor has failed", exc_info=error)
             self._close_pipe()
-            self._on_failure(error)
+            self._events.failed(error)
 
     def _close_pipe(self) -> None:
         """At once: what was not sent would wait for a process that reads nothing."""

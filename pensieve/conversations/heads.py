@@ -62,10 +62,12 @@ class ConversationSettings:
     pending: Sequence[records.NewMessage] = ()  # that its first turn is to bring
 
 
-Begins = PrefixSettings | ConversationSettings  # one without a prefix_id: of a given history
+BeginningSettings = (
+    PrefixSettings | ConversationSettings
+)  # one without a prefix_id: of a given history
 
 
-def all_messages(begins: Begins) -> list[Message]:
+def all_messages(begins: BeginningSettings) -> list[Message]:
     system = [Message("system", begins.system_prompt)] if begins.system_prompt else []
     return [*system, *begins.messages]
 
@@ -86,7 +88,7 @@ class GivenHistory:
         check_length("messages", self._num_characters, self._context_max)
 
 
-class Heads:
+class PromptHeads:
     """The heads that were asked for lately; any thread may ask."""
 
     def __init__(self, template: ChatTemplate, context_max: int) -> None:
@@ -114,7 +116,7 @@ class Heads:
                 self._num_characters -= len(self._known.popitem(last=False)[1].text)
         return head
 
-    def declared(self, settings: Begins, template_time: float) -> list[list[int]]:
+    def declared(self, settings: BeginningSettings, template_time: float) -> list[list[int]]:
         """The tokens of each message that this will be stored with; refuses what cannot be."""
         messages = all_messages(settings)
         if not (messages or settings.tools):
@@ -210,7 +212,7 @@ def check_fits(
 
 
 def head_of(
-    heads: Heads, stored: Sequence[records.Message], conversation: records.Conversation
+    heads: PromptHeads, stored: Sequence[records.Message], conversation: records.Conversation
 ) -> CommonOpening:
     """Of a conversation before its first turn; empty where its first tokens come with that."""
     if conversation.began_at is None:

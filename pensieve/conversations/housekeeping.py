@@ -1,14 +1,13 @@
-"""Background work on the history while the daemon serves, and what stops changes to it.
+"""Background work on the history while the daemon serves, and the conditions that stop changes to it.
 
     Erasing            finish deletions whose text could not be erased from the files at once, and compact
     start_forgetting   forget old request ids and old digests of histories
     Scrubbing          read the whole history, a little at a time, to find damage
-    Damage             a damaged history is read, and not written to, also by the next process
-    FullDisk           while the disk is full, only reads and deletions go on
-    sweep              once a second: erasures, stalled readers, how late the loop is
+    Damage             a damaged history is read-only, also for the next process
+    FullDisk           while the disk is full, only reads and deletions are possible
 
-Each step is a job of a few milliseconds in the store's or the read thread, with pauses in between, so the
-jobs of clients come first.  Everything here belongs to the loop.
+Each step is a job of a few milliseconds in the store thread or the read thread, with pauses in between, so
+that jobs of clients go first. Everything here belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from pensieve import gc_pause
-from pensieve.conversations.readers import Readers
 from pensieve.conversations.threads import Threads, aside
 from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreCorrupt
 from pensieve.store.backend import ErasureSteps, ScrubSteps
@@ -34,8 +31,6 @@ FORGET_PASSES = 24  # in the time that a thing is kept
 FORGET_SECONDS_MAX = 3600.0  # between two passes
 SCRUB_PAUSE_SECONDS_MIN, SCRUB_PAUSE_SECONDS_MAX = 0.02, 60.0
 FULL_SECONDS = 2.0  # between two looks for room on a full disk
-SWEEP_SECONDS = 1.0
-LATE_SECONDS = 1.0  # of the loop, that are worth a warning
 
 
 class Erasing:
@@ -46,9 +41,9 @@ class Erasing:
         self._is_at_work = False
         self._is_late = False  # and the log says so
 
-    def sweep(self) -> None:
-        """Begin with what is due, if there is anything; called again and again."""
-        if self._erasure.due and not self._is_at_work:
+    def start(self) -> None:
+        """Erase what is due, unless that is under way."""
+        if not self._is_at_work:
             self._is_at_work = True
             self._threads.spawn(self._work())
 
@@ -207,7 +202,7 @@ class FullDisk:
     def __init__(self, store: Store, threads: Threads, changed: Callable[[], None]) -> None:
         self.is_full = False
         self._store, self._threads, self._changed = store, threads, changed
-        store.figures.on_full = self._report
+        store.figures.watch(on_full=self._report)
 
     @property
     def refusal(self) -> DiskFull | None:
@@ -235,20 +230,3 @@ class FullDisk:
                 self.is_full = not has_room
         log.warning("the disk of the history has room again")
         self._changed()
-
-
-async def sweep(num_turns: Callable[[], int], readers: Readers, erasing: Erasing) -> None:
-    loop = asyncio.get_running_loop()
-    has_collected, before = False, loop.time()
-    while True:
-        await asyncio.sleep(SWEEP_SECONDS)
-        late = loop.time() - before - SWEEP_SECONDS
-        if late > LATE_SECONDS:
-            log.warning("the service stood still for %.1f s: every stream waited", late)
-        before = loop.time()
-        is_idle = not num_turns()
-        if is_idle and not has_collected:
-            gc_pause.collect()
-        has_collected = is_idle
-        readers.cancel_stalled()
-        erasing.sweep()

@@ -1,11 +1,13 @@
-"""Count turns and measure how long clients wait, since the daemon's start: this outlives the engine process.
+"""Count turns and measure how long clients wait, since the daemon's start.
 
-    took         events of the engine: a token, the end of a turn (also of a job's, and of a warm)
-    turn_ended   the end of a client's turn, when it is in the history
-    refused      a turn that was not admitted
+The counts outlive the engine process:
 
-The bounds of the histograms are vLLM's where vLLM has the same one.  All of it belongs to the loop, but for
-`commits`, which the writer of the history adds to.
+    took         events of the engine: a token, the end of a turn (also of a job's turn, and of a warm)
+    turn_ended   a client's turn has ended, and its end is in the history
+    refused      a turn was not admitted
+
+The bounds of the histograms are vLLM's if vLLM has the same one. All of it belongs to the event loop, except
+`commits`, to which the writer of the history adds.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""The audit log: which calls are put down, and a thread that writes them as JSON objects, one a line.
+"""The audit log: JSON objects, one a line, written by a thread.
 
-    admin    each call of an operator's method, when it has ended, and each call about another tenant's job
-    delete   each deletion: who, which conversation or job, how it went token    the first use of a token over
-    a connection, and again in each hour refused  a caller who is not known or may not do this; at most
-    REFUSED_PER_SECOND, with a count of the rest reload   the token file or the certificate was read again, or
-    could not be used start, stop   of the daemon
+    admin         each call of an operator's method, and each call about another tenant's job, at its end
+    delete        each deletion: who deleted which conversation or job, and how it ended
+    token         the first use of a token over a connection, and again in each hour
+    refused       a caller who is not known or may not do this; at most REFUSED_PER_SECOND, and then a count
+    reload        the token file or the certificate was read again, or could not be used
+    start, stop   of the daemon
 
-A token is named by its `name` in the token file, or by the beginning of its digest there.  A line holds no
-text of a conversation.  What a client chose is quoted as JSON and cut where it is long.
+A token is named by its `name` in the token file, or by the beginning of its digest there. A line holds no
+text of a conversation. A client's own words are quoted as JSON and shortened.
 
-Neither a slow disk nor a full one keeps the loop or a call: lines wait in a queue of LINES_MAX, and are lost
-where it is full.  Lost lines are counted; the first line that can be written again is {"event": "lost"} with
-the number.  Part of a batch is never left in the file.  A file that was moved away (logrotate) is made anew,
-for its owner alone.  Lines are not synced.
+A slow or full disk never delays the loop or a call: lines wait in a queue of LINES_MAX, and are lost if it is
+full. Lost lines are counted; the first line that can be written again is {"event": "lost"} with their number.
+Part of a batch is never left in the file. A file that was moved away (logrotate) is made anew, readable by
+its owner alone. Lines are not synced.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any
 
 from pensieve.errors import ConfigError
+from pensieve.guard.callers import Caller
 from pensieve.guard.limits import Bucket
 
 log = logging.getLogger("pensieve")
@@ -40,25 +42,22 @@ CLOSE_SECONDS = 5.0
 AGAIN_SECONDS = 3600.0
 USES_MAX = 10_000  # of tokens over connections that are remembered; the oldest are forgotten
 REFUSED_PER_SECOND = 1.0  # ten seconds' worth can be saved up
-ADMIN_PREFIX = "/pensieve.v1.AdminService/"
-JOB_PREFIX = "/pensieve.v1.JobService/"
-DELETE_METHODS = (
-    "/pensieve.v1.ConversationService/DeleteConversation",
-    "/pensieve.v1.ConversationService/DeletePrefix",
-    f"{JOB_PREFIX}DeleteJob",
-)
 
 
-def is_audited(method: str, request: Any) -> bool:
-    """Whether a call is put down when it has ended; its request may never have come."""
-    tenant: str = getattr(request, "tenant", "")
-    if tenant and method.startswith(JOB_PREFIX):
-        return True
-    return method.startswith((ADMIN_PREFIX, *DELETE_METHODS))
+@dataclass(frozen=True, slots=True)
+class AuditedCall:
+    """What a line says of a call that has ended; a call whose request never came has no ids."""
+
+    method: str
+    is_deletion: bool = False
+    conversation_id: str = ""
+    prefix_id: str = ""
+    job_id: str = ""
+    of_tenant: str = ""  # another tenant's, whom the operator named
 
 
 class Audit:
-    """Belongs to the loop; without a file it does nothing."""
+    """Writes events to the audit log; without a log it does nothing. Runs on the event loop."""
 
     def __init__(self, file: AuditLog | None, now: Callable[[], float]) -> None:
         """`now` is the loop's clock."""
@@ -82,7 +81,7 @@ class Audit:
         self._write("token", token=token, tenant=tenant, peer=peer)
 
     def refused(self, method: str, peer: str, reason: str, token: str) -> None:
-        """`token`: of a caller who is known and may not do this."""
+        """`token` is that of a caller who is known and may not do this."""
         if self._refusals.seconds_until(1.0, self._now()):
             self._num_left_out += 1
             return
@@ -97,23 +96,19 @@ class Audit:
             left_out=num_left_out or None,
         )
 
-    def ended(
-        self, method: str, request: Any, by: Any, peer: str, outcome: str, began: float
-    ) -> None:
-        """A call that is audited has ended; its request may never have come."""
-        is_delete = method in DELETE_METHODS
+    def ended(self, call: AuditedCall, by: Caller, peer: str, outcome: str, seconds: float) -> None:
         self._write(
-            "delete" if is_delete else "admin",
-            method="" if is_delete else _short(method),
-            conversation_id=getattr(request, "conversation_id", ""),
-            prefix_id=getattr(request, "prefix_id", ""),
-            job_id=getattr(request, "job_id", ""),
-            of_tenant=getattr(request, "tenant", ""),
+            "delete" if call.is_deletion else "admin",
+            method="" if call.is_deletion else call.method,
+            conversation_id=call.conversation_id,
+            prefix_id=call.prefix_id,
+            job_id=call.job_id,
+            of_tenant=call.of_tenant,
             token=by.token,
             tenant=by.tenant,
             peer=peer,
             outcome=outcome,
-            seconds=round(self._now() - began, 3),
+            seconds=round(seconds, 3),
         )
 
     def tokens_reloaded(self, num_tokens: int, problem: str) -> None:

@@ -23,13 +23,15 @@ calls that are there go on.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 from pensieve.errors import DeadlineExceeded, PensieveError, QueueFull
-from pensieve.guard.counts import Counts
 
+Key = TypeVar("Key")
 BURST_SECONDS = 10.0
 UNREAD_BYTES_MAX = 64 << 20
 PREFIXES_MAX = 256
@@ -232,6 +234,17 @@ def _full(limit: str, text: str, wait: float | None = None) -> QueueFull:
     error = QueueFull(text)
     error.limit, error.retry_after_seconds = limit, wait
     return error
+
+
+class Counts(Counter[Key]):
+    """Numbers by key; a key at zero is forgotten, so that the numbers never outgrow what they count."""
+
+    def __setitem__(self, key: Key, number: int) -> None:
+        """Called by `+=` and `-=`, which alone change a number."""
+        if number:
+            super().__setitem__(key, number)
+        else:
+            self.pop(key, None)
 
 
 class Watchers:

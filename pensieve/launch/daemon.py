@@ -20,13 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pensieve.api.grpc import auth
 from pensieve.api.grpc.admin_socket import socket_path
-from pensieve.api.grpc.server import Listening, Server, check_exposure
+from pensieve.api.grpc.server import Server
 from pensieve.api.grpc.server_info import in_words, server_info
 from pensieve.api.http.listener import serve_http
-from pensieve.api.jobs.batch_jobs import BatchJobs
-from pensieve.api.jobs.worker import JobsConfig
 from pensieve.config import Resolved, Settings, shown_store
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import (
@@ -39,6 +36,7 @@ from pensieve.conversations.daemon_config import (
 )
 from pensieve.conversations.engine_client import EngineProgram
 from pensieve.conversations.history import Texts
+from pensieve.conversations.turn_spans import TurnSpans
 from pensieve.errors import (
     ConfigError,
     InvalidArgument,
@@ -46,6 +44,12 @@ from pensieve.errors import (
     ServerFault,
     whole_line,
 )
+from pensieve.guard.callers import limits_of, read_tokens
+from pensieve.guard.exposure import Listening, check_exposure
+from pensieve.jobs.batch_jobs import BatchJobs
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.plugin import JobsPlugin
+from pensieve.jobs.worker import JobsConfig
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
 from pensieve.launch.shared_history import (
@@ -58,7 +62,6 @@ from pensieve.launch.shared_history import (
     sharing_of,
 )
 from pensieve.launch.traces import Traces, open_traces
-from pensieve.store.job_store import JobStore
 from pensieve.text import style_named
 
 SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
@@ -108,7 +111,7 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
         tls_client_ca=settings.tls_client_ca,
-        tokens=auth.read_tokens(settings.token_file) if settings.token_file else (),
+        tokens=read_tokens(settings.token_file) if settings.token_file else (),
         token_file=settings.token_file,
         audit_log=settings.audit_log,
         insecure=bool(settings.insecure),
@@ -124,7 +127,7 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
         listening,
         DaemonConfig(
             ttft_seconds=settings.ttft,
-            limits=auth.limits_of(listening.tokens),
+            limits=limits_of(listening.tokens),
             backup=_backup(settings),
             scrub_seconds=SCRUB_SECONDS,
             request_keep_seconds=REQUEST_KEEP_SECONDS,
@@ -198,10 +201,12 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
         program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
         if setup.traces is not None:
-            daemon.on_span = setup.traces.export
+            spans = TurnSpans(program.model_name, setup.traces.export)
+            daemon.events.ended.subscribe(spans.turn_ended)
         style = style_named(setup.tool_calls, texts.template)
         jobs = _jobs(daemon, settings.data, texts, JobsConfig(call_style=style), report)
-        server = Server(daemon, setup.listening, jobs)
+        plugins = [JobsPlugin(jobs, daemon.config.stall_seconds)]
+        server = Server(daemon, setup.listening, plugins)
         if setup.listening.http:
             serve_http(server, texts.template, style)
         return server

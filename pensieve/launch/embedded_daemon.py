@@ -21,10 +21,11 @@ from pathlib import Path
 from types import TracebackType
 
 from pensieve.api.grpc.admin_socket import socket_address, socket_path
-from pensieve.api.grpc.server import Listening, Server
+from pensieve.api.grpc.server import Server
 from pensieve.config import Resolved
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.errors import ConfigError
+from pensieve.guard.exposure import Listening
 from pensieve.launch import programs
 from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
 from pensieve.launch.model_folder import Report

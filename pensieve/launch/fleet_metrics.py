@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pensieve.api.grpc.server import is_loopback
 from pensieve.api.metrics.listener import Answers, MetricsListener
 from pensieve.client.fleet import Fleet
 from pensieve.client.fleet.exposition import merged
 from pensieve.errors import ConfigError, InvalidArgument
+from pensieve.guard.exposure import is_loopback
 
 SCRAPE_SECONDS = 3.5
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 
-from pensieve.api.grpc.server import Health, is_loopback
+from pensieve.api.grpc.server import Health
 from pensieve.config import Resolved, read_secret
 from pensieve.conversations.backing_up import BackingUp
 from pensieve.conversations.daemon_config import (
@@ -36,6 +36,7 @@ from pensieve.conversations.daemon_config import (
 from pensieve.conversations.housekeeping import Damage, Erasing, Scrubbing, start_forgetting
 from pensieve.conversations.threads import Threads
 from pensieve.errors import AddressInUse, ConfigError
+from pensieve.guard.exposure import is_loopback
 from pensieve.history.connection import MESSAGE_BYTES_MAX
 from pensieve.history.guard import Guard
 from pensieve.history.service import HistoryConfig, HistoryService
@@ -209,7 +210,8 @@ def _start_upkeep(
     async def sweep() -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            erasing.sweep()
+            if store.erasure.due:
+                erasing.start()
 
     threads.spawn(sweep())
     if setup.backup is not None:

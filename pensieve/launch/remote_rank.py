@@ -61,7 +61,9 @@ class LeaderAddress(NamedTuple):
 
 
 class RemoteRank:
-    def __init__(self, leader: LeaderAddress, own: RankIdentity, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, leader: LeaderAddress, own: RankIdentity, report: Callable[[str], None]
+    ) -> None:
         self._leader, self._own, self._report = leader, own, report
         self._stopping = threading.Event()
         self.pid: int | None = None  # of the process that computes

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import grpc
 
-from pensieve.api.grpc.auth import Token
 from pensieve.api.grpc.replica import KvFetcher
 from pensieve.api.grpc.server import Server
 from pensieve.config import Settings, read_secret
-from pensieve.conversations.hand_over import HandOver
+from pensieve.conversations.hand_over import KvReceiver
 from pensieve.errors import ConfigError, InvalidArgument
+from pensieve.guard.callers import Token
 from pensieve.history.connection import Connection, Replica
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
@@ -107,7 +107,7 @@ def fetch_kv(server: Server, sharing: Sharing) -> None:
     daemon = server.daemon
     if isinstance(daemon.store, RemoteStore):
         fetcher = KvFetcher(sharing.secret, server.listening.peers)
-        daemon.owning.pull = HandOver(daemon, fetcher.fetch).pull
+        daemon.events.begun.subscribe(KvReceiver(daemon, fetcher.fetch).turn_begun)
 
 
 def drain(server: Server) -> None:

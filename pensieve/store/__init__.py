@@ -13,12 +13,12 @@ from pensieve.store.records import (
     Message,
     NewConversation,
     NewMessage,
+    NewTurn,
     Page,
     Rewound,
     StoredTurn,
     StoredTurnState,
     TurnMessages,
-    TurnRequest,
 )
 
 __all__ = [
@@ -29,10 +29,10 @@ __all__ = [
     "Message",
     "NewConversation",
     "NewMessage",
+    "NewTurn",
     "Page",
     "Rewound",
     "StoredTurn",
     "StoredTurnState",
     "TurnMessages",
-    "TurnRequest",
 ]

@@ -176,6 +176,14 @@ class WriteFigures:
         self._journal = journal
         self._seconds: deque[float] = deque(maxlen=COMMITS_MAX)
 
+    def watch(
+        self,
+        on_commit: Callable[[float], None] | None = None,
+        on_full: Callable[[], None] | None = None,
+    ) -> None:
+        """Call these in the writer's thread: with the seconds of each commit; when the disk is full."""
+        self.on_commit, self.on_full = on_commit or self.on_commit, on_full or self.on_full
+
     def committed(self, seconds: float) -> None:
         """A transaction is on the disk, which took so long, most of it for the disk's sync."""
         self._seconds.append(seconds)

@@ -56,12 +56,12 @@ from pensieve.store.records import (
     Message,
     NewConversation,
     NewMessage,
+    NewTurn,
     Page,
     Rewound,
     StoredTurn,
     StoredTurnState,
     TurnMessages,
-    TurnRequest,
     check_id,
     check_text,
 )
@@ -299,9 +299,7 @@ class ConversationStore:
 
     # -- turns --
 
-    def begin_turn(
-        self, conversation_id: str, request: TurnRequest, *, tenant: str = ""
-    ) -> BegunTurn:
+    def begin_turn(self, conversation_id: str, request: NewTurn, *, tenant: str = "") -> BegunTurn:
         """Commit a turn as `running`, or find the one that this request_id began before.
 
         A turn that is running or has finished is returned as it is.  One that was interrupted or failed

@@ -136,7 +136,7 @@ class NewPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRequest:
+class NewTurn:
     """A turn to begin, as its client requested it.
 
     `sampling` is what the client sent, without defaults and without a seed that the service chose, so that

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store import verify
 from pensieve.store.backend import ErasureSteps, TimeLimit
-from pensieve.store.compaction import Compaction
+from pensieve.store.compaction import Compaction, CompactionPhase, first_phase
 from pensieve.store.connection import WriterConnection, explained, open_read_only
 from pensieve.store.folder import RESERVE_NAME, DataFolder
 from pensieve.store.migrations import migrate, remove_copies
@@ -161,11 +161,12 @@ class Erasure(ErasureSteps):
         self.pending = writer.has_journal()
         self._writer = writer
         self._reserve = reserve
-        self._compaction = Compaction(writer, compact_bytes_min)
+        self._compact_bytes_min = compact_bytes_min
+        self._compaction: Compaction | None = None  # while a pass goes on
 
     @property
     def due(self) -> bool:
-        return self.pending or self._compaction.due
+        return self.pending or self._compaction is not None
 
     def prepare(self) -> None:
         remove_copies(self._writer.path)
@@ -199,22 +200,28 @@ class Erasure(ErasureSteps):
             raise ErasurePending(f"{PENDING}: another program reads them")
         self.pending = False
         with contextlib.suppress(StoreUnavailable):  # the next deletion looks again
-            self._compaction.look(is_urgent=not self._reserve.is_kept)
+            self._look(is_urgent=not self._reserve.is_kept)
 
     def resume(self) -> None:
         self._reserve.refill()
         with contextlib.suppress(PensieveError):  # whatever goes wrong is left to the steps
             self.finish()
-            self._compaction.look()
+            self._look()
 
     def step(self) -> bool:
         if self.pending:
             self.finish()
-        elif self._compaction.due:
-            self._compaction.step()
-            if not self._compaction.due:
-                self._writer.truncate_journal()  # only then the file becomes shorter
+        elif self._compaction is not None and not self._compaction.step():
+            self._compaction = None
+            self._writer.truncate_journal()  # only then the file becomes shorter
         return self.due
+
+    def _look(self, *, is_urgent: bool = False) -> None:
+        """Begin a pass if the file wastes enough space."""
+        if self._compaction is None:
+            phase = first_phase(self._writer, self._compact_bytes_min, is_urgent=is_urgent)
+            if phase is not CompactionPhase.REST:
+                self._compaction = Compaction(self._writer, phase)
 
 
 class Reserve:

@@ -21,10 +21,10 @@ from pensieve.store.conversation_rows import digest
 from pensieve.store.records import (
     Conversation,
     NewMessage,
+    NewTurn,
     StoredTurn,
     StoredTurnState,
     TurnMessages,
-    TurnRequest,
 )
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def insert_turn(
     conn: Connection,
     number: int,
     conversation: Conversation,
-    request: TurnRequest,
+    request: NewTurn,
     content_hash: str,
     now: float,
 ) -> StoredTurn:

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from pensieve.text.parts import THINKING_MARKS, Part
 from pensieve.text.tool_calls import CallArguments, CallBegan, CallFinder, CallStyle, ParsedCall
 
-__all__ = ["CallArguments", "CallBegan", "Piece", "ReplyPieces", "Text", "Thinking"]
+__all__ = ["CallArguments", "CallBegan", "Piece", "ReplyPieces", "Text", "Thinking", "merged"]
 
 WHITE_CHARACTERS_MAX = 1_024
 
@@ -82,6 +82,13 @@ class ReplyPieces:
         self._add(Text(self._text.end()))
         return self._taken()
 
+    def whole(self, parts: Iterable[tuple[Part, str]]) -> list[Piece]:
+        """Return the pieces of a whole reply, of which nothing was pushed before."""
+        found: list[Piece] = []
+        for part, text in parts:
+            found += self.push(text, part)
+        return [*found, *self.end()]
+
     @property
     def num_calls(self) -> int:
         """How many calls have begun."""
@@ -126,7 +133,12 @@ class ReplyPieces:
     def _taken(self) -> list[Piece]:
         """The pieces since the last time."""
         pieces, self._pieces = self._pieces, []
-        return [_together(list(run)) for _, run in groupby(pieces, _kind)]
+        return merged(pieces)
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pieces with neighbours of the same kind joined."""
+    return [_together(list(run)) for _, run in groupby(pieces, _kind)]
 
 
 def _kind(piece: Piece) -> tuple[type, int]:
@@ -136,7 +148,7 @@ def _kind(piece: Piece) -> tuple[type, int]:
 
 def _together(run: Sequence[Piece]) -> Piece:
     first = run[0]
-    if isinstance(first, CallBegan):
+    if isinstance(first, CallBegan) or len(run) == 1:
         return first
     text = "".join(each.text for each in run if not isinstance(each, CallBegan))
     return replace(first, text=text)

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from pensieve.api.grpc.auth import new_token
 from pensieve.bench.report import percentile
 from pensieve.client.channel import metadata_of
 from pensieve.errors import InvalidArgument
+from pensieve.guard.callers import new_token
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 from scripts.measurements.processes import pinned

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.api.grpc.server import Server
 from pensieve.cli.batch import CLEAR, ProgressLine, line_of, summary_of
 from pensieve.cli.main import main
 from pensieve.client import Client, Job
+from pensieve.jobs.job_records import JobKey, JobState
+from pensieve.jobs.plugin import JobsPlugin
 from pensieve.launch import daemon as launch_daemon
 from pensieve.launch import programs
-from pensieve.store.job_records import JobKey, JobState
 from tests.cli.terminal import Terminal, text_of
 from tests.conversations.rig_daemon import DaemonRig, wait_for
-from tests.conversations.scripted_jobs import ScriptedJobs
+from tests.jobs.scripted_jobs import ScriptedJobs
 
 LINES = [json.dumps({"custom_id": f"r{n}", "q": "w" * n}) for n in range(1, 8)]
 FILE = "\n".join([*LINES[:3], "broken", "", *LINES[3:]]) + "\n"
@@ -322,7 +322,7 @@ def test_without_a_daemon_one_is_started_and_the_job_is_in_the_data_folder(
 
     monkeypatch.setattr(jobs, "get", get)
     monkeypatch.setattr(
-        launch_daemon, "Server", lambda daemon, listening, _: Server(daemon, listening, jobs)
+        launch_daemon, "JobsPlugin", lambda _, stall_seconds: JobsPlugin(jobs, stall_seconds)
     )
     monkeypatch.setattr("pensieve.launch.programs.ENGINE", programs.ECHO_ENGINE)
     Path("good.jsonl").write_text(GOOD)

@@ -18,11 +18,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pensieve.api.grpc import auth
 from pensieve.api.grpc.admin_socket import socket_path
 from pensieve.cli.main import main
 from pensieve.client import Client, Conversation, Retry
 from pensieve.errors import ConfigError, NotFound, PermissionDenied, QueueFull, Unauthenticated
+from pensieve.guard import callers
 from pensieve.launch import systemd
 from tests.conversations.rig_daemon import ServeProcess, wait_for
 
@@ -280,7 +280,7 @@ def test_a_token_file_may_be_read_by_others(tmp_path: Path, mode: int) -> None:
     file = tmp_path / "tokens.toml"
     file.write_text('[[token]]\nsha256 = "' + "0" * 64 + '"\n')
     file.chmod(mode)
-    assert auth.read_tokens(file)
+    assert callers.read_tokens(file)
 
 
 def test_admin_without_a_daemon_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.api.grpc.auth import read_tokens
 from pensieve.cli.main import main
+from pensieve.guard.callers import read_tokens
 
 
 def sha256_of(token: str) -> bytes:

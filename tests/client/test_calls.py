@@ -465,7 +465,7 @@ def test_a_client_that_is_shared_reads_pages_for_each_thread(
 def test_errors_that_other_modules_derive_stand_for_no_reason() -> None:
     """A program may hold a daemon beside its client."""
     program = (
-        "import pensieve.api.openai.fields\n"
+        "import pensieve.api.json_fields\n"
         "from pensieve.client.grpc_errors import BY_REASON\n"
         "print(BY_REASON['INVALID_ARGUMENT'].__name__)"
     )

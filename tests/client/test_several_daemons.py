@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.api.grpc.server import Listening
 from pensieve.client import Client, Restarted
 from pensieve.client.addresses import ranked
+from pensieve.guard.exposure import Listening
 from tests.client.several_rig import QUICK, WithTasks, WithThreads
 from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
 

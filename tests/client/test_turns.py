@@ -14,6 +14,7 @@ from pensieve.client import Delta, Restarted, Retry
 from pensieve.client.grpc_errors import error_of
 from pensieve.client.requests import sampling_of, send_request
 from pensieve.client.turn_progress import TurnProgress
+from pensieve.guard.client_errors import client_text, is_of_the_machine
 from pensieve.v1 import conversation_pb2 as pb
 
 
@@ -107,12 +108,12 @@ def test_an_error_of_the_server_is_the_same_error_here(error: errors.PensieveErr
     packed = translate.status(error).SerializeToString()
     again = error_of(
         translate.status_code(error),
-        translate.text_of(error),
+        client_text(error),
         ((translate.DETAILS_KEY, packed),),
     )
     assert type(again) is type(error)
     # What names files of the server's machine is not told.
-    text = translate.text_of(error) if translate.is_of_the_machine(error) else str(error)
+    text = client_text(error) if is_of_the_machine(error) else str(error)
     assert (str(again), again.reason) == (text, error.reason)
     for name, value in vars(error).items():
         assert getattr(again, name) == value

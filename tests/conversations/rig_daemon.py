@@ -20,19 +20,21 @@ from typing import Any, Self
 
 import grpc
 
-from pensieve.api.grpc.server import Listening, Server
+from pensieve.api.grpc.server import Server
 from pensieve.api.http.listener import serve_http
-from pensieve.api.jobs.batch_jobs import BatchJobs
-from pensieve.api.jobs.values import Jobs
-from pensieve.api.jobs.worker import JobsConfig
 from pensieve.builtin import MODEL_PATH
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.engine_client import EngineProgram
+from pensieve.guard.exposure import Listening
+from pensieve.jobs.batch_jobs import BatchJobs
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.plugin import JobsPlugin
+from pensieve.jobs.values import DaemonJobs
+from pensieve.jobs.worker import JobsConfig
 from pensieve.launch.model_folder import load_texts
 from pensieve.launch.shared_history import Sharing, announce, open_store
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.job_store import JobStore
 from pensieve.store.remote.remote_store import Store
 from pensieve.text.tool_calls import style_of
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
@@ -68,7 +70,7 @@ class DaemonRig:
         listening: Listening | None = None,
         program: tuple[str, ...] = ECHO,
         written: dict[str, str] | None = None,
-        jobs: Jobs | None = None,
+        jobs: DaemonJobs | None = None,
         batch_jobs: JobsConfig | None = None,
         model_folder: Path = MODEL_PATH,
         history: str = "",
@@ -118,7 +120,8 @@ class DaemonRig:
         if self._batch_jobs is not None:
             self.job_store = JobStore.open(data)
             self._jobs = BatchJobs(self.daemon, self.job_store, texts, self._batch_jobs)
-        self.server = Server(self.daemon, listening, self._jobs)
+        jobs = JobsPlugin(self._jobs, self.daemon.config.stall_seconds)
+        self.server = Server(self.daemon, listening, [jobs])
         if listening.http:
             serve_http(self.server, texts.template, style_of(texts.template))
         await self.server.listen()
@@ -171,7 +174,7 @@ class DaemonRig:
         return said(self.send(conversation_id, *contents, **fields))
 
     @property
-    def batch(self) -> Jobs:
+    def batch(self) -> DaemonJobs:
         assert self._jobs is not None
         return self._jobs
 

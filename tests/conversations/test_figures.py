@@ -14,11 +14,11 @@ import grpc
 import pytest
 from grpc._cython import cygrpc
 
-from pensieve.api.grpc.server import Listening
+from pensieve.api.grpc.interceptor import CountedContext
 from pensieve.cli.main import main
 from pensieve.conversations.daemon_config import DaemonConfig
-from pensieve.conversations.figures import LoopLag, Quantiles
-from pensieve.guard.calls import Call
+from pensieve.conversations.threads import LoopLag, Quantiles
+from pensieve.guard.exposure import Listening
 from pensieve.guard.limits import Limits
 from pensieve.store import connection
 from pensieve.store.connection import WriterConnection
@@ -179,15 +179,14 @@ def test_what_the_operator_must_look_at_is_among_the_figures(
 def test_a_client_that_leaves_while_it_is_written_to_is_no_failure_of_ours(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write = Call.write
+    write = CountedContext.write
 
-    async def fails(
-        call: Call, message: object
-    ) -> None:  # as gRPC lets it, about once in a thousand
+    async def fails(call: CountedContext, message: object) -> None:
+        """As gRPC lets it, about once in a thousand."""
         await write(call, message)
         raise cygrpc.ExecuteBatchError("Failed 'send_message'")
 
-    monkeypatch.setattr(Call, "write", fails)
+    monkeypatch.setattr(CountedContext, "write", fails)
     before = dict(service(rig).refusals)
     with pytest.raises(grpc.RpcError) as caught:
         list(rig.send("left", "hello"))

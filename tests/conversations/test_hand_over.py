@@ -19,12 +19,12 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.api.grpc import auth
 from pensieve.api.grpc.replica import KvFetcher
-from pensieve.api.grpc.server import Listening
 from pensieve.conversations import hand_over
-from pensieve.conversations.hand_over import HandOver, KvHeader, KvPart, Parts, Pulled
+from pensieve.conversations.hand_over import KvHeader, KvPart, KvReceiver, Parts, PullResult
 from pensieve.errors import Unavailable
+from pensieve.guard import callers
+from pensieve.guard.exposure import Listening
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import replica_pb2, replica_pb2_grpc
 from tests.conversations.proxy import Proxy
@@ -59,14 +59,14 @@ class Two:
 
     def pull(
         self, name: str, fetch: hand_over.Fetch | None = None, address: str = "", **options: Any
-    ) -> Pulled:
-        async def pull() -> Pulled:
+    ) -> PullResult:
+        async def pull() -> PullResult:
             options.setdefault("always", True)
-            pulling = HandOver(self.b.daemon, fetch or KvFetcher().fetch, **options)
+            pulling = KvReceiver(self.b.daemon, fetch or KvFetcher().fetch, **options)
             return await pulling.pull(address or self.a.server.address, "", name)
 
         pulled = self.b.call(pull())
-        assert isinstance(pulled, Pulled)
+        assert isinstance(pulled, PullResult)
         return pulled
 
     def check_replies(self, name: str, recomputed: int | None = None) -> None:
@@ -402,12 +402,12 @@ def test_kv_is_not_offered_unless_the_operator_wants_it(tmp_path: Path) -> None:
 
 
 def test_where_tokens_are_needed_an_operators_is_needed_for_kv(tmp_path: Path) -> None:
-    made = {admin: auth.new_token("", admin=admin) for admin in (False, True)}
+    made = {admin: callers.new_token("", admin=admin) for admin in (False, True)}
     file = tmp_path / "tokens.toml"
     file.write_text("\n".join(entry for _, entry in made.values()))
     data = tmp_path / "data"
     listening = Listening(
-        "127.0.0.1:0", data / "admin.sock", tokens=auth.read_tokens(file), hand_over=True
+        "127.0.0.1:0", data / "admin.sock", tokens=callers.read_tokens(file), hand_over=True
     )
     with DaemonRig(data, listening=listening) as one:
         address = one.server.address

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.conversations.draft import Ask, Draft, Outdated
+from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.heads import (
     ConversationSettings,
     GivenHistory,
-    Heads,
     PrefixSettings,
+    PromptHeads,
     message_of,
     setting_of,
 )
@@ -78,15 +78,15 @@ def declare(history: History, **fields: Any) -> records.Prefix:
 def create(history: History, name: str) -> records.Conversation:
     """The prefix is made anew where it must be, as the daemon does it."""
     while isinstance(
-        made := history.create(ConversationSettings(name, prefix_id="rules")), Outdated
+        made := history.create(ConversationSettings(name, prefix_id="rules")), OutdatedTokens
     ):
         history.renew(made, made.tokens())
     return made
 
 
 def drafted(history: History, name: str, text: str) -> Draft:
-    ask = Ask(name, (Message("user", text),), TurnOptions())
-    while isinstance(found := history.draft(ask), Outdated):
+    ask = TurnRequest(name, (Message("user", text),), TurnOptions())
+    while isinstance(found := history.draft(ask), OutdatedTokens):
         history.renew(found, found.tokens())
     assert isinstance(found, Draft)
     return found
@@ -195,7 +195,7 @@ def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     template = template_of(QWEN_2_5)
-    heads, made = Heads(template, 4000), []
+    heads, made = PromptHeads(template, 4000), []
     original = ChatTemplate.head
 
     def counted(self: ChatTemplate, messages: Any, setting: TemplateSetting) -> Any:

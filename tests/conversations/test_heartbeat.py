@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pensieve.conversations.heartbeat import Heartbeat, Patience
+from pensieve.conversations.engine_client import Heartbeat, Patience
 
 PATIENCE = Patience(30.0, 300.0)
 

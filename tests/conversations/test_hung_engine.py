@@ -175,7 +175,7 @@ def wrong(*arguments: Any) -> None:
     raise ZeroDivisionError("nobody foresaw this")
 
 
-@pytest.mark.parametrize("when", ["_on_down", "_on_up", "_reap"])
+@pytest.mark.parametrize("when", ["engine_down", "engine_up", "_reap"])
 def test_a_supervisor_that_fails_ends_the_service(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,7 +185,8 @@ def test_a_supervisor_that_fails_ends_the_service(
     ):
         events = rig.send("c", "hello", sampling=LONG)
         next(events)
-        monkeypatch.setattr(rig.daemon.engine, when, wrong)
+        engine, events_of_daemon = rig.daemon.engine, rig.daemon.events
+        monkeypatch.setattr(engine if when == "_reap" else events_of_daemon, when, wrong)
         send_signal(rig.daemon.engine.pid, signal.SIGKILL)
         wait_for(rig.server.stopping.is_set)
         assert "nobody foresaw this" in str(rig.server.failure)

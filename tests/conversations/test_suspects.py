@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.client import Client, Retry
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.conversations.suspects import RECORDS_MAX, Suspects
+from pensieve.conversations.turns import RECORDS_MAX, Suspects
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.messages import TurnEnded
 from pensieve.errors import TurnFailed
@@ -90,9 +90,9 @@ def test_a_turn_that_comes_when_the_engine_has_failed_has_no_part_in_it(tmp_path
             end = TurnEnded(had.number, had.conversation_id, failed, Usage(), "ENGINE_FAILED")
             rig.daemon._on_events([end])
             rig.daemon._on_down("it has failed")
-            assert set(rig.daemon._suspects._records) == {had.turn_id}
+            assert set(rig.daemon.conversations.turns.suspects._records) == {had.turn_id}
             rig.daemon._on_down("another one has died")
-            assert came.turn_id in rig.daemon._suspects._records
+            assert came.turn_id in rig.daemon.conversations.turns.suspects._records
 
         rig.call(fail())
 

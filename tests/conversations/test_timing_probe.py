@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import pytest
 
-from pensieve.api.grpc import auth
-from pensieve.api.grpc.server import Listening
 from pensieve.client import Client
 from pensieve.errors import NotFound
+from pensieve.guard import callers
+from pensieve.guard.exposure import Listening
 from tests.conversations.rig_daemon import ECHO, DaemonRig
 from tests.scale import SCALE
 
@@ -44,12 +44,12 @@ def auc(some: Sequence[float], others: Sequence[float]) -> float:
 @contextmanager
 def tenants(folder: Path, program: tuple[str, ...]) -> Iterator[tuple[DaemonRig, Client, Client]]:
     """A daemon that computes few tokens at once, and a client of each of two tenants."""
-    given = [auth.new_token(tenant, admin=False) for tenant in ("victim", "guesser")]
+    given = [callers.new_token(tenant, admin=False) for tenant in ("victim", "guesser")]
     path = folder / "tokens.toml"
     path.write_text("".join(entry for _, entry in given))
     path.chmod(0o600)
     data = folder / "data"
-    listening = Listening("127.0.0.1:0", data / "admin.sock", tokens=auth.read_tokens(path))
+    listening = Listening("127.0.0.1:0", data / "admin.sock", tokens=callers.read_tokens(path))
     with (
         DaemonRig(data, listening=listening, program=program, written=SLOW) as rig,
         Client(rig.server.address, token=given[0][0]) as victim,

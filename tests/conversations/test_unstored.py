@@ -426,22 +426,22 @@ def test_no_name_that_a_client_can_say_is_its_own(slow: DaemonRig) -> None:
     assert follow(slow, live).finish is FinishReason.LENGTH
 
 
-def test_what_the_engine_does_not_take_has_never_been(rig: DaemonRig) -> None:
+def test_what_the_engine_does_not_take_has_never_been(
+    rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put: list[Any] = []
 
     async def refuse() -> None:
-        unstored = rig.daemon.conversations.unstored
-
         def full(message: Any) -> None:
             put.append(message)
             raise Unavailable("the engine takes no messages at present")
 
-        unstored._put, before = full, unstored._put
+        monkeypatch.setattr(rig.daemon.engine, "put", full)
         try:
             with pytest.raises(Unavailable):
                 await rig.daemon.begin_unstored(PROMPT, options())
         finally:
-            unstored._put = before
+            monkeypatch.undo()
 
     rig.call(refuse())
     assert len(put) == 1

@@ -313,14 +313,8 @@ class Link(EngineClient):
     def __init__(
         self, daemon: Daemon, begin: Callable[[], Machine | None], strikes: Strikes
     ) -> None:
-        real = daemon.engine
         super().__init__(
-            EngineProgram((), {}, Path("/")),
-            patience=real._patience,
-            on_events=real._on_events,
-            on_down=real._on_down,
-            on_up=real._on_up,
-            on_failure=real._on_failure,
+            EngineProgram((), {}, Path("/")), daemon.events, patience=daemon.engine._patience
         )
         self.machine: Machine | None = None
         self._begin = begin

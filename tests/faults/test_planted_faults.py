@@ -17,7 +17,7 @@ import pytest
 from pensieve.conversations import prefixes
 from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.heartbeat import Heartbeat
+from pensieve.conversations.engine_client import EngineClient, Heartbeat
 from pensieve.conversations.turns import Turns
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import TurnState
@@ -88,9 +88,8 @@ def fork_everything(original: Any, conn: Any, number: int, conversation: Any, _:
     return original(conn, number, conversation, conversation.revision)
 
 
-def forget_to_tell_the_engine(original: Any, self: Conversations, message: Any) -> None:
-    if type(message).__name__ != "DeleteConversation":
-        original(self, message)
+def forget_to_tell_the_engine(original: Any, self: EngineClient, message: Any) -> bool:
+    return type(message).__name__ != "DeleteConversation" and original(self, message)
 
 
 def attach_without_what_was_said(original: Any, self: Conversations, live: Any, write: Any) -> Any:
@@ -119,7 +118,7 @@ FAULTS: dict[str, Plant] = {
     "an end is applied twice": around(message_rows, "append_history", apply_twice),
     "a cancelled turn goes on": around(Turns, "take", go_on_after_a_cancel),
     "a fork takes what came later": around(message_rows, "require_links", fork_everything),
-    "the engine keeps what was deleted": around(Conversations, "_tell", forget_to_tell_the_engine),
+    "the engine keeps what was deleted": around(EngineClient, "tell", forget_to_tell_the_engine),
     "a prefix is shared further than the words agree": around(
         prefixes, "common", as_far_as_it_goes
     ),

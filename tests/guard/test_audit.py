@@ -15,14 +15,13 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.api.grpc import auth
-from pensieve.api.grpc.reload import certificates
-from pensieve.api.grpc.server import Listening
+from pensieve.api.grpc.server import certificates
 from pensieve.client import Client, Retry
 from pensieve.client.admin import Admin
 from pensieve.errors import ConfigError, NotFound, PermissionDenied, Unauthenticated
-from pensieve.guard import audit
+from pensieve.guard import audit, callers
 from pensieve.guard.audit import CHARACTERS_MAX, Audit, AuditLog
+from pensieve.guard.exposure import Listening
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
 
@@ -203,13 +202,13 @@ def audited(tmp_path: Path) -> Iterator[tuple[DaemonRig, dict[str, str], Path]]:
     """A daemon, its tokens by name, and its audit log."""
     secrets, entries = {}, ""
     for name, admin in (("laptop", False), ("root", True), ("", False)):
-        secrets[name], entry = auth.new_token("a", admin=admin, name=name)
+        secrets[name], entry = callers.new_token("a", admin=admin, name=name)
         entries += entry
     file, path, data = tmp_path / "tokens.toml", tmp_path / "audit.jsonl", tmp_path / "data"
     file.write_text(entries)
     file.chmod(0o600)
     listening = Listening(
-        "127.0.0.1:0", data / "admin.sock", tokens=auth.read_tokens(file), audit_log=path
+        "127.0.0.1:0", data / "admin.sock", tokens=callers.read_tokens(file), audit_log=path
     )
     with DaemonRig(data, listening=listening) as rig:
         yield rig, secrets, path
@@ -258,7 +257,7 @@ def test_deletions_operators_and_tokens_are_written_down_and_no_words(
     )
     names = [each["token"] for each in of(path, "token", 3)]
     assert names[0] == "laptop"
-    assert len(names[1]) == auth.SHOWN_DIGITS
+    assert len(names[1]) == callers.SHOWN_DIGITS
     denied, unknown = of(path, "refused", 2)
     assert (denied["reason"], denied["token"]) == ("PERMISSION_DENIED", "laptop")
     assert (unknown["reason"], "token" in unknown) == ("UNAUTHENTICATED", False)
@@ -284,7 +283,7 @@ def test_a_name_with_line_breaks_makes_no_line_of_its_own(
 
 def test_a_token_file_that_is_read_again_is_written_down(tmp_path: Path) -> None:
     file, path = tmp_path / "tokens.toml", tmp_path / "audit.jsonl"
-    entry = auth.new_token("a", admin=False)[1]
+    entry = callers.new_token("a", admin=False)[1]
 
     def write(text: str) -> None:
         new = file.with_suffix(".new")
@@ -295,7 +294,7 @@ def test_a_token_file_that_is_read_again_is_written_down(tmp_path: Path) -> None
     write(entry)
     daemon = ServeProcess(tmp_path / "data", "--token-file", str(file), "--audit-log", str(path))
     daemon.start()
-    write(entry + auth.new_token("b", admin=False)[1])
+    write(entry + callers.new_token("b", admin=False)[1])
     (reload,) = of(path, "reload")
     assert (reload["what"], reload["tokens"], reload["outcome"]) == ("tokens", 2, "OK")
     write("[[token")

@@ -10,15 +10,17 @@ import grpc
 import pytest
 
 from pensieve import errors
-from pensieve.api.grpc import auth, translate
-from pensieve.api.grpc.server import Listening, check_exposure
+from pensieve.api.grpc import translate
 from pensieve.errors import ConfigError
+from pensieve.guard import callers
+from pensieve.guard.client_errors import client_text
+from pensieve.guard.exposure import Listening, check_exposure
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import DaemonRig
 from tests.store.faulty import FaultyDriver, writer_of
 
 PEM = Path("some.pem")
-TOKENS = (auth.Token(b"x" * 32),)
+TOKENS = (callers.Token(b"x" * 32),)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +83,9 @@ def test_half_of_tls_is_refused_and_not_ignored(given: dict[str, Any], insecure:
 def test_an_error_of_the_machine_names_no_file_to_a_client(kind: type[Any]) -> None:
     error = kind("the history /var/lib/pensieve/history.db: disk I/O error")
     status = translate.status(error)
-    assert "/var" not in translate.text_of(error)
+    assert "/var" not in client_text(error)
     assert b"/var" not in status.SerializeToString()
-    assert translate.text_of(error)
+    assert client_text(error)
 
 
 def test_a_client_hears_of_a_failing_disk_and_the_log_says_which(

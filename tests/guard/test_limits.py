@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.api.grpc import auth
+from pensieve.api.grpc.interceptor import authorization_of, kind_of
 from pensieve.cli.main import main
 from pensieve.errors import ConfigError, NotFound, PermissionDenied, QueueFull, Unauthenticated
+from pensieve.guard import callers
+from pensieve.guard.callers import Access, KnownTokens
 from pensieve.guard.limits import LIMIT_NAMES, Allowance, Limits
 
 BEARER = "authorization"
@@ -60,47 +62,45 @@ def test_calls_of_a_tenant_in_debt_begin_at_a_pace() -> None:
     assert allowance.seconds_to_begin(2.0) == 0.0
 
 
-def tokens(tmp_path: Path, text: str) -> tuple[auth.Token, ...]:
+def tokens(tmp_path: Path, text: str) -> tuple[callers.Token, ...]:
     path = tmp_path / "tokens.toml"
     path.write_text(text)
     path.chmod(0o600)
-    return auth.read_tokens(path)
+    return callers.read_tokens(path)
 
 
 def test_a_token_file_says_who_may_do_what(tmp_path: Path) -> None:
-    token, entry = auth.new_token("acme", admin=False, turns_max=3, tokens_per_second=20.0)
-    other, second = auth.new_token("", admin=True)
+    token, entry = callers.new_token("acme", admin=False, turns_max=3, tokens_per_second=20.0)
+    other, second = callers.new_token("", admin=True)
     known = tokens(tmp_path, entry + second)
-    assert auth.limits_of(known) == {"acme": Limits(3, 20.0), "": Limits()}
-    guard = auth.AuthInterceptor(known)
-    send, admin = "/pensieve.v1.ConversationService/SendMessage", "/pensieve.v1.AdminService/Drain"
-    assert guard.authenticate(send, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5") == auth.Caller(
-        "acme"
-    )
-    assert guard.authenticate(admin, [(BEARER, f"Bearer {other}")], "ipv4:1.2.3.4:5").admin
-    assert guard.authenticate(admin, [], "unix:").admin
-    check = "/grpc.health.v1.Health/Check"
-    assert guard.authenticate(check, [], "ipv4:1.2.3.4:5") == auth.Caller(known=False)
+    assert callers.limits_of(known) == {"acme": Limits(3, 20.0), "": Limits()}
+    guard = KnownTokens(known)
+    send = kind_of("/pensieve.v1.ConversationService/SendMessage").access
+    admin = kind_of("/pensieve.v1.AdminService/Drain").access
+    check = kind_of("/grpc.health.v1.Health/Check").access
+    assert guard.authenticate(send, f"Bearer {token}", "ipv4:1.2.3.4:5") == callers.Caller("acme")
+    assert guard.authenticate(admin, f"Bearer {other}", "ipv4:1.2.3.4:5").admin
+    assert guard.authenticate(admin, None, "unix:").admin
+    assert guard.authenticate(check, None, "ipv4:1.2.3.4:5") == callers.Caller(known=False)
     # Whose slot for a body it takes.
-    assert guard.authenticate(
-        check, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5"
-    ) == auth.Caller("acme")
+    assert guard.authenticate(check, f"Bearer {token}", "ipv4:1.2.3.4:5") == callers.Caller("acme")
     with pytest.raises(PermissionDenied):
-        guard.authenticate(admin, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5")
+        guard.authenticate(admin, f"Bearer {token}", "ipv4:1.2.3.4:5")
     for metadata in ([], [(BEARER, "Bearer x")], [(BEARER, token)], [(BEARER, b"\xff")]):
-        for method in (send, admin, "/grpc.reflection.v1alpha.ServerReflection/Info", "/other"):
+        for method in (
+            *("/pensieve.v1.ConversationService/SendMessage", "/pensieve.v1.AdminService/Drain"),
+            *("/grpc.reflection.v1alpha.ServerReflection/Info", "/other"),
+        ):
+            access, authorization = kind_of(method).access, authorization_of(metadata)
             with pytest.raises(Unauthenticated):
-                guard.authenticate(method, metadata, "ipv4:1.2.3.4:5")
+                guard.authenticate(access, authorization, "ipv4:1.2.3.4:5")
 
 
 def test_without_tokens_everybody_here_may_talk_and_nobody_administrate() -> None:
-    guard = auth.AuthInterceptor()
-    assert (
-        guard.authenticate("/pensieve.v1.ConversationService/X", [], "ipv4:127.0.0.1:5").tenant
-        == ""
-    )
+    guard = KnownTokens()
+    assert guard.authenticate(Access.CALLER, None, "ipv4:127.0.0.1:5").tenant == ""
     with pytest.raises(PermissionDenied):
-        guard.authenticate("/pensieve.v1.AdminService/GetStats", [], "ipv4:127.0.0.1:5")
+        guard.authenticate(Access.OPERATOR, None, "ipv4:127.0.0.1:5")
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_token_file_with_a_mistake_is_refused(tmp_path: Path, text: str, probl
 
 
 def test_tokens_of_one_tenant_have_the_same_limits(tmp_path: Path) -> None:
-    one, other = (auth.new_token("a", admin=False, turns_max=each)[1] for each in (1, 2))
+    one, other = (callers.new_token("a", admin=False, turns_max=each)[1] for each in (1, 2))
     with pytest.raises(ConfigError, match="tenant 'a' has two different limits"):
-        auth.limits_of(tokens(tmp_path, one + other))
+        callers.limits_of(tokens(tmp_path, one + other))
 
 
 def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(

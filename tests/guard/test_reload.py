@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.api.grpc import auth, reload
-from pensieve.api.grpc.server import Listening
 from pensieve.client import Client, Retry
 from pensieve.errors import ConfigError, Unauthenticated
+from pensieve.guard import callers, reload
 from pensieve.guard.audit import Audit
+from pensieve.guard.exposure import Listening
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
 
 CERTS = Path(__file__).with_name("certs")
@@ -28,7 +28,7 @@ class Guarded(ServeProcess):
         self.cert, self.key = folder / "cert.pem", folder / "key.pem"
         shutil.copy(CERTS / "server.pem", self.cert)
         shutil.copy(CERTS / "server.key", self.key)
-        self.first, entry = auth.new_token("a", admin=False)
+        self.first, entry = callers.new_token("a", admin=False)
         self.write(entry)
         tls = ("--tls-cert", str(self.cert), "--tls-key", str(self.key))
         super().__init__(folder / "data", "--token-file", str(self.tokens), *tls)
@@ -77,7 +77,7 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
 
 
 def test_a_token_that_is_taken_out_is_refused_and_a_new_one_is_known(guarded: Guarded) -> None:
-    second, entry = auth.new_token("b", admin=False)
+    second, entry = callers.new_token("b", admin=False)
     assert guarded.knows(guarded.first)
     assert not guarded.knows(second)
     guarded.write(entry)
@@ -93,12 +93,12 @@ def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
     guarded: Guarded, entries: str
 ) -> None:
     if entries == "two limits":
-        each = [auth.new_token("a", admin=False, turns_max=number)[1] for number in (1, 2)]
+        each = [callers.new_token("a", admin=False, turns_max=number)[1] for number in (1, 2)]
         entries = "".join(each)
     guarded.write(entries)
     wait_for(lambda: "the tokens stay as they were" in guarded.log.read_text(), 30)
     assert guarded.knows(guarded.first)
-    second, entry = auth.new_token("b", admin=False)
+    second, entry = callers.new_token("b", admin=False)
     guarded.write(entry)
     wait_for(lambda: guarded.knows(second), 30)
 
@@ -108,9 +108,9 @@ def test_tokens_that_could_not_be_read_for_a_moment_are_read_a_moment_later(
 ) -> None:
     """The file has not changed since; what failed was the machine, or the file was being replaced."""
     path = tmp_path / "tokens.toml"
-    path.write_text(auth.new_token("a", admin=False)[1])
+    path.write_text(callers.new_token("a", admin=False)[1])
     path.chmod(0o600)
-    used: list[Sequence[auth.Token]] = []
+    used: list[Sequence[callers.Token]] = []
     told: list[tuple[int, str]] = []
     errors = [
         ConfigError("no file descriptors"),
@@ -118,14 +118,14 @@ def test_tokens_that_could_not_be_read_for_a_moment_are_read_a_moment_later(
         RecursionError("too deep"),
         FileNotFoundError(2, "gone", str(path)),
     ]
-    read = auth.read_tokens
+    read = callers.read_tokens
 
-    def failing(path: Path) -> tuple[auth.Token, ...]:
+    def failing(path: Path) -> tuple[callers.Token, ...]:
         if errors:
             raise errors.pop(0)
         return read(path)
 
-    monkeypatch.setattr(auth, "read_tokens", failing)
+    monkeypatch.setattr(reload, "read_tokens", failing)
     monkeypatch.setattr(reload, "LOOK_SECONDS", 0.001)
 
     async def watch() -> None:
@@ -151,7 +151,7 @@ def test_a_token_file_that_vanishes_while_it_is_read_is_an_error_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokens.toml"
-    path.write_text(auth.new_token("a", admin=False)[1])
+    path.write_text(callers.new_token("a", admin=False)[1])
     read_bytes = Path.read_bytes
 
     def last_reading(path: Path) -> bytes:
@@ -161,14 +161,14 @@ def test_a_token_file_that_vanishes_while_it_is_read_is_an_error_of_ours(
 
     monkeypatch.setattr(Path, "read_bytes", last_reading)
     with pytest.raises(ConfigError, match="cannot read"):
-        auth.read_tokens(path)
+        callers.read_tokens(path)
 
 
 def test_a_daemon_that_can_look_at_its_tokens_no_more_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokens.toml"
-    path.write_text(auth.new_token("a", admin=False)[1])
+    path.write_text(callers.new_token("a", admin=False)[1])
     path.chmod(0o600)
 
     def unforeseen(*_: object) -> None:
@@ -176,7 +176,7 @@ def test_a_daemon_that_can_look_at_its_tokens_no_more_ends(
 
     monkeypatch.setattr(Audit, "tokens_reloaded", unforeseen)
     listening = Listening(
-        "127.0.0.1:0", tmp_path / "admin.sock", tokens=auth.read_tokens(path), token_file=path
+        "127.0.0.1:0", tmp_path / "admin.sock", tokens=callers.read_tokens(path), token_file=path
     )
     with DaemonRig(tmp_path / "data", listening=listening) as rig:
         path.write_text("broken")

@@ -15,16 +15,16 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.api.grpc import auth
-from pensieve.api.grpc.server import Listening
 from pensieve.cli.main import main
 from pensieve.client import Client, Retry
 from pensieve.client.admin import Admin
-from pensieve.conversations.admission import Admission, Load
+from pensieve.conversations.admission import Admission, DaemonLoad
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.errors import ContextFull, NotFound, QueueFull, StorageFull
-from pensieve.guard.calls import Call
-from pensieve.guard.limits import Allowance, Limits
+from pensieve.guard import callers
+from pensieve.guard.exposure import Listening
+from pensieve.guard.guard import CallKind, Guard, GuardedCall
+from pensieve.guard.limits import Allowance, Allowances, Limits
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.raw_http2 import RST_STREAM, RawPeer, frame
@@ -49,12 +49,12 @@ class TokensRig(DaemonRig):
         self.secrets: dict[str, str] = {}
         self.digests: dict[str, str] = {}
         self.write(limits)
-        tokens = auth.read_tokens(self.file)
+        tokens = callers.read_tokens(self.file)
         data = self.data = folder / "data"
         listening = Listening(
             "127.0.0.1:0", data / "admin.sock", tokens=tokens, token_file=self.file
         )
-        limits_now = auth.limits_of(tokens)
+        limits_now = callers.limits_of(tokens)
         config = DaemonConfig(grace_seconds=0.3, limits=limits_now, ttft_seconds=ttft)
         super().__init__(data, config=config, listening=listening, program=program, written=written)
 
@@ -63,7 +63,7 @@ class TokensRig(DaemonRig):
         lines = []
         for tenant, values in limits.items():
             if tenant not in self.secrets:
-                token, entry = auth.new_token(tenant, admin=False)
+                token, entry = callers.new_token(tenant, admin=False)
                 self.secrets[tenant] = token
                 self.digests[tenant] = entry.split('"')[1]
             values = {"sha256": self.digests[tenant], "tenant": tenant, **values}
@@ -427,8 +427,15 @@ def test_what_a_tenants_clients_do_not_read_is_bounded(tmp_path: Path) -> None:
         assert rig.stub.ListMessages(request, metadata=rig.metadata("a")).messages
 
 
+async def tell(error: Exception) -> None:
+    raise AssertionError(error)
+
+
 class Stream:
     """A call's context whose writes last until they are let go."""
+
+    read: Any = None
+    read_ahead: Any = None
 
     def __init__(self) -> None:
         self.taken = asyncio.Event()
@@ -437,6 +444,11 @@ class Stream:
     def add_done_callback(self, callback: Any) -> None:
         self.end = callback
 
+    def peer(self) -> str:
+        return "unix:"
+
+    def time_remaining(self) -> None: ...
+
     async def write(self, message: Any) -> None:
         await self.taken.wait()
         self.num_written += 1
@@ -444,20 +456,25 @@ class Stream:
 
 def test_a_piece_of_a_stream_waits_for_room_and_a_large_one_alone_goes() -> None:
     async def run() -> None:
-        allowance = Allowance(Limits(unread_bytes=1000), 0.0)
+        guard = Guard(allowances=Allowances({"": Limits(unread_bytes=1000)}, 0.0))
+        allowance = guard.allowance("")
         first, second = Stream(), Stream()
-        calls = [Call(first, allowance), Call(second, allowance)]
-        piece = pb.SendMessageResponse(delta=pb.TurnDelta(text="x" * 700))
-        writes = [asyncio.ensure_future(each.write(piece)) for each in calls]
+        calls = [GuardedCall(guard, CallKind(), "Send", each, tell) for each in (first, second)]
+        for each in calls:
+            await each.enter(None)
+        writes = [
+            asyncio.ensure_future(call.send(700, stream.write, "x" * 700))
+            for call, stream in zip(calls, (first, second), strict=True)
+        ]
         await asyncio.sleep(0.2)
-        assert 700 < allowance.num_unread_bytes < 1000
+        assert allowance.num_unread_bytes == 700
         second.taken.set()
         await asyncio.sleep(0.2)
         assert second.num_written == 0, "it waits for the first"
         first.taken.set()
         await asyncio.gather(*writes)
         assert (second.num_written, allowance.num_unread_bytes) == (1, 0)
-        await calls[0].write(pb.SendMessageResponse(delta=pb.TurnDelta(text="x" * 5000)))
+        await calls[0].send(5000, first.write, "x" * 5000)
         for stream in (first, second):
             stream.end(stream)
         assert allowance.num_calls == 0
@@ -497,13 +514,11 @@ def order_of_admission(
     slow, written = (*ECHO, "--seconds=0.002"), {"turns_max": "1"}
     with TokensRig(folder, {"first": {"weight": 100}, **limits}, slow, written) as rig:
         admitted: list[str] = []
-        on_admitted = rig.daemon.conversations._on_admitted
 
         def noted(live: Any, missing: int) -> None:
             admitted.append(live.tenant)
-            on_admitted(live, missing)
 
-        rig.daemon.conversations._on_admitted = noted
+        rig.daemon.events.admitted.subscribe(noted)
         first = rig.begin("first", "c")
         calls = [rig.begin(tenant, f"c{i}", SHORT) for i, tenant in enumerate(turns)]
         assert admitted == ["first"]
@@ -550,8 +565,8 @@ async def _num_warms(rig: DaemonRig) -> int:
 
 
 def test_a_flood_leaves_others_room_to_begin() -> None:
-    def load(num_turns: int, num_of_tenant: int) -> Load:
-        return Load(False, True, num_turns, num_of_tenant)
+    def load(num_turns: int, num_of_tenant: int) -> DaemonLoad:
+        return DaemonLoad(False, True, num_turns, num_of_tenant)
 
     shared = Admission(90, {"a": Limits(), "b": Limits()}, 0.0)
     assert shared.refusal("a", load(80, 80), None, 0.0) is None

@@ -13,8 +13,9 @@ from typing import Any
 
 import grpc
 
-from pensieve.api.grpc.server import Health, Listening
+from pensieve.api.grpc.server import Health
 from pensieve.conversations.threads import Threads
+from pensieve.guard.exposure import Listening
 from pensieve.history.connection import Connection, Replica
 from pensieve.history.guard import Guard
 from pensieve.history.service import HistoryConfig, HistoryService

@@ -21,7 +21,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.history.connection import PROTOCOL_VERSION, Connection
-from pensieve.store import NewConversation, StoredTurnState, TurnRequest
+from pensieve.store import NewConversation, NewTurn, StoredTurnState
 from pensieve.store.remote.methods import METHODS
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
@@ -32,8 +32,8 @@ NEW = NewConversation("c", "fingerprint 1")
 FINISH = (reply("hello", 3, 4), "stop", {"output_tokens": 2})
 
 
-def request(request_id: str = "r") -> TurnRequest:
-    return TurnRequest(request_id, [user("say", 1, 2)], seed=5)
+def request(request_id: str = "r") -> NewTurn:
+    return NewTurn(request_id, [user("say", 1, 2)], seed=5)
 
 
 @pytest.fixture

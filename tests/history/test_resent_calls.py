@@ -18,13 +18,7 @@ from pensieve.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from pensieve.store import (
-    ConversationStore,
-    NewConversation,
-    NewMessage,
-    StoredTurnState,
-    TurnRequest,
-)
+from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn, StoredTurnState
 from pensieve.store.conversation_changes import Pending
 from pensieve.store.owners import NOBODY, Session
 from pensieve.store.remote import wire
@@ -85,8 +79,8 @@ def value(call: Call, outcome: Outcome) -> Any:
     return METHODS[call.method].read_result(outcome.result, outcome.parts)
 
 
-def request(request_id: str) -> TurnRequest:
-    return TurnRequest(request_id, [user(f"say {request_id}", 1, 2)], seed=5)
+def request(request_id: str) -> NewTurn:
+    return NewTurn(request_id, [user(f"say {request_id}", 1, 2)], seed=5)
 
 
 CREATED_AT = 1000.0
@@ -382,8 +376,8 @@ def test_names_that_are_taken_and_revisions_that_are_not_there_stay_errors_when_
             value(call, rig.again(call))
 
 
-def _expecting(revision: int) -> TurnRequest:
-    return TurnRequest("r-9", [user("say", 1)], seed=5, expected_revision=revision)
+def _expecting(revision: int) -> NewTurn:
+    return NewTurn("r-9", [user("say", 1)], seed=5, expected_revision=revision)
 
 
 def test_a_session_that_may_have_ended_in_a_commit_that_failed_writes_no_more(

@@ -22,7 +22,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from pensieve.client import Client
 from pensieve.conversations import turn_spans
-from pensieve.conversations.turn_spans import TurnSpan
+from pensieve.conversations.turn_spans import TurnSpan, TurnSpans
 from pensieve.errors import ConfigError
 from pensieve.launch import traces
 from pensieve.launch.traces import Traces
@@ -52,11 +52,16 @@ class Watched:
         return span
 
 
+def export_turns(rig: DaemonRig, traces: Traces) -> None:
+    spans = TurnSpans(rig.daemon.engine.model_name, traces.export)
+    rig.daemon.events.ended.subscribe(spans.turn_ended)
+
+
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Watched]:
     found = Watched(tmp_path / "data")
     with found.rig as rig:
-        rig.daemon.on_span = found.traces.export
+        export_turns(rig, found.traces)
         yield found
     found.traces.close()
 
@@ -155,7 +160,7 @@ def test_an_exporter_that_fails_costs_no_turn(
     found = Watched(tmp_path / "data")
     monkeypatch.setattr(found.traces, "_tracer", None)
     with found.rig as rig:
-        rig.daemon.on_span = found.traces.export
+        export_turns(rig, found.traces)
         for _ in range(2):
             assert rig.ask("trip", "hello", sampling=SAMPLING).completed.finish_reason
     assert caplog.text.count("the span of a turn could not be exported") == 2

@@ -322,9 +322,9 @@ def test_every_letter_comes_back(opened: Open) -> None:
 
 
 def begin_of(store: ConversationStore, tenant: str) -> int:
-    from pensieve.store import TurnRequest
+    from pensieve.store import NewTurn
 
-    request = TurnRequest("r1", [user("a \0 b", 1)])
+    request = NewTurn("r1", [user("a \0 b", 1)])
     return store.begin_turn("tea", request, tenant=tenant).turn.turn_id
 
 

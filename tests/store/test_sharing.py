@@ -18,7 +18,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.store import ConversationStore, NewMessage
-from pensieve.store.records import NewConversation, StoredTurnState, TurnRequest
+from pensieve.store.records import NewConversation, NewTurn, StoredTurnState
 from pensieve.store.remote import remote_store, wire
 from pensieve.store.remote.calls import Call
 from tests.store.faulty import FaultyDriver
@@ -36,8 +36,8 @@ def shared(open_store: Open) -> Iterator[SharedHistory]:
     history.close()
 
 
-def turn_request(text: str, request_id: str = "r1") -> TurnRequest:
-    return TurnRequest(request_id, [NewMessage("user", text, (1,))])
+def turn_request(text: str, request_id: str = "r1") -> NewTurn:
+    return NewTurn(request_id, [NewMessage("user", text, (1,))])
 
 
 # -- whose --

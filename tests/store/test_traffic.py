@@ -13,8 +13,8 @@ from pensieve.store import (
     ConversationStore,
     NewConversation,
     NewMessage,
+    NewTurn,
     StoredTurnState,
-    TurnRequest,
 )
 from tests.store.faulty import writer_of
 
@@ -110,7 +110,7 @@ class Traffic:
             return
         expected = self.expected[name]
         messages = [self.draft("user") for _ in range(self.rng.choice([1, 1, 2]))]
-        request = TurnRequest(self.fresh(), messages, expected_revision=expected.revision)
+        request = NewTurn(self.fresh(), messages, expected_revision=expected.revision)
         if expected.running is not None:
             with pytest.raises(TurnRunning):
                 self.store.begin_turn(name, request)

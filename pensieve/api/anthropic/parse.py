@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pensieve.api.openai.fields import (
+from pensieve.api.json_fields import (
     MESSAGES_VALUES_MAX,
     VALUES_MAX,
     Fields,

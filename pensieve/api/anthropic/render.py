@@ -15,23 +15,28 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pensieve.api.openai.answer import Heading, PromptTokens, Reply
+from pensieve.api.openai.answer import Heading
+from pensieve.api.reply import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text.detokenizer import Detokenizer
-from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Thinking
+from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Thinking
 from pensieve.text.tokenizer import Tokenizer
 
 SIGNATURE = "unsigned"
 CLOSING = {"{": "}", "[": "]"}
 
 
-class Ending(NamedTuple):
+class MessageEnding(NamedTuple):
     reason: str
     stop_sequence: str | None = None
 
 
 def message(
-    heading: Heading, pieces: Iterable[Piece], reply: Reply, prompt: PromptTokens, ending: Ending
+    heading: Heading,
+    pieces: Iterable[Piece],
+    reply: ReplyTokens,
+    prompt: PromptTokens,
+    ending: MessageEnding,
 ) -> dict[str, Any]:
     """The body; `pieces` are those of the whole reply."""
     return {
@@ -55,15 +60,17 @@ def call_id(answer_id: str, index: int) -> str:
     return f"toolu_{answer_id}{index:02d}"
 
 
-def ending_of(finish: FinishReason, ends_with_call: bool, stop_sequence: str | None) -> Ending:
+def ending_of(
+    finish: FinishReason, ends_with_call: bool, stop_sequence: str | None
+) -> MessageEnding:
     if finish is FinishReason.LENGTH:
-        return Ending("max_tokens")
+        return MessageEnding("max_tokens")
     if stop_sequence is not None:
-        return Ending("stop_sequence", stop_sequence)
-    return Ending("tool_use" if ends_with_call else "end_turn")
+        return MessageEnding("stop_sequence", stop_sequence)
+    return MessageEnding("tool_use" if ends_with_call else "end_turn")
 
 
-def stopped_by(reply: Reply, tokenizer: Tokenizer, stops: Sequence[str]) -> str | None:
+def stopped_by(reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str]) -> str | None:
     """The stop string that ended the reply, if one did.
 
     It is in the tokens and not in the text, where its beginning is what follows.
@@ -76,7 +83,7 @@ def stopped_by(reply: Reply, tokenizer: Tokenizer, stops: Sequence[str]) -> str 
     return min(filter(rest.startswith, stops), key=len, default=None)
 
 
-def usage_of(prompt: PromptTokens, reply: Reply | None = None) -> dict[str, Any]:
+def usage_of(prompt: PromptTokens, reply: ReplyTokens | None = None) -> dict[str, Any]:
     """What was cached is counted apart; nothing is written to the cache for a client: all is, for all."""
     usage: dict[str, Any] = {
         "input_tokens": prompt.num_tokens - prompt.num_cached,
@@ -189,15 +196,23 @@ class MessageStream:
     why it ended, and what it took, in place of the first numbers message_stop
     """
 
-    def __init__(self, heading: Heading, prompt: PromptTokens) -> None:
-        """`prompt`: as it is known before anything is computed."""
-        self._heading, self._prompt = heading, prompt
+    def __init__(self, heading: Heading, prompt: PromptTokens, cutter: ReplyPieces) -> None:
+        """`prompt` is what is known before anything is computed."""
+        self._heading, self._prompt, self._cutter = heading, prompt, cutter
         self._begun = False
         self._block = ""  # the type of the one that is open
         self._index = -1  # of the block that began last
 
+    def tokens(self, tokens: ReplyTokens) -> list[dict[str, Any]]:
+        """Return the events of these tokens of the reply; the first call also begins the message."""
+        return self.events(tokens.pieces(self._cutter))
+
+    def rest(self, tail: ReplyTokens) -> list[dict[str, Any]]:
+        """Return the events of text that was withheld until the reply ended."""
+        pieces = [*tail.pieces(self._cutter), *self._cutter.end()]
+        return self.events(pieces) if pieces else []
+
     def events(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-        """For pieces of the reply; the first call also begins the message."""
         found = self._begin()
         for piece in pieces:
             if isinstance(piece, CallArguments):
@@ -216,7 +231,9 @@ class MessageStream:
                 found.append(self._delta({"type": DELTAS[kind], kind: piece.text}))
         return found
 
-    def end(self, reply: Reply, prompt: PromptTokens, ending: Ending) -> list[dict[str, Any]]:
+    def end(
+        self, reply: ReplyTokens, prompt: PromptTokens, ending: MessageEnding
+    ) -> list[dict[str, Any]]:
         """Once all pieces are there; `prompt` with what was cached of it."""
         delta = {"stop_reason": ending.reason, "stop_sequence": ending.stop_sequence}
         return [

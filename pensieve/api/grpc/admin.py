@@ -14,8 +14,8 @@ from typing import Any
 from pensieve.api.grpc import translate
 from pensieve.api.grpc.server_info import server_info
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.figures import Quantiles, num_connections
 from pensieve.conversations.live_turn import cache_key, names_of
+from pensieve.conversations.threads import Quantiles
 from pensieve.engine.distributions import RecentTimes
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
 from pensieve.errors import (
@@ -27,6 +27,7 @@ from pensieve.guard.limits import NO_LIMITS, Allowance, delivered
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
+ESTABLISHED = "01"  # in /proc/net/tcp
 WATCHERS_MAX = 64
 
 
@@ -183,7 +184,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def DeleteTenantPrefix(
         self, request: pb.DeleteTenantPrefixRequest, context: Any
     ) -> pb.DeleteTenantPrefixResponse:
-        await self.daemon.writable.prefixes.delete(request.prefix_id, request.tenant)
+        await self.daemon.writable.delete_prefix(request.prefix_id, request.tenant)
         return pb.DeleteTenantPrefixResponse()
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
@@ -276,6 +277,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if seconds <= 0 or iterations < 0:  # another engine
             return figures["iterations_per_second"]
         return iterations / seconds
+
+
+def num_connections(port: int) -> int | None:
+    """Those that this machine's network has to a port of its own; takes longer the more there are of any."""
+    found = None
+    for name in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/self/net/{name}", encoding="ascii") as file:
+                rows = [line.split() for line in file][1:]
+        except OSError:  # not Linux
+            continue
+        here = f":{port:04X}"
+        found = (found or 0) + sum(row[1].endswith(here) and row[3] == ESTABLISHED for row in rows)
+    return found
 
 
 def _latency(times: RecentTimes, now: float) -> pb.Latency:

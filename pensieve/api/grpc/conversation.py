@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from pensieve.api.grpc import json_values, translate
-from pensieve.api.grpc.auth import caller
 from pensieve.api.grpc.server_info import server_info
-from pensieve.api.openai.conversation_items import in_parts
+from pensieve.api.reply import ReplyStream, ReplyTokens
+from pensieve.conversations.binding.chain import pieces_of
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.heads import ConversationSettings, GivenHistory, PrefixSettings
 from pensieve.errors import InvalidArgument, NotFound
+from pensieve.guard.callers import caller
 from pensieve.store import records
-from pensieve.text.reply_pieces import ReplyPieces
+from pensieve.store.bodies import canonical_json
+from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
 from pensieve.text.tool_calls import style_of
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
@@ -177,7 +180,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.DeletePrefixRequest, context: Any
     ) -> pb.DeletePrefixResponse:
         prefix_id = _prefix_id(request.prefix_id)
-        await self.daemon.writable.prefixes.delete(prefix_id, caller().tenant)
+        await self.daemon.writable.delete_prefix(prefix_id, caller().tenant)
         return pb.DeletePrefixResponse()
 
     # -- turns --
@@ -188,26 +191,23 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         daemon = self.daemon
         _id(request.conversation_id)
         by = caller()
-        ask = translate.ask(request, by.tenant, daemon.defaults, by.priority_max)
-        ask = replace(ask, traceparent=_traceparent(context))
-        live = await daemon.begin(ask, context.time_remaining())
+        turn = translate.turn_request(request, by.tenant, daemon.defaults, by.priority_max)
+        turn = replace(turn, traceparent=_traceparent(context))
+        live = await daemon.begin(turn, context.time_remaining())
         sequence = 1
         await context.write(
             pb.SendMessageResponse(sequence=sequence, started=translate.started(live))
         )
 
-        async def write(start: int, stop: int) -> None:
+        async def write(tokens: ReplyTokens) -> None:
             nonlocal sequence
-            for delta in translate.deltas(live, start, stop):
+            for delta in translate.deltas(tokens):
                 sequence += 1
                 await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
 
-        await daemon.conversations.follow(live, write)
-        if live.tail:
-            sequence += 1
-            kind = translate.PART_NUMBERS[live.parts[live.num_tokens - 1]]
-            rest = pb.TurnDelta(text=live.tail, kind=kind)
-            await context.write(pb.SendMessageResponse(sequence=sequence, delta=rest))
+        reply = ReplyStream(live)
+        await reply.follow(daemon.conversations, write)
+        await write(reply.tail)
         await context.write(
             pb.SendMessageResponse(sequence=sequence + 1, completed=translate.completed(live))
         )
@@ -248,6 +248,32 @@ async def _fill(page: Any, messages: Iterable[Any]) -> int:
         page.append(each)
         await asyncio.sleep(0)  # the streams of others go on
     return len(page)
+
+
+def in_parts(stored: records.Message, cutter: ReplyPieces) -> records.Message:
+    """Return a reply with its thoughts and its calls beside its text, as a client gives them.
+
+    A reply with a call that broke off is returned as it is: no client could give it otherwise.
+    """
+    if stored.finish_reason is None:
+        return stored
+    pieces = cutter.whole(pieces_of(stored.content, stored.extra))
+    if cutter.num_calls != len(cutter.calls):
+        return stored
+    extra = {name: each for name, each in stored.extra.items() if name != "parts"}
+    if thinking := "".join(each.text for each in pieces if isinstance(each, Thinking)):
+        extra["thinking"] = thinking
+    if cutter.calls:
+        extra["tool_calls"] = [
+            {
+                "id": None,
+                "name": each.name,
+                "arguments": json.loads(canonical_json(dict(each.arguments))),
+            }
+            for each in cutter.calls
+        ]
+    text = "".join(each.text for each in pieces if isinstance(each, Text))
+    return replace(stored, content=text, extra=extra)
 
 
 def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:

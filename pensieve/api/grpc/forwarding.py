@@ -18,11 +18,12 @@ from typing import Any
 
 import grpc
 
-from pensieve.api.grpc.auth import caller
 from pensieve.api.grpc.conversation import ConversationService
 from pensieve.api.grpc.translate import DETAILS_KEY
 from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.ownership import SharedThreads
 from pensieve.errors import OwnedElsewhere
+from pensieve.guard.callers import caller
 from pensieve.v1 import conversation_pb2 as pb
 
 FORWARDED = "pensieve-forwarded"  # by whom
@@ -64,6 +65,8 @@ class Forwarder:
     ) -> None:
         """`name` of this daemon; `credentials` where the daemons have TLS among them."""
         self.daemon = daemon
+        assert isinstance(daemon.threads, SharedThreads)
+        self._threads = daemon.threads
         self.num_forwarded = 0
         self.num_taken = 0
         self._name = name
@@ -85,7 +88,7 @@ class Forwarder:
             return await self._forwarded(owner.address, method, request, context)
         except Unreachable:
             self.num_taken += 1
-            await self.daemon.owning.take(owner.conversation_id, caller().tenant)
+            await self._threads.take(owner.conversation_id, caller().tenant)
             return await act(request, context)
 
     async def close(self) -> None:

@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf import descriptor_pb2
-from google.protobuf.descriptor import Descriptor, FileDescriptor
+from google.protobuf.descriptor import Descriptor, FileDescriptor, ServiceDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
-from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, replica_pb2
+from pensieve.v1 import admin_pb2, conversation_pb2
 from pensieve.v1 import status_pb2 as pb
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 SERVICES = (
     "pensieve.v1.ConversationService",
-    "pensieve.v1.JobService",
     "pensieve.v1.AdminService",
     HEALTH,
     *REFLECTION,
@@ -33,7 +32,7 @@ METHOD = "ServerReflectionInfo"
 OURS = pb.DESCRIPTOR.package
 
 
-class Method(NamedTuple):
+class ReflectedMethod(NamedTuple):
     request: Descriptor
     response: Descriptor
     takes_stream: bool = False
@@ -43,23 +42,24 @@ class Method(NamedTuple):
 class Reflection:
     """What it answers never changes."""
 
-    def __init__(self, more: Sequence[str] = ()) -> None:
-        """`more`: the service that daemons of a cluster offer one another, where this one does."""
+    def __init__(self, more: Sequence[ServiceDescriptor] = ()) -> None:
+        """`more`: services that not every server has."""
         self._pool = DescriptorPool()
-        self._services = (*SERVICES, *more)
-        for file in (conversation_pb2, jobs_pb2, admin_pb2, *([replica_pb2] if more else [])):
-            for each in _with_imports(file.DESCRIPTOR):
+        self._services = (*SERVICES, *(each.full_name for each in more))
+        ours = (conversation_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, *(each.file for each in more))
+        for file in ours:
+            for each in _with_imports(file):
                 self._pool.AddSerializedFile(each.serialized_pb)
         check = (pb.HealthCheckRequest.DESCRIPTOR, pb.HealthCheckResponse.DESCRIPTOR)
         self._add(
             "grpc/health/v1/health.proto",
             HEALTH,
-            {"Check": Method(*check), "Watch": Method(*check, gives_stream=True)},
+            {"Check": ReflectedMethod(*check), "Watch": ReflectedMethod(*check, gives_stream=True)},
         )
         talk = (pb.ServerReflectionRequest.DESCRIPTOR, pb.ServerReflectionResponse.DESCRIPTOR)
         for name in REFLECTION:
             folder = name.rpartition(".")[0].replace(".", "/")
-            method = Method(*talk, takes_stream=True, gives_stream=True)
+            method = ReflectedMethod(*talk, takes_stream=True, gives_stream=True)
             self._add(f"{folder}/reflection.proto", name, {METHOD: method})
 
     def handlers(self) -> tuple[Any, ...]:
@@ -106,7 +106,7 @@ class Reflection:
         except KeyError:  # it knows no methods
             return self._pool.FindMethodByName(symbol).containing_service.file
 
-    def _add(self, file_name: str, service: str, methods: Mapping[str, Method]) -> None:
+    def _add(self, file_name: str, service: str, methods: Mapping[str, ReflectedMethod]) -> None:
         """A file of a service, whose messages are those of status.proto under another package."""
         package, _, name = service.rpartition(".")
         file = descriptor_pb2.FileDescriptorProto(name=file_name, package=package, syntax="proto3")

@@ -2,8 +2,8 @@
 
 Some defaults of gRPC are wrong for us: two servers may share a port (so_reuseport), a client that was stopped
 is never noticed unless `ping_timeout_ms` is set, a request may unpack to a thousand times its size, windows
-widen to megabytes, and connections have no limit.  The options below are the answers; calls.py is the one to
-bodies of calls that may not be made.
+widen to megabytes, and connections have no limit.  The options below are the answers; the answer to bodies of
+calls that may not be made is guard/request_bodies.py.
 
 Closing: NOT_SERVING first, so that balancers look elsewhere; then no new turns; then the running ones
 end or are interrupted; then connections, engine and store, in this order.
@@ -13,35 +13,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
-from pensieve.api.grpc import auth, sizes
+from pensieve.api.grpc import sizes
 from pensieve.api.grpc.admin import AdminService, ServerFacts
 from pensieve.api.grpc.admin_socket import socket_address
 from pensieve.api.grpc.conversation import ConversationService
 from pensieve.api.grpc.forwarding import Forwarder, ForwardingService
-from pensieve.api.grpc.jobs import JobService
+from pensieve.api.grpc.interceptor import GuardInterceptor
+from pensieve.api.grpc.json_methods import json_methods
 from pensieve.api.grpc.reflection import HEALTH, Reflection
-from pensieve.api.grpc.reload import Reloaded, certificates, watch_tokens
-from pensieve.api.grpc.replica import NAME as REPLICA
 from pensieve.api.grpc.replica import ReplicaService
-from pensieve.api.jobs.values import Jobs
 from pensieve.api.metrics.listener import Answers, MetricsListener
 from pensieve.api.metrics.scrape import Scrape
+from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.figures import LoopLag
+from pensieve.conversations.threads import LoopLag
 from pensieve.errors import AddressInUse, ConfigError, DeadlineExceeded, NotFound
 from pensieve.guard.audit import Audit, AuditLog
+from pensieve.guard.callers import Token, caller, limits_of
+from pensieve.guard.exposure import Listening, check_exposure, is_loopback
+from pensieve.guard.guard import Guard
+from pensieve.guard.reload import Reloaded, watch_tokens
 from pensieve.store.remote.remote_store import RemoteStore
-from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, jobs_pb2_grpc, replica_pb2_grpc
+from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
 WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
@@ -51,11 +51,11 @@ IDENTITY = 1  # the bit of "no compression"
 SERVICES = (
     "",
     "pensieve.v1.ConversationService",
-    "pensieve.v1.JobService",
     "pensieve.v1.AdminService",
 )
 STRANGERS_WATCH_SECONDS = 300.0
 STOP_SECONDS = 0.5  # for streams that watch
+REPLICA = replica_pb2.DESCRIPTOR.services_by_name["ReplicaService"]
 OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", sizes.REQUEST_BYTES_MAX),
@@ -73,41 +73,6 @@ OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
-NO_HOSTS = ("unix", "unix-abstract", "vsock")  # with a colon, kinds of addresses of gRPC's own
-HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
-
-
-@dataclass(frozen=True)
-class Listening:
-    address: str = "127.0.0.1:50051"  # "" for none: only the socket
-    socket: Path | None = None  # for the operator on this machine
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    tokens: Sequence[auth.Token] = ()
-    token_file: Path | None = None  # that they were read from, to be read again when it changes
-    audit_log: Path | None = None
-    insecure: bool = False
-    hand_over: bool = False  # offer KV to other daemons of a cluster
-    keepalive_seconds: float = 30.0  # between pings of a silent connection
-    ping_timeout_seconds: float = 10.0  # one that does not answer is closed
-    connections_max: int = 512  # to the address; the socket has as many of its own
-    http: str = ""  # HOST:PORT of the APIs over HTTP; "" for none
-    http_hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
-    http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
-    metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
-    peer_tokens: Sequence[auth.Token] = ()  # of other daemons, where clients need tokens
-    peers: grpc.ChannelCredentials | None = None  # for calls to other daemons; None: without TLS
-
-    def options(self) -> tuple[tuple[str, int], ...]:
-        timeout = int(self.ping_timeout_seconds * 1000)
-        return (
-            *OPTIONS,
-            ("grpc.max_allowed_incoming_connections", self.connections_max),
-            ("grpc.keepalive_time_ms", int(self.keepalive_seconds * 1000)),
-            ("grpc.keepalive_timeout_ms", timeout),
-            ("grpc.http2.ping_timeout_ms", timeout),
-        )
 
 
 class Health:
@@ -136,7 +101,7 @@ class Health:
         return pb.HealthCheckResponse(status=self._status(request.service))
 
     async def watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
-        seconds = None if auth.caller().known else STRANGERS_WATCH_SECONDS
+        seconds = None if caller().known else STRANGERS_WATCH_SECONDS
         try:
             async with asyncio.timeout(seconds):
                 await self._watch(request, context)
@@ -192,16 +157,21 @@ class _OneQueue:
 
 
 class Server:
-    """A daemon behind its sockets; without `jobs` it takes none.
+    """A daemon behind its sockets, with what is plugged into them.
 
     `beside` are listeners of other protocols, which open after gRPC's and close before the daemon does.
     """
 
-    def __init__(self, daemon: Daemon, listening: Listening, jobs: Jobs | None = None) -> None:
+    def __init__(
+        self, daemon: Daemon, listening: Listening, plugins: Sequence[Plugin] = ()
+    ) -> None:
         check_exposure(listening)
         self.daemon = daemon
-        more = (REPLICA,) if listening.hand_over else ()
-        self.health = Health((*SERVICES, *more))
+        self.plugins = plugins
+        more = [each.service for each in plugins]
+        if listening.hand_over:
+            more.append(REPLICA)
+        self.health = Health((*SERVICES, *(each.full_name for each in more)))
         self.stopping = asyncio.Event()  # set where the end is wanted
         self.failure: BaseException | None = None  # why it must be, where nobody wanted it
         self.address = ""
@@ -210,7 +180,7 @@ class Server:
         path = listening.audit_log
         self._audit_log = AuditLog(path) if path is not None else None
         self.audit = Audit(self._audit_log, asyncio.get_running_loop().time)
-        self.guard = auth.AuthInterceptor(
+        self.guard = Guard(
             (*listening.tokens, *listening.peer_tokens),
             daemon.admission.allowances,
             audit=self.audit,
@@ -219,7 +189,9 @@ class Server:
         self._loop_lag = LoopLag()
         self._background: list[asyncio.Task[None]] = []
         self._certificates: Reloaded[grpc.ServerCertificateConfiguration] | None = None
-        self._server = grpc.aio.server(interceptors=[self.guard], options=listening.options())
+        self._server = grpc.aio.server(
+            interceptors=[GuardInterceptor(self.guard)], options=_options(listening)
+        )
         services: Any = _OneQueue(self._server)
         self.forwarder: Forwarder | None = None
         conversations = ConversationService(daemon)
@@ -227,12 +199,12 @@ class Server:
             self.forwarder = Forwarder(daemon, daemon.store.replica, listening.peers)
             conversations = ForwardingService(self.forwarder)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(conversations, services)
-        self.batch_jobs = jobs
-        self.jobs = JobService(jobs, daemon.config.stall_seconds)
-        jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, services)
+        self.json_methods = tuple(json_methods(ConversationService(daemon)))
+        for plugin in plugins:
+            plugin.add_service(services)
         self._scrape = Scrape(
             daemon,
-            jobs,
+            plugins,
             self._loop_lag.quantiles,
             lambda: self._facts().audit_lines_lost,
         )
@@ -244,8 +216,8 @@ class Server:
         if listening.hand_over:
             replica_pb2_grpc.add_ReplicaServiceServicer_to_server(ReplicaService(daemon), services)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
-        daemon.on_serving = self.health.set
-        daemon.on_failure = self._fail
+        daemon.events.serving.subscribe(self.health.set)
+        daemon.events.failed.subscribe(self._fail)
         self._server.add_generic_rpc_handlers(Reflection(more).handlers())
 
     async def listen(self) -> str:
@@ -276,8 +248,8 @@ class Server:
         self.audit.started(self.address)
         return self.address
 
-    def _use_tokens(self, tokens: Sequence[auth.Token]) -> None:
-        limits = auth.limits_of(tokens)
+    def _use_tokens(self, tokens: Sequence[Token]) -> None:
+        limits = limits_of(tokens)
         self.guard.use((*tokens, *self.listening.peer_tokens))
         self.daemon.use_limits(limits)
 
@@ -368,64 +340,31 @@ class Server:
                 self.listening.socket.unlink()
 
 
-def check_exposure(listening: Listening) -> None:
-    """Refuse what is no address, what TLS lacks, and to serve strangers by accident."""
-    given = {"--tls-key": listening.tls_key, "--tls-client-ca": listening.tls_client_ca}
-    for flag, path in given.items():
-        if path is not None and listening.tls_cert is None:
-            raise ConfigError(
-                f"{flag} needs --tls-cert; without it, connections have no TLS at all"
-            )
-    if listening.tls_cert is not None and listening.tls_key is None:
-        raise ConfigError("--tls-cert needs --tls-key")
-    if listening.metrics:
-        host = _host_of("--metrics", listening.metrics)
-        if not is_loopback(host) and not listening.insecure:
-            raise ConfigError(
-                f"--metrics {listening.metrics} can be reached by others, and has no TLS: listen on "
-                "127.0.0.1, or say --insecure"
-            )
-    for flag, address in (("--address", listening.address), ("--http", listening.http)):
-        if address:
-            _check_address(flag, address, listening)
+def certificates(
+    cert: Path,
+    key: Path,
+    client_ca: Path | None,
+    on_reload: Callable[[str], None] = lambda problem: None,
+) -> Reloaded[grpc.ServerCertificateConfiguration]:
+    """Read the certificate and read it again when it changes; gRPC asks for it in threads of its own."""
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        try:
+            pair = (key.read_bytes(), cert.read_bytes())
+            ca = client_ca.read_bytes() if client_ca else None
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        return grpc.ssl_server_certificate_configuration([pair], ca)
+
+    return Reloaded("the certificate", (cert, key, client_ca), read, on_reload)
 
 
-def _check_address(flag: str, address: str, listening: Listening) -> None:
-    host = _host_of(flag, address)
-    if is_loopback(host) or listening.insecure:
-        return
-    if listening.tls_cert is None or not (listening.tokens or listening.tls_client_ca):
-        raise ConfigError(
-            f"{flag} {address} can be reached by others: give --tls-cert, --tls-key and "
-            "--token-file (or --tls-client-ca), or say --insecure"
-        )
-
-
-def _host_of(flag: str, address: str) -> str:
-    host, _, port = address.rpartition(":")
-    if not _is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
-        raise ConfigError(f"{flag} {address!r} is not HOST:PORT")
-    return host
-
-
-def _is_host(host: str) -> bool:
-    """An IP address, in brackets if it has colons, or a name; nothing else that gRPC might understand.
-
-    A peer on a UNIX socket is taken for the operator, so the only such socket is the one in the data folder.
-    """
-    if host.startswith("["):
-        return host.endswith("]") and _ip_address(host) is not None
-    return HOST_PATTERN.fullmatch(host) is not None and host.lower() not in NO_HOSTS
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine can reach it; a name may stand for any address, but for one."""
-    found = _ip_address(host)
-    return found.is_loopback if found is not None else host.lower() == "localhost"
-
-
-def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return None
+def _options(listening: Listening) -> tuple[tuple[str, int], ...]:
+    timeout = int(listening.ping_timeout_seconds * 1000)
+    return (
+        *OPTIONS,
+        ("grpc.max_allowed_incoming_connections", listening.connections_max),
+        ("grpc.keepalive_time_ms", int(listening.keepalive_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout),
+        ("grpc.http2.ping_timeout_ms", timeout),
+    )

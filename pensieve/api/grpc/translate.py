@@ -16,32 +16,16 @@ from google.protobuf import timestamp_pb2
 
 from pensieve.api.grpc import sizes
 from pensieve.api.grpc.json_values import TooManyValues, one_object, one_struct, structs
-from pensieve.api.openai.fields import check_json, read_json
-from pensieve.conversations.cancelling import Cancel, Cancelled
+from pensieve.api.json_fields import check_json, read_json
+from pensieve.api.reply import ReplyTokens
+from pensieve.conversations.cancelling import CancelRequest, CancelResult
 from pensieve.conversations.constraints import FIELD
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn, RecomputeReason
 from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
-from pensieve.errors import (
-    AddressInUse,
-    ConfigError,
-    ContextFull,
-    DeviceError,
-    DiskFull,
-    InvalidArgument,
-    Loading,
-    ModelError,
-    OwnedElsewhere,
-    PensieveError,
-    QueueFull,
-    StaleRevision,
-    StoreError,
-    StoreUnavailable,
-    TurnRunning,
-    Unavailable,
-    shortened,
-)
+from pensieve.errors import InvalidArgument, PensieveError, shortened
+from pensieve.guard.client_errors import client_text, details, retry_seconds
 from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.text import Message, Part, ToolCall
@@ -50,8 +34,6 @@ from pensieve.v1 import status_pb2
 
 DOMAIN = "pensieve"
 PAGE_SIZE = 100
-# Seconds, of the first class that fits; clients add their own growing pauses.
-COME_BACK = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
 LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
 AWAY_SECONDS_MAX = 1e9
@@ -59,18 +41,6 @@ DETAILS_KEY = "grpc-status-details-bin"
 DELTA_BYTES_MAX = 1 << 20  # about; the next token may exceed it
 BYTES_PER_CHARACTER_MAX = 4
 BYTES_PER_LOGPROB_MAX = 20  # also what a token id takes
-OF_THE_MACHINE = {
-    StoreUnavailable: "the history cannot be read or written at present",
-    StoreError: "the history cannot be used as it is",
-    ModelError: "the model cannot do this",
-    DeviceError: "the device failed",
-    ConfigError: "the daemon is not set up for this",
-    AddressInUse: "the daemon is not set up for this",
-}
-DISK_FULL = (
-    "the disk of the history is full; conversations can be read and deleted, but not changed"
-)
-
 ROLES = {
     pb.ROLE_UNSPECIFIED: "user",
     pb.ROLE_SYSTEM: "system",
@@ -120,12 +90,12 @@ def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]
     return messages
 
 
-def ask(
+def turn_request(
     request: pb.SendMessageRequest,
     tenant: str,
     defaults: Sampling,
     priority_max: int = PRIORITY_MAX,
-) -> Ask:
+) -> TurnRequest:
     """`priority_max`: a higher one is lowered to it."""
     if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
         raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
@@ -136,7 +106,7 @@ def ask(
         away_seconds(request.hints),
         constraint=constraint_of(request),
     )
-    return Ask(
+    return TurnRequest(
         request.conversation_id,
         messages,
         options,
@@ -180,7 +150,7 @@ def away_seconds(hints: pb.Hints) -> float:
     return LAST_TURN_SECONDS if hints.last_turn else seconds
 
 
-def cancel(request: pb.CancelTurnRequest, tenant: str) -> Cancel:
+def cancel(request: pb.CancelTurnRequest, tenant: str) -> CancelRequest:
     if request.turn_id and request.request_id:
         raise InvalidArgument("request_id", "is given instead of the turn_id, not beside it")
     keep_tokens = request.keep_tokens if request.HasField("keep_tokens") else None
@@ -188,7 +158,7 @@ def cancel(request: pb.CancelTurnRequest, tenant: str) -> Cancel:
         raise InvalidArgument("keep_tokens", "must not be negative")
     if request.attempt < 0:
         raise InvalidArgument("attempt", "must not be negative")
-    return Cancel(
+    return CancelRequest(
         request.conversation_id,
         request.turn_id,
         request.request_id,
@@ -357,47 +327,39 @@ def started(live: LiveTurn) -> pb.TurnStarted:
     )
 
 
-def deltas(live: LiveTurn, start: int, stop: int) -> Iterator[pb.TurnDelta]:
-    """Tokens [start, stop) in few messages: one for each run of the same kind that is not too large."""
-    parts, num_bytes = live.parts, 0
-    for end in range(start + 1, stop + 1):
-        num_bytes += _bytes_max(live, end - 1)
-        if end == stop or parts[end] is not parts[start] or num_bytes > DELTA_BYTES_MAX:
-            yield from _run(live, start, end)
+def deltas(tokens: ReplyTokens) -> Iterator[pb.TurnDelta]:
+    """Yield few messages: one for each run of the same kind that is not too large."""
+    parts, start, num_bytes = tokens.parts, 0, 0
+    for end in range(1, len(parts) + 1):
+        num_bytes += _bytes_max(tokens, end - 1)
+        if end == len(parts) or parts[end] is not parts[start] or num_bytes > DELTA_BYTES_MAX:
+            yield from _run(tokens, start, end)
             start, num_bytes = end, 0
 
 
-def _bytes_max(live: LiveTurn, number: int) -> int:
+def _bytes_max(tokens: ReplyTokens, number: int) -> int:
     """What a token takes in a message, at most."""
-    text = live.texts[number] if number < len(live.texts) else ""
-    alternatives = len(live.logprobs[number][1]) if live.logprobs else 0
+    text = tokens.texts[number] if number < len(tokens.texts) else ""
+    alternatives = len(tokens.logprobs[number][1]) if tokens.logprobs else 0
     return BYTES_PER_CHARACTER_MAX * len(text) + BYTES_PER_LOGPROB_MAX * (1 + alternatives)
 
 
-def _run(live: LiveTurn, start: int, stop: int) -> Iterator[pb.TurnDelta]:
+def _run(tokens: ReplyTokens, start: int, stop: int) -> Iterator[pb.TurnDelta]:
     """One message, as a rule; text that is too long for it goes ahead in messages of its own."""
-    text, most = "".join(live.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
+    text, most = "".join(tokens.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
+    kind = PART_NUMBERS[tokens.parts[start]]
     while len(text) > most:
-        yield pb.TurnDelta(text=text[:most], kind=PART_NUMBERS[live.parts[start]])
+        yield pb.TurnDelta(text=text[:most], kind=kind)
         text = text[most:]
-    yield _delta(live, start, stop, text)
-
-
-def _delta(live: LiveTurn, start: int, stop: int, text: str) -> pb.TurnDelta:
-    given = pb.TurnDelta(
-        text=text,
-        token_ids=live.token_ids[start:stop],
-        kind=PART_NUMBERS[live.parts[start]],
-    )
-    if live.logprobs:
-        for logprob, top in (live.logprobs[each] for each in range(start, stop)):
-            given.logprobs.add(
-                logprob=logprob,
-                alternatives=[
-                    pb.Alternative(token_id=each.token_id, logprob=each.logprob) for each in top
-                ],
-            )
-    return given
+    given = pb.TurnDelta(text=text, token_ids=tokens.token_ids[start:stop], kind=kind)
+    for logprob, top in tokens.logprobs[start:stop]:
+        given.logprobs.add(
+            logprob=logprob,
+            alternatives=[
+                pb.Alternative(token_id=each.token_id, logprob=each.logprob) for each in top
+            ],
+        )
+    yield given
 
 
 def completed(live: LiveTurn) -> pb.TurnCompleted:
@@ -416,7 +378,7 @@ def completed(live: LiveTurn) -> pb.TurnCompleted:
     )
 
 
-def cancelled(found: Cancelled) -> pb.CancelTurnResponse:
+def cancelled(found: CancelResult) -> pb.CancelTurnResponse:
     return pb.CancelTurnResponse(
         was_running=found.was_running,
         finish_reason=FINISH_NUMBERS.get(found.finish_reason, pb.FINISH_REASON_UNSPECIFIED),
@@ -433,11 +395,11 @@ def status_code(error: PensieveError) -> grpc.StatusCode:
 
 def status(error: PensieveError) -> status_pb2.Status:
     """google.rpc.Status with ErrorInfo, and what helps beside it."""
-    given = status_pb2.Status(code=status_code(error).value[0], message=text_of(error))
+    given = status_pb2.Status(code=status_code(error).value[0], message=client_text(error))
     _detail(
         given,
         "ErrorInfo",
-        status_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_causes(error)),
+        status_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=details(error)),
     )
     if isinstance(error, InvalidArgument):
         violation = status_pb2.BadRequest.FieldViolation(
@@ -451,45 +413,5 @@ def status(error: PensieveError) -> status_pb2.Status:
     return given
 
 
-def retry_seconds(error: PensieveError) -> float | None:
-    """When to try again; None: nobody knows."""
-    if error.retry_after_seconds is not None:
-        return error.retry_after_seconds
-    return next((time for kind, time in COME_BACK.items() if isinstance(error, kind)), None)
-
-
 def _detail(given: status_pb2.Status, name: str, detail: Any) -> None:
     given.details.add(type_url=TYPE_PREFIX + name, value=detail.SerializeToString())
-
-
-def _causes(error: PensieveError) -> dict[str, str]:
-    if isinstance(error, TurnRunning):
-        return {"conversation_id": error.conversation_id, "turn_id": error.turn_id}
-    if isinstance(error, OwnedElsewhere):
-        return {
-            "conversation_id": error.conversation_id,
-            "replica": error.replica,
-            "address": error.address,
-        }
-    if isinstance(error, StaleRevision):
-        return {"expected": str(error.expected), "actual": str(error.actual)}
-    if isinstance(error, ContextFull):
-        return {"tokens": str(error.tokens), "tokens_max": str(error.tokens_max)}
-    if isinstance(error, QueueFull) and error.limit:
-        return {"limit": error.limit}
-    return {}
-
-
-def text_of(error: PensieveError) -> str:
-    """One line, whatever the error quotes; nothing of what only the operator may know."""
-    if is_of_the_machine(error):
-        if isinstance(error, DiskFull):
-            return DISK_FULL
-        words = next(words for kind, words in OF_THE_MACHINE.items() if isinstance(error, kind))
-        return f"{words}; the daemon's log says more"
-    return shortened(str(error))
-
-
-def is_of_the_machine(error: PensieveError) -> bool:
-    """Whether it names files of this machine, so that its text is for the log alone."""
-    return isinstance(error, tuple(OF_THE_MACHINE))

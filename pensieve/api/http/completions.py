@@ -1,9 +1,10 @@
 """`POST /v1/chat/completions` and `/v1/completions`.
 
-A chat brings its whole history, and only what is new of it is computed: the conversation is found by its
-messages (conversations/binding).  Of `n` choices the first goes on with that conversation, the others with
-forks of it.  `store: false`, or a header that names a task of Open WebUI's, makes a turn of all messages that
-leaves nothing.  A text completion goes on from a prompt, in no conversation, and nothing of it is kept.
+A chat brings its whole history. The binder finds the stored conversation with these messages, and only the
+new ones are computed (conversations/binding). Of `n` choices the first continues that conversation, the
+others continue forks of it. `store: false`, or a header that names a task of Open WebUI, makes a turn of all
+messages that is not stored. A text completion continues a prompt outside of any conversation, and is not
+stored.
 """
 
 from __future__ import annotations
@@ -14,41 +15,28 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from pensieve.api.grpc.auth import Caller
-from pensieve.api.http.bodies import Bodies, named
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.replies import (
-    digest,
-    follow,
-    follow_pieces,
-    has_key,
-    prompt_of,
-    reply_of,
-    request_id_of,
-    sources,
-    tokens_of,
-)
+from pensieve.api.http.idempotency import digest, key_of
+from pensieve.api.http.replies import follow, sources
+from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.openai.answer import Heading, answer
-from pensieve.api.openai.chunks import ChatStream, CompletionStream
+from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
 from pensieve.api.openai.request import Request, RequestKind, parse
-from pensieve.conversations.binding.binder import Binder, Chat
+from pensieve.api.reply import ReplyStream
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.errors import InvalidArgument
-from pensieve.text.reply_pieces import Piece
+from pensieve.guard.callers import Caller
 
 DONE = b"data: [DONE]\n\n"
 TASK_HEADER = "x-openwebui-task"
-SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
 
 
-class Completions:
-    def __init__(self, daemon: Daemon, bodies: Bodies, binder: Binder, kind: RequestKind) -> None:
-        self._daemon, self._bodies, self._binder = daemon, bodies, binder
-        self._kind = kind
+class CompletionsEndpoint:
+    def __init__(self, daemon: Daemon, requests: ApiRequests, kind: RequestKind) -> None:
+        self._daemon, self._requests, self._kind = daemon, requests, kind
 
     async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        request = await self._bodies.read(exchange, by, partial(parse, self._kind))
+        request = await self._requests.read(exchange, by, partial(parse, self._kind))
         with named(request):
             lives = await self._begin(exchange, by, request)
         first, is_chat = lives[0], self._kind is RequestKind.CHAT
@@ -57,20 +45,20 @@ class Completions:
         if request.stream:
             await self._stream(exchange, request, heading, lives)
             return None
-        stays = has_key(exchange)
-        await all_of(follow(self._daemon, exchange, live, None, stays=stays) for live in lives)
+        stays, replies = bool(key_of(exchange)), [ReplyStream(live) for live in lives]
+        await all_of(follow(self._daemon, exchange, each, None, stays=stays) for each in replies)
         exchange.out |= sources(first.figures)
-        bodies, replies = self._bodies, [reply_of(live) for live in lives]
-        tokenizer, prompt = bodies.template.tokenizer, prompt_of(first)
-        made = partial(answer, request, replies, prompt, heading, tokenizer, bodies.style)
-        return await bodies.made(by, sum(live.num_tokens for live in lives), made)
+        requests, wholes = self._requests, [each.whole() for each in replies]
+        tokenizer, prompt = requests.template.tokenizer, replies[0].prompt
+        made = partial(answer, request, wholes, prompt, heading, tokenizer, requests.style)
+        return await requests.rendered(by, sum(live.num_tokens for live in lives), made)
 
     async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
-        # Open WebUI can name what it wants of a model beside its chats: titles, tags, queries.
+        # Open WebUI names requests that belong to no chat: for titles, tags, queries.
         is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
         if self._kind is RequestKind.COMPLETION or request.store is False or is_errand:
-            return await self._bodies.begin_unstored(request, by)
-        return await begin_bound(self._binder, self._bodies, exchange, by, request)
+            return await self._requests.begin_unstored(request, by)
+        return await self._requests.begin_bound(exchange, by, request)
 
     async def _stream(
         self,
@@ -80,65 +68,25 @@ class Completions:
         lives: Sequence[LiveTurn],
     ) -> None:
         kind = ChatStream if self._kind is RequestKind.CHAT else CompletionStream
-        stream = kind(request, heading, self._bodies.template.tokenizer)
+        tokenizer, stays = self._requests.template.tokenizer, bool(key_of(exchange))
+        replies = [ReplyStream(live) for live in lives]
         exchange.begin_events()
 
-        async def one(number: int, live: LiveTurn) -> None:
-            pieces = self._bodies.pieces(request)
+        async def one(number: int, reply: ReplyStream) -> None:
+            stream = kind(request, heading, tokenizer, self._requests.cutter(request.tools), number)
+            await follow(self._daemon, exchange, reply, stream, stays=stays)
+            await exchange.write_events([stream.end(reply.whole().finish)])
 
-            async def on_pieces(found: Sequence[Piece], start: int, stop: int) -> None:
-                chunks = stream.chunks(number, found, tokens_of(live, start, stop))
-                await exchange.write_events(chunks)
-
-            await follow_pieces(self._daemon, exchange, live, pieces, on_pieces)
-            finish, ends_with_call = reply_of(live).finish, pieces.ends_with_call
-            end = stream.end(number, finish, ends_with_call=ends_with_call)
-            await exchange.write_events([end])
-
-        await all_of(one(number, live) for number, live in enumerate(lives))
+        await all_of(one(number, reply) for number, reply in enumerate(replies))
         if request.include_usage:
-            usage = stream.usage([reply_of(live) for live in lives], prompt_of(lives[0]))
-            await exchange.write_events([usage])
+            wholes, prompt = [each.whole() for each in replies], replies[0].prompt
+            await exchange.write_events([usage_chunk(request, heading, wholes, prompt)])
         await exchange.write(DONE)
         await exchange.end_events()
 
 
-async def begin_bound(
-    binder: Binder, bodies: Bodies, exchange: Exchange, by: Caller, request: Request
-) -> list[LiveTurn]:
-    """A turn for each choice, in the conversation that the request's messages go on with."""
-    chat = Chat(
-        messages=request.messages,
-        tools=request.tools,
-        template_options=request.template_options,
-        options=bodies.options(request, by),
-        tenant=by.tenant,
-        session_key=session_key(exchange, request),
-        request_id=request_id_of(exchange),
-        given_sampling=bodies.given_sampling(request),
-        num_choices=request.num_choices,
-        reply_reader=bodies.reply_reader(request),
-    )
-    try:
-        bound = await binder.begin(chat)
-    except InvalidArgument as error:
-        if error.field != "request_id":
-            raise
-        problem = "was used before with another request"
-        raise InvalidArgument("idempotency-key", problem) from None
-    exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
-    exchange.out["x-pensieve-bound"] = bound[0].how.value
-    exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
-    return [each.live for each in bound]
-
-
-def session_key(exchange: Exchange, request: Request) -> str:
-    named = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
-    return next(filter(None, named), request.prompt_cache_key)
-
-
 async def all_of(works: Any) -> None:
-    """All of them; the first error ends the others."""
+    """Run them all at once; the first error ends the others."""
     tasks = [asyncio.ensure_future(each) for each in works]
     try:
         await asyncio.gather(*tasks)

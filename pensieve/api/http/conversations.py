@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pensieve.api.grpc.auth import Caller
-from pensieve.api.http.bodies import Bodies
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
-from pensieve.api.http.response_places import drawn_id
-from pensieve.api.http.stored import Stored, appended, as_stored
+from pensieve.api.http.requests import ApiRequests
+from pensieve.api.http.response_places import new_conversation_id
+from pensieve.api.http.stored import StoredConversations, appended, as_stored
+from pensieve.api.json_fields import Fields, Refusal, check_json
 from pensieve.api.openai.conversation_items import Place, items_of, place_of, tag_of
-from pensieve.api.openai.fields import Fields, Refusal, check_json
 from pensieve.api.openai.messages import add_items
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.heads import ConversationSettings, check_length
 from pensieve.errors import NotFound, StaleRevision
+from pensieve.guard.callers import Caller
 from pensieve.store import records
 from pensieve.store.conversation_changes import Pending
 from pensieve.store.conversation_rows import refuse_running
@@ -39,7 +39,7 @@ WINDOW = 16  # messages that are read at once, from the end on
 ONLY_LAST = "only the last item of a conversation can be deleted, where it is a whole message"
 
 
-class Seen(NamedTuple):
+class ConversationItems(NamedTuple):
     conversation: records.Conversation
     pending: tuple[records.NewMessage, ...]
     first_number: int  # of its messages, as items
@@ -54,19 +54,19 @@ class Seen(NamedTuple):
         return tag_of(self.conversation.tenant, self.conversation.conversation_id)
 
 
-class Conversations:
-    def __init__(self, daemon: Daemon, bodies: Bodies, stored: Stored) -> None:
-        self._daemon, self._bodies = daemon, bodies
+class ConversationEndpoints:
+    def __init__(self, daemon: Daemon, requests: ApiRequests, stored: StoredConversations) -> None:
+        self._daemon, self._requests = daemon, requests
         self._stored = stored
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        given = await self._bodies.json(exchange, by)
+        given = await self._requests.json(exchange, by)
         fields = Fields({} if given is None else given)
         metadata, messages = _metadata(fields) or {}, _items(fields)
         fields.end()
         pending = self._appended(messages)(Pending()).messages
         settings = ConversationSettings(
-            drawn_id(), metadata=metadata, tenant=by.tenant, pending=pending
+            new_conversation_id(), metadata=metadata, tenant=by.tenant, pending=pending
         )
         return _described(await self._daemon.writable_by(by.tenant).create(settings))
 
@@ -75,7 +75,7 @@ class Conversations:
 
     async def update(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         conversation = await self._conversation(exchange, by)
-        fields = Fields(await self._bodies.json(exchange, by))
+        fields = Fields(await self._requests.json(exchange, by))
         metadata = _metadata(fields)
         fields.end()
         if metadata is None:
@@ -107,7 +107,7 @@ class Conversations:
 
     async def add_items(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         seen = await self._seen(exchange, by)
-        fields = Fields(await self._bodies.json(exchange, by))
+        fields = Fields(await self._requests.json(exchange, by))
         if "items" not in fields:
             raise Refusal("items", "is required", "missing_required_parameter")
         messages = _items(fields)
@@ -168,19 +168,21 @@ class Conversations:
     async def _conversation(self, exchange: Exchange, by: Caller) -> records.Conversation:
         return await self._stored.conversation(exchange.values["conversation_id"], by.tenant)
 
-    async def _seen(self, exchange: Exchange, by: Caller) -> Seen:
+    async def _seen(self, exchange: Exchange, by: Caller) -> ConversationItems:
         conversation, pending = await self._stored.with_pending(
             exchange.values["conversation_id"], by.tenant
         )
-        return Seen(conversation, pending, await self._stored.first_number(conversation))
+        return ConversationItems(
+            conversation, pending, await self._stored.first_number(conversation)
+        )
 
-    def _of(self, message: records.Message, seen: Seen) -> list[dict[str, Any]]:
+    def _of(self, message: records.Message, seen: ConversationItems) -> list[dict[str, Any]]:
         place = Place(seen.tag, seen.first_number + message.index)
-        return items_of(message, place, self._bodies.pieces_of(seen.conversation.tools))
+        return items_of(message, place, self._requests.cutter(seen.conversation.tools))
 
     async def _items(
         self,
-        seen: Seen,
+        seen: ConversationItems,
         after: tuple[int, int] | None,
         descending: bool,
     ) -> AsyncIterator[dict[str, Any]]:
@@ -198,14 +200,18 @@ class Conversations:
             if num_messages == records.PAGE_SIZE_MAX:
                 return
 
-    async def _forward(self, seen: Seen, first: int | None) -> AsyncIterator[records.Message]:
+    async def _forward(
+        self, seen: ConversationItems, first: int | None
+    ) -> AsyncIterator[records.Message]:
         async for each in self._stored.messages(seen.conversation, first or 0):
             yield each
         for each in seen.waiting:
             if first is None or each.index >= first:
                 yield each
 
-    async def _backward(self, seen: Seen, first: int | None) -> AsyncIterator[records.Message]:
+    async def _backward(
+        self, seen: ConversationItems, first: int | None
+    ) -> AsyncIterator[records.Message]:
         for each in reversed(seen.waiting):
             if first is None or each.index <= first:
                 yield each
@@ -219,7 +225,9 @@ class Conversations:
                 yield each
             stop = start
 
-    async def _item(self, item_id: str, seen: Seen) -> tuple[records.Message, dict[str, Any]]:
+    async def _item(
+        self, item_id: str, seen: ConversationItems
+    ) -> tuple[records.Message, dict[str, Any]]:
         index, _ = _parsed(item_id, seen)
         conversation = seen.conversation
         if index < conversation.num_messages:
@@ -241,7 +249,7 @@ def no_item() -> NotFound:
     return NotFound("there is no such item in this conversation")
 
 
-def _parsed(item_id: str, seen: Seen) -> tuple[int, int]:
+def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
     """The index of the item's message, and which part of it the item is."""
     found = place_of(item_id)
     if found is None or found[0].tag != seen.tag or found[0].number < seen.first_number:

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from pensieve.api.openai.fields import Refusal, one_line
+from pensieve.api.json_fields import Refusal, one_line
 from pensieve.errors import InvalidArgument
+from pensieve.guard.guard import GuardedCall
 
 BODY_BYTES_MAX = 8 << 20
 SHORT_BODY_BYTES = 64 << 10  # that a body has without a place among those on their way
@@ -54,7 +55,7 @@ class Exchange:
         self.num_bytes = 0  # of the body, that were read
         self._body = bytearray()  # what was read of it
         self._has_body = False  # all pieces of it were read
-        self.call: Any = None  # where it is counted, once its caller is known (guard/calls.py)
+        self.call: GuardedCall | None = None  # until an error is told
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
         self.begun = False  # the answer's headers are sent
@@ -155,7 +156,7 @@ class Exchange:
 
     async def answer_bytes(self, body: bytes, kind: str, status: int = 200) -> None:
         if self.call is not None:
-            self.call.answers(body)
+            self.call.answers(len(body))
         self.out |= {"content-type": kind, "content-length": str(len(body))}
         await self._begin(status)
         body = b"" if self.method == "HEAD" else body
@@ -190,7 +191,7 @@ class Exchange:
         if self.call is None:
             await self.write_now(piece)
         else:
-            await self.call.write(piece)
+            await self.call.send(len(piece), self.write_now, piece)
 
     async def write_now(self, piece: bytes) -> None:
         """The same, whatever its tenant's clients have to take first."""
@@ -244,15 +245,6 @@ class Exchange:
         done, self._done = self._done, []
         for function in done:
             function(self)
-
-
-class Uncounted:
-    """An exchange to the part of the service that counts what goes through it (guard/calls.py)."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.write = exchange.write_now
-        self.add_done_callback = exchange.add_done_callback
-        self.time_remaining = exchange.time_remaining
 
 
 def event(value: Mapping[str, Any], name: str = "") -> bytes:

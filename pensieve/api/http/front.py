@@ -16,24 +16,23 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import re
-import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from pensieve.api.grpc.auth import AuthInterceptor, Caller, group_of, set_caller
-from pensieve.api.grpc.translate import is_of_the_machine
 from pensieve.api.http import errors
-from pensieve.api.http.exchange import Exchange, Uncounted, event
-from pensieve.conversations.owning import takes_over
-from pensieve.errors import PensieveError, PermissionDenied, ServerFault, whole_line
+from pensieve.api.http.exchange import Exchange, event
+from pensieve.conversations.ownership import takes_over
+from pensieve.errors import PensieveError, PermissionDenied
+from pensieve.guard.audit import AuditedCall
+from pensieve.guard.callers import Caller
+from pensieve.guard.guard import CallKind, Guard, GuardedCall
 
-log = logging.getLogger("pensieve")
+ENDPOINT = CallKind()
 Act = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
 ErrorBody = Callable[[PensieveError], Mapping[str, Any]]
 METHODS = "GET, POST, DELETE, OPTIONS"
@@ -48,7 +47,7 @@ class Allowed:
 
 
 class Front:
-    def __init__(self, guard: AuthInterceptor, allowed: Allowed) -> None:
+    def __init__(self, guard: Guard, allowed: Allowed) -> None:
         self.guard = guard
         self.allowed = allowed
 
@@ -85,20 +84,10 @@ class Front:
                 "access-control-max-age": "600",
             }
 
-    def caller_of(self, exchange: Exchange) -> Caller:
-        given = exchange.headers.get("authorization", "")
-        if given[:7].lower() == "bearer ":
-            given = f"Bearer {given[7:].strip()}"
-        elif not given and (key := exchange.headers.get("x-api-key")):
-            given = f"Bearer {key}"
-        metadata = (("authorization", given),) if given else ()
-        return self.guard.admitted(_method(exchange), metadata, exchange.peer())
-
-    async def body(self, exchange: Exchange, by: Caller) -> bytes:
-        """The bytes of a request; its tenant's memory for bodies holds them until the answer begins."""
-        raw, held = await self.guard.incoming.piecewise(exchange, group_of(by, exchange.peer()))
-        exchange.add_done_callback(lambda _: held.release())
-        return raw
+    async def body(self, exchange: Exchange) -> bytes:
+        """Return the bytes of a request; its tenant's limit has them until the answer begins."""
+        assert exchange.call is not None
+        return await exchange.call.body(in_pieces=True)
 
 
 class Endpoint:
@@ -110,15 +99,15 @@ class Endpoint:
         act: Act,
         *,
         is_open: bool = False,
-        deletes: str = "",
+        is_deletion: bool = False,
         error_body: ErrorBody = errors.body_of,
     ) -> None:
         """`is_open`: anybody may call it, and it reads no body.
 
-        `deletes`: gRPC's method that does the same; what is deleted goes by its names in the path.
+        `is_deletion`: the audit log has the call, with the ids in its path.
         """
         self._front, self._act, self._is_open = front, act, is_open
-        self._deletes, self._error_body = deletes, error_body
+        self._is_deletion, self._error_body = is_deletion, error_body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send)
@@ -135,51 +124,29 @@ class Endpoint:
             await exchange.end()
 
     async def _answer(self, exchange: Exchange) -> None:
-        front, guard, call = self._front, self._front.guard, None
-        method = _method(exchange)
-        began, outcome, by = asyncio.get_running_loop().time(), "CANCELLED", None
-        try:
+        front = self._front
+        call = exchange.call = GuardedCall(
+            *(front.guard, ENDPOINT, _name(exchange), exchange),
+            tell=partial(self._tell, exchange),
+            audited=partial(_audited, exchange) if self._is_deletion else None,
+        )
+        async with call:
             exchange.check_framing()
             front.check_place(exchange)
             if exchange.method == "OPTIONS":
                 await exchange.answer_bytes(b"", "text/plain", 204)
                 return
+            by = Caller()
             if not self._is_open:
-                by = front.caller_of(exchange)
-                set_caller(by)
+                by = await call.enter(_authorization(exchange))
                 takes_over.set(True)
-                call = exchange.call = guard.enter(Uncounted(exchange), by.tenant)
-                await call.admit(method)
-            value = await self._act(exchange, by or Caller())
+            value = await self._act(exchange, by)
             if value is not None:
                 await exchange.answer(value)
-            outcome = "OK"
-        except asyncio.CancelledError:
-            raise
-        except PensieveError as error:
-            outcome = error.reason
-            guard.count_refusal(error)
-            if is_of_the_machine(error):
-                log.error("%s failed: %s", method, whole_line(error))
-            if call is not None:
-                await call.refused(error)
-            await self._tell(exchange, error)
-        except Exception:
-            outcome, incident = "INTERNAL", secrets.token_hex(8)
-            guard.count_refusal(None)
-            log.exception("incident %s in %s", incident, method)
-            await self._tell(exchange, ServerFault(f"internal error {incident}"))
-        finally:
-            if by is not None and self._deletes:
-                deleted = SimpleNamespace(**exchange.values)
-                peer = exchange.peer()
-                guard.audit.ended(self._deletes, deleted, by, peer, outcome, began)
 
     async def _tell(self, exchange: Exchange, error: PensieveError) -> None:
-        body, exchange.call = (
-            self._error_body(error),
-            None,
-        )  # an error is told, whoever has not read what
+        body = self._error_body(error)
+        exchange.call = None  # an error is told even if the tenant's clients have too much to read
         if exchange.begun:
             if exchange.is_stream:
                 await exchange.write(event(body, "error" if "type" in body else ""))
@@ -206,9 +173,23 @@ def _place_of(origin: str) -> str:
         return ""
 
 
-def _method(exchange: Exchange) -> str:
-    """As the audit log and the limits name it."""
+def _name(exchange: Exchange) -> str:
+    """Return the name of the call in logs."""
     return f"/http{ascii(exchange.path[:200])[1:-1]}"
+
+
+def _authorization(exchange: Exchange) -> str | None:
+    given = exchange.headers.get("authorization", "")
+    if given[:7].lower() == "bearer ":
+        return f"Bearer {given[7:].strip()}"
+    if not given and (key := exchange.headers.get("x-api-key")):
+        return f"Bearer {key}"
+    return given or None
+
+
+def _audited(exchange: Exchange) -> AuditedCall:
+    ids = {name: exchange.values.get(name, "") for name in ("conversation_id", "job_id")}
+    return AuditedCall("", is_deletion=True, **ids)
 
 
 def _name_of(host: str) -> str:

@@ -14,17 +14,21 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from pensieve.api.grpc.reload import Reloaded
-from pensieve.api.grpc.server import Listening, Server, is_loopback
 from pensieve.api.http.connections import HEAD_BYTES_MAX, IDLE_SECONDS, protocol
 from pensieve.api.http.front import Allowed, Front, own_names
+from pensieve.api.http.gateway import GatewayMethod
 from pensieve.api.http.routes import application
+from pensieve.api.plugins import Plugin
+from pensieve.conversations.daemon import Daemon
 from pensieve.errors import AddressInUse, ConfigError
 from pensieve.extras import need
+from pensieve.guard.exposure import Listening, is_loopback
+from pensieve.guard.guard import Guard
+from pensieve.guard.reload import Reloaded
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
 
@@ -37,7 +41,22 @@ FILES_KEPT = 512  # of the open files that are allowed: for gRPC, the history an
 CLOSE_SECONDS = 2.0  # for answers that are on their way when the daemon ends
 
 
-def serve_http(server: Server, template: ChatTemplate, style: CallStyle | None = None) -> None:
+class GuardedServer(Protocol):
+    """The server of another door, beside which HTTP is served."""
+
+    daemon: Daemon
+    guard: Guard
+    listening: Listening
+    plugins: Sequence[Plugin]
+    beside: list[Any]  # listeners that open and close with the server
+
+    @property
+    def json_methods(self) -> Iterable[GatewayMethod]: ...
+
+
+def serve_http(
+    server: GuardedServer, template: ChatTemplate, style: CallStyle | None = None
+) -> None:
     """Have a server listen for HTTP too, once it listens; `style`: how the model writes calls of tools."""
     of = server.listening
     host = of.http.rpartition(":")[0]
@@ -46,13 +65,12 @@ def serve_http(server: Server, template: ChatTemplate, style: CallStyle | None =
     hosts = own_names(host) | named if is_open else frozenset({"*"})
     is_local = is_loopback(host) and not of.tokens
     front = Front(server.guard, Allowed(hosts, of.http_origins, is_local))
-    server.beside.append(
-        HttpListener(
-            of,
-            lambda: application(front, server.daemon, template, style, server.batch_jobs),
-            server.audit.certificate_reloaded,
-        )
-    )
+
+    def make() -> Any:
+        methods, plugins = server.json_methods, server.plugins
+        return application(front, server.daemon, template, style, methods, plugins)
+
+    server.beside.append(HttpListener(of, make, server.guard.audit.certificate_reloaded))
 
 
 def connections_max() -> int:
@@ -199,11 +217,11 @@ def _reason(error: Exception) -> str:
 
 
 def _server(uvicorn: Any) -> Any:
-    class Server(uvicorn.Server):  # type: ignore[misc]
+    class QuietServer(uvicorn.Server):  # type: ignore[misc]
         """Signals are the daemon's."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Server
+    return QuietServer

@@ -1,111 +1,97 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API.
 
-As a chat completion does, a request brings the whole history, and the conversation that this is, is found by
-its messages (conversations/binding): only what is new of it is computed.  A count renders and tokenizes all
-of it, and leaves nothing.
+A request brings the whole history. The binder finds the stored conversation with these messages, and only the
+new ones are computed (conversations/binding). A count renders and tokenizes the whole history, and stores
+nothing.
 
-Each answer has a `request-id`, as its clients expect.  No log has it: what happened to a turn is found by its
-conversation's id, which is in a header too.
+Each answer has a `request-id`, because clients expect one. Logs name a turn by its conversation's id, which
+is in a header too.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pensieve.api.anthropic.parse import UNSUPPORTED_THREAD, parse, parse_count
 from pensieve.api.anthropic.render import (
-    Ending,
+    MessageEnding,
     MessageStream,
     ending_of,
     error_body,
     message,
     stopped_by,
 )
-from pensieve.api.grpc.auth import Caller
-from pensieve.api.grpc.translate import text_of
-from pensieve.api.http.bodies import Bodies, named
-from pensieve.api.http.completions import begin_bound
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.replies import (
-    digest,
-    follow,
-    follow_pieces,
-    has_key,
-    pieces_of,
-    prompt_of,
-    reply_of,
-    sources,
-)
-from pensieve.api.openai.answer import Heading, PromptTokens
-from pensieve.api.openai.fields import Refusal
+from pensieve.api.http.idempotency import digest, key_of
+from pensieve.api.http.replies import follow, sources
+from pensieve.api.http.requests import ApiRequests, named
+from pensieve.api.json_fields import Refusal
+from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.request import Request
-from pensieve.conversations.binding.binder import Binder
+from pensieve.api.reply import PromptTokens, ReplyStream, ReplyTokens
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import ContextFull, PensieveError
-from pensieve.text.reply_pieces import Piece, ReplyPieces
+from pensieve.guard.callers import Caller
+from pensieve.guard.client_errors import client_text
+from pensieve.text.reply_pieces import ReplyPieces
 
 
-class Messages:
-    def __init__(self, daemon: Daemon, bodies: Bodies, binder: Binder) -> None:
-        self._daemon, self._bodies, self._binder = daemon, bodies, binder
+class MessageEndpoints:
+    def __init__(self, daemon: Daemon, requests: ApiRequests) -> None:
+        self._daemon, self._requests = daemon, requests
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         _identify(exchange)
-        request = await self._bodies.read(exchange, by, parse)
+        request = await self._requests.read(exchange, by, parse)
         with named(request):
-            (live,) = await begin_bound(self._binder, self._bodies, exchange, by, request)
+            (live,) = await self._requests.begin_bound(exchange, by, request)
         answer_id = digest(by.tenant, live.conversation_id, live.turn_id)
         heading = Heading(answer_id, int(time.time()), request.model)
-        pieces = self._bodies.pieces(request)
+        reply, cutter = ReplyStream(live), self._requests.cutter(request.tools)
         if request.stream:
-            await self._stream(exchange, request, heading, live, pieces)
+            await self._stream(exchange, request, heading, reply, cutter)
             return None
-        await follow(self._daemon, exchange, live, None, stays=has_key(exchange))
+        await follow(self._daemon, exchange, reply, None, stays=bool(key_of(exchange)))
         exchange.out |= sources(live.figures)
-        found = pieces_of(live, pieces)
-        ending = self._ending(request, live, pieces)
-        return message(heading, found, reply_of(live), prompt_of(live), ending)
+        whole = reply.whole()
+        pieces = cutter.whole(zip(whole.parts, whole.texts, strict=True))
+        return message(heading, pieces, whole, reply.prompt, self._ending(request, whole, cutter))
 
     async def count_tokens(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         _identify(exchange)
-        request = await self._bodies.read(exchange, by, parse_count)
+        request = await self._requests.read(exchange, by, parse_count)
         with named(request):
-            return {"input_tokens": await self._bodies.num_tokens(request, by)}
+            return {"input_tokens": await self._requests.num_tokens(request, by)}
 
     async def _stream(
         self,
         exchange: Exchange,
         request: Request,
         heading: Heading,
-        live: LiveTurn,
-        pieces: ReplyPieces,
+        reply: ReplyStream,
+        cutter: ReplyPieces,
     ) -> None:
-        prompt = PromptTokens(live.history_tokens + live.prompt_tokens)
-        stream = MessageStream(heading, prompt)
+        prompt = PromptTokens(reply.live.history_tokens + reply.live.prompt_tokens)
+        stream = MessageStream(heading, prompt, cutter)
         exchange.begin_events()
-
-        async def on_pieces(found: Sequence[Piece], start: int, stop: int) -> None:
-            await exchange.write_events(stream.events(found))
-
-        await follow_pieces(self._daemon, exchange, live, pieces, on_pieces)
-        ending = self._ending(request, live, pieces)
-        await exchange.write_events(stream.end(reply_of(live), prompt_of(live), ending))
+        await follow(self._daemon, exchange, reply, stream, stays=bool(key_of(exchange)))
+        whole = reply.whole()
+        ending = self._ending(request, whole, cutter)
+        await exchange.write_events(stream.end(whole, reply.prompt, ending))
         await exchange.end_events()
 
-    def _ending(self, request: Request, live: LiveTurn, pieces: ReplyPieces) -> Ending:
-        reply, tokenizer = reply_of(live), self._bodies.template.tokenizer
-        stop = stopped_by(reply, tokenizer, request.sampling.stop)
-        return ending_of(reply.finish, pieces.ends_with_call, stop)
+    def _ending(self, request: Request, whole: ReplyTokens, cutter: ReplyPieces) -> MessageEnding:
+        stop = stopped_by(whole, self._requests.template.tokenizer, request.sampling.stop)
+        return ending_of(whole.finish, cutter.ends_with_call, stop)
 
 
 def body_of(error: PensieveError) -> Mapping[str, Any]:
-    """An error as Anthropic's clients know it; by this text they see that a history has to be shortened."""
-    text, details = text_of(error), None
+    """Return an error as Anthropic's clients know it; they shorten their history if they see this text."""
+    text, details = client_text(error), None
     if isinstance(error, Refusal) and error.code == "context_length_exceeded":
         text = f"prompt is too long: {error.problem}"
     elif isinstance(error, ContextFull):

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from pensieve.api.grpc.auth import Caller
 from pensieve.api.http.exchange import Exchange, event
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import cache_key
 from pensieve.engine.messages import Explain, Picture
 from pensieve.errors import PensieveError
+from pensieve.guard.callers import Caller
 from pensieve.guard.limits import Watchers
 
 LOOK_SECONDS = 0.5
@@ -28,7 +28,7 @@ FIGURES = (
 )
 
 
-class Page:
+class PageEndpoint:
     """`GET /`: one file that brings all it needs and asks no other host for anything.
 
     Its Content-Security-Policy allows the script and the style that it holds, by their digests, calls to the
@@ -54,7 +54,7 @@ class Page:
         return None
 
 
-class Watching:
+class MemoryEndpoints:
     """`GET /pensieve/memory`: where the conversations of a tenant lie, as events, while somebody watches.
 
     One picture of the engine's cache is made at a time for each tenant that is watched, whoever watches.  A

@@ -1,18 +1,18 @@
-"""In which conversation a response is, and the turn that it becomes there.
+"""Choose the conversation for a response, and begin its turn there.
 
-    previous_response_id    the conversation as it was after that response: appended if that is its end and no
-                            turn runs, else a fork
-    conversation            appended at its end; another turn that runs there is an error
-    neither                 as of a chat completion: found by its messages (binding/), or a new one
+    previous_response_id    the conversation as it was after that response: append to it if that is its end
+                            and no turn runs, else fork it
+    conversation            append to its end; it is an error if another turn runs there
+    neither                 as for a chat completion: a conversation with these messages (binding/), or a new
+                            one
 
-Each request of this API says what a conversation begins with (system prompt, tools, template options), and a
-conversation keeps that for its life here.  A request that follows another one and differs in it gets a new
-conversation, and its past is computed again.  In a conversation that the client names, what the request
-leaves out is the conversation's; what it gives has to be the same, or becomes the conversation's own while
-that is empty.  Pending messages of such a conversation come before the request's
-(store/conversation_changes).
+Every request of this API has a system prompt, tools and template options; a conversation here keeps those it
+began with. If a request follows a response and brings others, it gets a new conversation, and the messages
+before it are computed again. In a conversation that the client names, the request may leave them out. If it
+gives them, they must be the same, unless the conversation is empty. Pending messages of such a conversation
+come before those of the request (store/conversation_changes).
 
-A conversation that was made for a turn which then did not begin or end is deleted.
+If a conversation was made for a turn that does not begin or end, it is deleted.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pensieve.api.http.bodies import Bodies
+from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.stored import (
     TAKEN_BACK,
-    Past,
-    Stored,
+    StartingPoint,
+    StoredConversations,
     as_stored,
     first_number,
     no_previous,
 )
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import Place, tag_of
-from pensieve.api.openai.fields import Refusal
 from pensieve.api.openai.request import Request
-from pensieve.conversations.binding.binder import Binder, Chat
+from pensieve.conversations.binding.binder import StatelessRequest
 from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.draft import Ask, check_settings
+from pensieve.conversations.draft import TurnRequest, check_settings
 from pensieve.conversations.heads import ConversationSettings, message_of
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import FinishReason, TurnOptions
@@ -49,25 +49,25 @@ from pensieve.store.records import ChainMatch
 from pensieve.store.responses import StoredResponse
 from pensieve.text import Message
 
-ATTEMPTS_MAX = 3  # at the end of a conversation that others go on with, too
+ATTEMPTS_MAX = 3  # to append to a conversation that other requests change
 PAGE_SIZE = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class TurnPlace:
     conversation_id: str
     began_at_revision: int
     place: Place  # of its reply
-    tools: Sequence[Mapping[str, Any]]  # the conversation's, by which its reply is cut
+    tools: Sequence[Mapping[str, Any]]  # the conversation's; its reply may call them
     is_ours: bool  # the conversation was made for responses
 
 
-Ended = Callable[[Where, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
+Ended = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A request, with what its conversation begins with apart from its messages."""
+class ResponseTurn:
+    """A request as a turn: its instructions apart from its messages."""
 
     request: Request
     instructions: str
@@ -76,250 +76,253 @@ class Wish:
     tenant: str
     given_sampling: Mapping[str, Any]
     session_key: str = ""  # the client's own name for the conversation
-    chain: ChainEnd | None = None  # by which its history is found again, where all of it is known
-    ended: Ended | None = None  # what is stored with its reply
+    chain: ChainEnd | None = None  # by which the binder finds its history again
+    ended: Ended | None = None  # makes what is stored with its reply
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedTurn:
     live: LiveTurn
-    where: Where
-    how: str = "appended"  # or forked, or new
-    is_made: bool = False  # for this one
+    where: TurnPlace
+    how: str = "appended"  # or "forked", or "new"
+    is_made: bool = False  # the conversation, for this turn
     recompute_reason: str = ""
 
 
-def drawn_id() -> str:
+def new_conversation_id() -> str:
     return f"conv_{secrets.token_hex(16)}"
 
 
 class ResponsePlaces:
-    """Belongs to the loop."""
+    """Runs on the event loop."""
 
     def __init__(
         self,
         daemon: Daemon,
-        bodies: Bodies,
-        stored: Stored,
-        binder: Binder,
+        requests: ApiRequests,
+        stored: StoredConversations,
     ) -> None:
-        self._daemon, self._bodies, self._binder = daemon, bodies, binder
+        self._daemon, self._requests = daemon, requests
         self._stored = stored
 
-    async def begin(self, wish: Wish) -> Placed:
-        if wish.request.previous_response_id:
-            return await self._follow(wish)
-        if wish.request.conversation:
-            return await self._append(wish)
-        _check_outputs(wish, frozenset())
-        return await self._find(wish)
+    async def begin(self, turn: ResponseTurn) -> PlacedTurn:
+        if turn.request.previous_response_id:
+            return await self._follow(turn)
+        if turn.request.conversation:
+            return await self._append(turn)
+        _check_outputs(turn, frozenset())
+        return await self._find(turn)
 
-    async def whole(self, wish: Wish) -> Request:
-        """The same with its whole prompt, for a turn that is in no conversation."""
-        request, instructions = wish.request, wish.instructions
+    async def whole(self, turn: ResponseTurn) -> Request:
+        """Return the request with its whole prompt, for a turn that is in no conversation."""
+        request, instructions = turn.request, turn.instructions
         if request.previous_response_id:
-            past = await self._stored.after_response(request.previous_response_id, wish.tenant)
+            start = await self._stored.after_response(request.previous_response_id, turn.tenant)
         elif request.conversation:
-            past, wish, _ = await self._end_of_conversation(wish)
+            start, turn, _ = await self._end_of_conversation(turn)
         else:
-            _check_outputs(wish, frozenset())
+            _check_outputs(turn, frozenset())
             return request
-        _check_outputs(wish, past.calls)
-        conversation = past.conversation
+        _check_outputs(turn, start.calls)
+        conversation = start.conversation
         if request.conversation and not is_empty(conversation):
-            _check_same(wish, past)
-            instructions = past.system_prompt
+            _check_same(turn, start)
+            instructions = start.system_prompt
             options = conversation.template_options
             request = replace(request, tools=conversation.tools, template_options=options)
         system = (Message("system", instructions),) if instructions else ()
-        before = await self._stored.as_sent_back(past)
-        return replace(request, messages=(*system, *before, *wish.messages))
+        before = await self._stored.as_sent_back(start)
+        return replace(request, messages=(*system, *before, *turn.messages))
 
-    # -- behind a history --
+    # -- after a history --
 
-    async def _find(self, wish: Wish) -> Placed:
-        request = wish.request
-        chat = Chat(
+    async def _find(self, turn: ResponseTurn) -> PlacedTurn:
+        request = turn.request
+        chat = StatelessRequest(
             request.messages,
-            wish.options,
+            turn.options,
             request.tools,
             request.template_options,
-            wish.tenant,
-            wish.session_key,
-            reply_reader=self._bodies.reply_reader(request),
+            turn.tenant,
+            turn.session_key,
+            reply_reader=self._requests.reply_reader(request),
         )
         for _ in range(ATTEMPTS_MAX):
-            history, match = await self._binder.look(chat)
-            wish = replace(wish, chain=history.end)
+            history, match = await self._requests.binder.look(chat)
+            turn = replace(turn, chain=history.end)
             if match is None:
                 break
-            rest = replace(wish, messages=request.messages[history.lengths[match.digest] :])
+            rest = replace(turn, messages=request.messages[history.lengths[match.digest] :])
             with contextlib.suppress(StaleRevision, TurnRunning, NotFound):  # it changed meanwhile
-                return await self._behind(rest, match)
-        return await self._new(wish, ())
+                return await self._after_match(rest, match)
+        return await self._new(turn, ())
 
-    async def _behind(self, wish: Wish, match: ChainMatch) -> Placed:
-        conversation_id, tenant = match.conversation_id, wish.tenant
+    async def _after_match(self, turn: ResponseTurn, match: ChainMatch) -> PlacedTurn:
+        conversation_id, tenant = match.conversation_id, turn.tenant
         if not match.may_append:
-            new_id = drawn_id()
-            with self._binder.reserved(tenant, new_id):
+            new_id = new_conversation_id()
+            with self._requests.binder.reserved(tenant, new_id):
                 fork = await self._daemon.writable_by(tenant).fork(
                     conversation_id, new_id, match.revision, tenant=tenant
                 )
                 first = await self._stored.first_number(fork)
-                where = _where(wish, fork, first, is_ours=True)
-                return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
+                where = _where(turn, fork, first, is_ours=True)
+                return PlacedTurn(
+                    await self._begin_first(turn, where), where, "forked", is_made=True
+                )
         conversation = await self._stored.conversation(conversation_id, tenant)
         if conversation.revision != match.present_revision:
             raise StaleRevision(match.present_revision, conversation.revision)
         is_ours = await self._stored.is_made_for(conversation_id, tenant)
         first = await self._stored.first_number(conversation)
-        where = _where(wish, conversation, first, is_ours=is_ours)
-        return Placed(await self._turn(wish, where), where)
+        where = _where(turn, conversation, first, is_ours=is_ours)
+        return PlacedTurn(await self._begin(turn, where), where)
 
-    # -- behind a response --
+    # -- after a response --
 
-    async def _follow(self, wish: Wish) -> Placed:
-        past = await self._stored.after_response(wish.request.previous_response_id, wish.tenant)
-        _check_outputs(wish, past.calls)
-        conversation, tenant = past.conversation, wish.tenant
-        reason = _difference(wish, past)
+    async def _follow(self, turn: ResponseTurn) -> PlacedTurn:
+        start = await self._stored.after_response(turn.request.previous_response_id, turn.tenant)
+        _check_outputs(turn, start.calls)
+        conversation, tenant = start.conversation, turn.tenant
+        reason = _difference(turn, start)
         if reason:
-            return await self._new(wish, await self._stored.as_sent_back(past), reason)
-        if conversation.revision == past.revision and conversation.running_turn_id is None:
+            return await self._new(turn, await self._stored.as_sent_back(start), reason)
+        if conversation.revision == start.revision and conversation.running_turn_id is None:
             with contextlib.suppress(StaleRevision, TurnRunning):
-                where = _where(wish, conversation, past.first_number, is_ours=past.is_ours)
-                return Placed(await self._turn(wish, where), where)
-        new_id = drawn_id()
-        with self._binder.reserved(tenant, new_id):
+                where = _where(turn, conversation, start.first_number, is_ours=start.is_ours)
+                return PlacedTurn(await self._begin(turn, where), where)
+        new_id = new_conversation_id()
+        with self._requests.binder.reserved(tenant, new_id):
             try:
                 fork = await self._daemon.writable_by(tenant).fork(
-                    conversation.conversation_id, new_id, past.revision, tenant=tenant
+                    conversation.conversation_id, new_id, start.revision, tenant=tenant
                 )
             except NotFound:  # of its revision
                 raise no_previous(TAKEN_BACK) from None
-            where = _where(wish, fork, past.first_number, is_ours=True)
-            return Placed(await self._first_turn(wish, where), where, "forked", is_made=True)
+            where = _where(turn, fork, start.first_number, is_ours=True)
+            return PlacedTurn(await self._begin_first(turn, where), where, "forked", is_made=True)
 
     # -- in a conversation that the client names --
 
-    async def _append(self, wish: Wish) -> Placed:
+    async def _append(self, turn: ResponseTurn) -> PlacedTurn:
         for attempt in range(ATTEMPTS_MAX):
             try:
-                return await self._append_once(wish)
+                return await self._append_once(turn)
             except StaleRevision:
                 if attempt + 1 == ATTEMPTS_MAX:
                     raise
         raise AssertionError("unreachable")
 
-    async def _append_once(self, wish: Wish) -> Placed:
-        past, wish, pending = await self._end_of_conversation(wish)
-        conversation = past.conversation
+    async def _append_once(self, turn: ResponseTurn) -> PlacedTurn:
+        start, turn, pending = await self._end_of_conversation(turn)
+        conversation = start.conversation
         if conversation.running_turn_id is not None:
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
-        _check_outputs(wish, past.calls)
-        first = past.first_number
+        _check_outputs(turn, start.calls)
+        first = start.first_number
         if is_empty(conversation):
-            conversation = await self._begun_with(wish, conversation)
-            first = first_number(bool(wish.instructions))
+            conversation = await self._begun_with(turn, conversation)
+            first = first_number(bool(turn.instructions))
         else:
-            _check_same(wish, past)
-        where = _where(wish, conversation, first, is_ours=False)
-        return Placed(await self._turn(wish, where, pending), where)
+            _check_same(turn, start)
+        where = _where(turn, conversation, first, is_ours=False)
+        return PlacedTurn(await self._begin(turn, where, pending), where)
 
     async def _end_of_conversation(
-        self, wish: Wish
-    ) -> tuple[Past, Wish, tuple[records.NewMessage, ...]]:
-        """What the conversation is now, the wish with what is pending there before it, and that."""
+        self, turn: ResponseTurn
+    ) -> tuple[StartingPoint, ResponseTurn, tuple[records.NewMessage, ...]]:
+        """Return the conversation's end, the turn with the pending messages before its own, and those."""
         conversation, pending = await self._stored.with_pending(
-            wish.request.conversation, wish.tenant
+            turn.request.conversation, turn.tenant
         )
         before = tuple(message_of(each) for each in as_stored(pending, conversation))
-        wish = replace(wish, messages=before + wish.messages)
-        past = await self._stored.of_conversation(conversation, wish.messages)
-        return past, wish, pending
+        turn = replace(turn, messages=before + turn.messages)
+        start = await self._stored.of_conversation(conversation, turn.messages)
+        return start, turn, pending
 
     async def _begun_with(
-        self, wish: Wish, conversation: records.Conversation
+        self, turn: ResponseTurn, conversation: records.Conversation
     ) -> records.Conversation:
-        """An empty conversation, with what the request says that it begins with."""
-        request = wish.request
-        if not (wish.instructions or request.tools or request.template_options):
+        """Give an empty conversation the system prompt, tools and options of the request."""
+        request = turn.request
+        if not (turn.instructions or request.tools or request.template_options):
             return conversation
-        await self._check_settings(wish)
+        await self._check_settings(turn)
         return await self._stored.begin_with(
             conversation.conversation_id,
-            wish.instructions,
+            turn.instructions,
             request.tools,
             request.template_options,
-            wish.tenant,
+            turn.tenant,
         )
 
     # -- a conversation of its own --
 
-    async def _new(self, wish: Wish, before: Sequence[Message], reason: str = "") -> Placed:
-        created = await self._daemon.writable_by(wish.tenant).create(
+    async def _new(
+        self, turn: ResponseTurn, before: Sequence[Message], reason: str = ""
+    ) -> PlacedTurn:
+        created = await self._daemon.writable_by(turn.tenant).create(
             ConversationSettings(
-                drawn_id(),
-                system_prompt=wish.instructions,
-                tools=wish.request.tools,
-                template_options=wish.request.template_options,
-                tenant=wish.tenant,
+                new_conversation_id(),
+                system_prompt=turn.instructions,
+                tools=turn.request.tools,
+                template_options=turn.request.template_options,
+                tenant=turn.tenant,
             )
         )
-        wish = replace(wish, messages=(*before, *wish.messages))
-        where = _where(wish, created, first_number(bool(wish.instructions)), is_ours=True)
-        live = await self._first_turn(wish, where)
-        return Placed(live, where, "new", is_made=True, recompute_reason=reason)
+        turn = replace(turn, messages=(*before, *turn.messages))
+        where = _where(turn, created, first_number(bool(turn.instructions)), is_ours=True)
+        live = await self._begin_first(turn, where)
+        return PlacedTurn(live, where, "new", is_made=True, recompute_reason=reason)
 
-    async def _first_turn(self, wish: Wish, made: Where) -> LiveTurn:
+    async def _begin_first(self, turn: ResponseTurn, made: TurnPlace) -> LiveTurn:
         try:
-            return await self._turn(wish, made)
+            return await self._begin(turn, made)
         except BaseException:
-            await self.discard(made.conversation_id, made.began_at_revision, wish.tenant)
+            await self.discard(made.conversation_id, made.began_at_revision, turn.tenant)
             raise
 
     async def discard(self, conversation_id: str, revision: int, tenant: str) -> None:
-        """Delete a conversation that was made for a turn that came to nothing, if nobody uses it."""
+        """Delete a conversation that was made for a turn that came to nothing, unless somebody uses it."""
         with contextlib.suppress(PensieveError):  # then it stays
             await self._daemon.writable.delete(conversation_id, tenant, revision)
 
-    async def _turn(
+    async def _begin(
         self,
-        wish: Wish,
-        where: Where,
+        turn: ResponseTurn,
+        where: TurnPlace,
         pending: tuple[records.NewMessage, ...] | None = None,
     ) -> LiveTurn:
         return await self._daemon.begin(
-            Ask(
+            TurnRequest(
                 where.conversation_id,
-                wish.messages,
-                wish.options,
-                wish.tenant,
+                turn.messages,
+                turn.options,
+                turn.tenant,
                 expected_revision=where.began_at_revision,
-                given_sampling=wish.given_sampling,
-                chain=wish.chain,
+                given_sampling=turn.given_sampling,
+                chain=turn.chain,
                 pending=pending,
-                response=None if wish.ended is None else partial(wish.ended, where),
+                response=None if turn.ended is None else partial(turn.ended, where),
             )
         )
 
-    async def _check_settings(self, wish: Wish) -> None:
+    async def _check_settings(self, turn: ResponseTurn) -> None:
         settings = ConversationSettings(
             "",
-            system_prompt=wish.instructions,
-            tools=wish.request.tools,
-            template_options=wish.request.template_options,
+            system_prompt=turn.instructions,
+            tools=turn.request.tools,
+            template_options=turn.request.template_options,
         )
-        model = self._bodies.template, self._daemon.context_max
-        await self._daemon.conversations.tokenized(
-            wish.tenant, partial(check_settings, *model, settings)
+        model = self._requests.template, self._daemon.context_max
+        await self._daemon.conversations.tokenizing.run(
+            turn.tenant, partial(check_settings, *model, settings)
         )
 
 
 def is_empty(conversation: records.Conversation) -> bool:
-    """Whether what it begins with is still to be said."""
+    """Whether it has neither messages nor a system prompt, tools or options."""
     return not (
         conversation.num_messages
         or conversation.revision
@@ -329,18 +332,20 @@ def is_empty(conversation: records.Conversation) -> bool:
     )
 
 
-def _where(wish: Wish, conversation: records.Conversation, first: int, *, is_ours: bool) -> Where:
-    """At the end of a conversation whose messages, as items, have numbers from `first` on."""
-    number = first + conversation.num_messages + len(wish.messages)
-    place = Place(tag_of(wish.tenant, conversation.conversation_id), number)
+def _where(
+    turn: ResponseTurn, conversation: records.Conversation, first: int, *, is_ours: bool
+) -> TurnPlace:
+    """Return the place at the end of a conversation whose messages, as items, are numbered from `first`."""
+    number = first + conversation.num_messages + len(turn.messages)
+    place = Place(tag_of(turn.tenant, conversation.conversation_id), number)
     conversation_id, revision = conversation.conversation_id, conversation.revision
-    return Where(conversation_id, revision, place, conversation.tools, is_ours)
+    return TurnPlace(conversation_id, revision, place, conversation.tools, is_ours)
 
 
-def _difference(wish: Wish, past: Past) -> str:
-    """In what the conversation begins otherwise than the request wants; empty if in nothing."""
-    request, conversation = wish.request, past.conversation
-    if wish.instructions != past.system_prompt:
+def _difference(turn: ResponseTurn, start: StartingPoint) -> str:
+    """Return what the conversation began with that the request wants differently; empty if nothing."""
+    request, conversation = turn.request, start.conversation
+    if turn.instructions != start.system_prompt:
         return "instructions"
     if list(request.tools) != list(conversation.tools):
         return "tools"
@@ -349,11 +354,11 @@ def _difference(wish: Wish, past: Past) -> str:
     return ""
 
 
-def _check_same(wish: Wish, past: Past) -> None:
-    """Of a conversation that the client names: what is left out is the conversation's own."""
-    request, conversation = wish.request, past.conversation
+def _check_same(turn: ResponseTurn, start: StartingPoint) -> None:
+    """Refuse a request that differs from what the conversation it names began with."""
+    request, conversation = turn.request, start.conversation
     for param, given, kept in (
-        ("instructions", wish.instructions, past.system_prompt),
+        ("instructions", turn.instructions, start.system_prompt),
         ("tools", list(request.tools), list(conversation.tools)),
         (
             request.param("template_options"),
@@ -369,17 +374,17 @@ def _check_same(wish: Wish, past: Past) -> None:
             raise Refusal(param, problem)
 
 
-def _check_outputs(wish: Wish, calls: frozenset[str]) -> None:
-    """The output of a function answers a call that was made."""
+def _check_outputs(turn: ResponseTurn, calls: frozenset[str]) -> None:
+    """Refuse the output of a function that was not called before it."""
     known = set(calls)
-    for message in wish.messages:
+    for message in turn.messages:
         known |= {call.id for call in message.tool_calls if call.id}
         if message.role == "tool" and message.tool_call_id not in known:
             raise Refusal("input", "has the output of a call that was not made before it")
 
 
 def stored_response(
-    where: Where,
+    where: TurnPlace,
     response_id: str,
     body: Mapping[str, Any],
     request: str,

@@ -1,15 +1,14 @@
-"""`/v1/responses`: a turn of a conversation, known by an id of its own.
+"""`/v1/responses`: each response is a turn of a conversation, and has an id of its own.
 
-    POST                a response: as a whole, as a stream of events, or in the background
-    GET                 as it is now
-    POST …/cancel       one in the background leaves nothing of its turn
-    DELETE              and its conversation, if that was made for responses and this was the last
+    POST                make one: answered as a whole, as a stream of events, or in the background
+    GET                 its present state
+    POST …/cancel       end one in the background, so that nothing of its turn stays
+    DELETE              delete it, and its conversation if that was made for responses and this was the last
 
-response_places.py decides in which conversation it is.  `store: false` makes a turn of the whole prompt that
-leaves nothing.
+response_places.py chooses the conversation. `store: false` makes a turn of the whole prompt that leaves
+nothing.
 
-A request with an `Idempotency-Key` that came before gets the same response: that which runs, or that which
-is stored.
+A request whose `Idempotency-Key` came before gets the same response: the running one, or the stored one.
 """
 
 from __future__ import annotations
@@ -19,37 +18,27 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pensieve.api.grpc.auth import Caller
-from pensieve.api.grpc.translate import text_of
-from pensieve.api.http.bodies import Bodies, named
-from pensieve.api.http.completions import session_key
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
-from pensieve.api.http.replies import (
-    digest,
-    follow,
-    has_key,
-    prompt_of,
-    reply_of,
-    sources,
-    tokens_of,
-)
+from pensieve.api.http.idempotency import OneAtATime, digest, key_of, key_reused
+from pensieve.api.http.replies import follow, sources
+from pensieve.api.http.requests import ApiRequests, named, session_key
 from pensieve.api.http.response_places import (
-    Placed,
+    PlacedTurn,
     ResponsePlaces,
-    Where,
-    Wish,
+    ResponseTurn,
+    TurnPlace,
     stored_response,
 )
-from pensieve.api.http.stored import Stored
+from pensieve.api.http.stored import StoredConversations
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.conversation_items import Place
-from pensieve.api.openai.fields import Refusal
 from pensieve.api.openai.request import Request, RequestKind, parse
 from pensieve.api.openai.response_stream import (
     ENDED,
@@ -59,10 +48,13 @@ from pensieve.api.openai.response_stream import (
     pieces_of,
     unfinished,
 )
+from pensieve.api.reply import NO_TOKENS, ReplyStream
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import FinishReason
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed
+from pensieve.guard.callers import Caller
+from pensieve.guard.client_errors import client_text
 from pensieve.store.responses import StoredResponse
 from pensieve.text.reply_pieces import ReplyPieces
 
@@ -71,37 +63,41 @@ LOOK_SECONDS = 0.5  # how often a turn without a reader is looked at
 LOST = "the server stopped before the response was complete"
 
 
-class Responses:
+class ResponseEndpoints:
     def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: Stored, places: ResponsePlaces
+        self,
+        daemon: Daemon,
+        requests: ApiRequests,
+        stored: StoredConversations,
+        places: ResponsePlaces,
     ) -> None:
-        self._daemon, self._bodies = daemon, bodies
+        self._daemon, self._requests = daemon, requests
         self._stored, self._places = stored, places
-        self._running = RunningResponses(daemon, bodies, stored, places)
-        self._beginning: dict[str, asyncio.Event] = {}  # requests with a key, by their answer's id
+        self._running = RunningResponses(daemon, requests, stored, places)
+        self._beginning = OneAtATime()  # requests with a key, by their answer's id
 
     # -- a response is made --
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
-        request = await self._bodies.read(exchange, by, partial(parse, RequestKind.RESPONSE))
-        wish = self._wish(exchange, by, request)
+        request = await self._requests.read(exchange, by, partial(parse, RequestKind.RESPONSE))
+        turn = self._new_turn(exchange, by, request)
         with named(request):
             if request.store is False:
-                return await self._unstored(exchange, by, wish)
-            key = exchange.headers.get("idempotency-key", "")
+                return await self._unstored(exchange, by, turn)
+            key = key_of(exchange)
             answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
-            async with self._alone(answer_id if key else ""):
-                requested = _digest_of(wish)
+            async with self._beginning.alone(answer_id if key else ""):
+                requested = _digest_of(turn)
                 known = None
                 if key:
                     known = await self._known(f"resp_{answer_id}", requested, by.tenant)
                 if known is None:
                     heading = Heading(answer_id, int(time.time()), request.model)
-                    known = Running(request, heading, requested, by.tenant)
+                    known = RunningResponse(request, heading, requested, by.tenant)
                     self._running.add(known)
-                    wish = replace(wish, ended=partial(self._running.ended, known))
-                    await self._daemon.threads.whole(self._begin(known, wish))
-            if not isinstance(known, Running):
+                    turn = replace(turn, ended=partial(self._running.ended, known))
+                    await self._daemon.threads.whole(self._begin(known, turn))
+            if not isinstance(known, RunningResponse):
                 if request.stream and known["status"] not in ENDED:  # it streams where it runs
                     await self._stored.require_here(known["id"], by.tenant)
                     known = await self._present(known["id"], by.tenant)
@@ -114,34 +110,19 @@ class Responses:
             return running.present
         return await self._read(exchange, running, placed, is_stream=request.stream)
 
-    @contextlib.asynccontextmanager
-    async def _alone(self, answer_id: str) -> AsyncIterator[None]:
-        """One request with this id of a key at a time: the next sees what came of this one."""
-        while (other := self._beginning.get(answer_id)) is not None:
-            await other.wait()
-        if not answer_id:
-            yield
-            return
-        begun = self._beginning[answer_id] = asyncio.Event()
-        try:
-            yield
-        finally:
-            del self._beginning[answer_id]
-            begun.set()
-
-    def _wish(self, exchange: Exchange, by: Caller, request: Request) -> Wish:
+    def _new_turn(self, exchange: Exchange, by: Caller, request: Request) -> ResponseTurn:
         instructions = request.echoed.get("instructions") or ""
         messages = request.messages
         if request.echoed.get("instructions") is not None:
             messages = messages[1:]
-        options = self._bodies.options(request, by)
-        given = self._bodies.given_sampling(request)
+        options = self._requests.options(request, by)
+        given = self._requests.given_sampling(request)
         key = session_key(exchange, request)
-        return Wish(request, instructions, messages, options, by.tenant, given, key)
+        return ResponseTurn(request, instructions, messages, options, by.tenant, given, key)
 
     async def _known(
         self, response_id: str, requested: str, tenant: str
-    ) -> Running | Mapping[str, Any] | None:
+    ) -> RunningResponse | Mapping[str, Any] | None:
         running = self._running.find(response_id, tenant)
         if running is not None:
             _check_key(running.digest, requested)
@@ -154,9 +135,9 @@ class Responses:
         _check_key(stored.request, requested)
         return await self._now(stored)
 
-    async def _begin(self, running: Running, wish: Wish) -> None:
+    async def _begin(self, running: RunningResponse, turn: ResponseTurn) -> None:
         try:
-            placed = await self._places.begin(wish)
+            placed = await self._places.begin(turn)
             await self._running.begin(running, placed)
         except BaseException:
             self._running.forget(running)
@@ -165,15 +146,16 @@ class Responses:
     # -- a response is read --
 
     async def _read(
-        self, exchange: Exchange, running: Running, placed: Placed, *, is_stream: bool
+        self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, is_stream: bool
     ) -> Mapping[str, Any] | None:
-        """`is_stream`: as this client wants it, who may not be the first."""
-        stays = running.request.background or has_key(exchange)
+        """Answer with a running response; the first request for it may have wanted it otherwise."""
+        stays = running.request.background or bool(key_of(exchange))
         if is_stream:
             await self._stream(exchange, running, placed, stays=stays)
             return None
         try:
-            await follow(self._daemon, exchange, placed.live, None, stays=stays)
+            reply = ReplyStream(placed.live)
+            await follow(self._daemon, exchange, reply, None, stays=stays)
         finally:
             running.has_ended.set()
         await running.kept.wait()
@@ -182,15 +164,17 @@ class Responses:
         return running.body
 
     async def _stream(
-        self, exchange: Exchange, running: Running, placed: Placed, *, stays: bool
+        self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, stays: bool
     ) -> None:
-        request, live = running.request, placed.live
-        stream = self._stream_of(request, placed.where.place)
+        cutter, tokenizer = (
+            self._requests.cutter(placed.where.tools),
+            self._requests.template.tokenizer,
+        )
+        stream = ResponseStream(running.request, placed.where.place, tokenizer, cutter)
         exchange.begin_events()
         await exchange.write_events(stream.begin(running.present))
         try:
-            cutter = self._bodies.pieces_of(placed.where.tools)
-            await self._tokens(exchange, stream, cutter, live, stays=stays)
+            await follow(self._daemon, exchange, ReplyStream(placed.live), stream, stays=stays)
             running.has_ended.set()
             await running.kept.wait()
             assert running.body is not None
@@ -201,32 +185,13 @@ class Responses:
             await exchange.write_events(_of_error(stream, running, error))
         await exchange.end_events()
 
-    def _stream_of(self, request: Request, place: Place) -> ResponseStream:
-        return ResponseStream(request, place, self._bodies.template.tokenizer)
-
-    async def _tokens(
-        self,
-        exchange: Exchange,
-        stream: ResponseStream,
-        cutter: ReplyPieces,
-        live: LiveTurn,
-        *,
-        stays: bool,
-    ) -> None:
-
-        async def on_tokens(start: int, stop: int) -> None:
-            await exchange.write_events(stream.tokens(cutter, tokens_of(live, start, stop)))
-
-        await follow(self._daemon, exchange, live, on_tokens, stays=stays)
-        rest = cutter.push(live.tail, live.parts[live.num_tokens - 1]) if live.tail else []
-        await exchange.write_events(stream.pieces([*rest, *cutter.end()]))
-
     async def _replay(
         self, exchange: Exchange, request: Request, body: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
         if not request.stream:
             return body
-        stream = ResponseStream(request, _StoredNames(body), self._bodies.template.tokenizer)
+        cutter, tokenizer = self._requests.cutter(request.tools), self._requests.template.tokenizer
+        stream = ResponseStream(request, StoredNames(body), tokenizer, cutter)
         exchange.begin_events()
         before = {**body, "status": "in_progress", "output": [], "usage": None}
         await exchange.write_events(stream.begin(before))
@@ -241,32 +206,32 @@ class Responses:
     # -- one that leaves nothing --
 
     async def _unstored(
-        self, exchange: Exchange, by: Caller, wish: Wish
+        self, exchange: Exchange, by: Caller, turn: ResponseTurn
     ) -> Mapping[str, Any] | None:
-        request = wish.request
+        request = turn.request
         if request.background:
             raise Refusal("background", "needs store: true: it is fetched later")
-        whole = await self._places.whole(wish)
-        (live,) = await self._bodies.begin_unstored(whole, by)
+        whole = await self._places.whole(turn)
+        (live,) = await self._requests.begin_unstored(whole, by)
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
         place = Place(digest(answer_id)[:16], 0)
+        reply, tokenizer = ReplyStream(live), self._requests.template.tokenizer
         if not request.stream:
-            await follow(self._daemon, exchange, live, None, stays=False)
+            await follow(self._daemon, exchange, reply, None, stays=False)
             exchange.out |= sources(live.figures)
-            cutter = self._bodies.pieces(whole)
-            return self._running.whole(request, heading, place, live, cutter)
-        stream = self._stream_of(request, place)
+            cutter = self._requests.cutter(whole.tools)
+            return self._running.whole(request, heading, place, reply, cutter)
+        stream = ResponseStream(request, place, tokenizer, self._requests.cutter(whole.tools))
         exchange.begin_events()
         await exchange.write_events(stream.begin(unfinished(request, heading, "in_progress")))
         try:
-            cutter = self._bodies.pieces(whole)
-            await self._tokens(exchange, stream, cutter, live, stays=False)
-            cutter = self._bodies.pieces(whole)
-            body = self._running.whole(request, heading, place, live, cutter)
+            await follow(self._daemon, exchange, reply, stream, stays=False)
+            cutter = self._requests.cutter(whole.tools)
+            body = self._running.whole(request, heading, place, reply, cutter)
             await exchange.write_events(stream.end(body))
         except PensieveError as error:
-            running = Running(request, heading, "", by.tenant)
+            running = RunningResponse(request, heading, "", by.tenant)
             await exchange.write_events(_of_error(stream, running, error))
         await exchange.end_events()
         return None
@@ -327,15 +292,15 @@ class Responses:
         return await self._now(stored)
 
     async def _now(self, stored: StoredResponse) -> Mapping[str, Any]:
-        """One that does not run here, read again where it has ended since it was read."""
+        """Return the body of a response that does not run here; read it again if it has ended meanwhile."""
         if await self._stored.runs(stored):
             return stored.body
         found = await self._stored.response(stored.response_id, stored.tenant)
         return as_it_is_now((found or stored).body)
 
 
-class _StoredNames:
-    """The ids that the items of a stored response have."""
+class StoredNames:
+    """Gives the items of a stored response the ids that they have."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._items: Sequence[Mapping[str, Any]] = body["output"]
@@ -349,32 +314,32 @@ class _StoredNames:
 
 
 def _of_error(
-    stream: ResponseStream, running: Running, error: PensieveError
+    stream: ResponseStream, running: RunningResponse, error: PensieveError
 ) -> list[dict[str, Any]]:
-    """A turn that failed is a response that did; whatever else goes wrong is an error."""
+    """Return a failed response if the turn failed, else an error event."""
     if running.body is not None:
         return stream.failed(running.body)
     if isinstance(error, TurnFailed):
-        body = failed(running.request, running.heading, "server_error", text_of(error))
+        body = failed(running.request, running.heading, "server_error", client_text(error))
         return stream.failed(body)
     param = error.field if isinstance(error, InvalidArgument) else None
-    return stream.error(shape_of(error).code, text_of(error), param)
+    return stream.error(shape_of(error).code, client_text(error), param)
 
 
-def _say_where(exchange: Exchange, placed: Placed) -> None:
+def _say_where(exchange: Exchange, placed: PlacedTurn) -> None:
     exchange.out["x-pensieve-conversation-id"] = placed.where.conversation_id
     exchange.out["x-pensieve-bound"] = placed.how
     if placed.recompute_reason:
         exchange.out["x-pensieve-recompute-reason"] = placed.recompute_reason
 
 
-def _digest_of(wish: Wish) -> str:
-    """Of what was requested, whatever the server's defaults are."""
-    request = wish.request
+def _digest_of(turn: ResponseTurn) -> str:
+    """Return a digest of what the client sent, whatever the server's defaults are."""
+    request = turn.request
     return digest(
         request.model,
-        repr((wish.instructions, wish.messages, request.tools)),
-        repr((dict(request.template_options), dict(wish.given_sampling))),
+        repr((turn.instructions, turn.messages, request.tools)),
+        repr((dict(request.template_options), dict(turn.given_sampling))),
         repr((request.previous_response_id, request.conversation, request.background)),
         repr(None if request.constraint is None else request.constraint.identity),
     )
@@ -382,23 +347,23 @@ def _digest_of(wish: Wish) -> str:
 
 def _check_key(known: str, requested: str) -> None:
     if known != requested:
-        raise InvalidArgument("idempotency-key", "was used before with another request")
+        raise key_reused()
 
 
 log = logging.getLogger("pensieve")
 
 
-class Running:
+class RunningResponse:
     def __init__(self, request: Request, heading: Heading, digest: str, tenant: str) -> None:
         self.request, self.heading = request, heading
-        self.digest, self.tenant = digest, tenant  # the digest: of what was asked for
+        self.digest, self.tenant = digest, tenant  # the digest is that of the request
         self.is_cancelled = False
-        self.placed: Placed | None = None
+        self.placed: PlacedTurn | None = None
         self.made: dict[str, Any] | None = None  # what is stored with the reply
         self.body: dict[str, Any] | None = None  # once it has ended
-        self.begun = asyncio.Event()  # or it will never
-        self.has_ended = asyncio.Event()  # its turn, as a reader knows
-        self.kept = asyncio.Event()
+        self.begun = asyncio.Event()  # the turn has begun, or never will
+        self.has_ended = asyncio.Event()  # a reader has seen the turn's end
+        self.kept = asyncio.Event()  # the response was stored, or never will be
 
     @property
     def response_id(self) -> str:
@@ -414,41 +379,45 @@ class Running:
 
 
 class RunningResponses:
-    """Responses whose turn has begun and that are not stored yet, and how each comes to its end.
+    """Responses whose turn has begun and that are not stored yet.
 
-        begun      its turn runs; whoever knows its id may read it, fetch its state, or cancel it
-        ended      so has its turn: the whole answer was made of it, and stored in the reply's transaction
-        kept       its turn's end is known, or the turn came to nothing; here it is forgotten
+        begun      the turn runs; clients may read the response, fetch its state, or cancel it
+        ended      the turn has ended; the body was made of it, and stored in the reply's transaction
+        kept       the turn's end is known, or the turn came to nothing; the response is forgotten here
 
-    A task of its own waits for the end of the turn, whether somebody reads or not.  Of a response in the
-    background it is a reader that takes nothing, so that the turn goes on.  When the process ends, a response
-    in the background is stored as one that runs, and counts as failed (`as_it_is_now`) once no turn of its
-    conversation runs; any other is stored with its turn's reply or not at all.  Where several daemons share a
-    history its turn may run at another one, which alone can end it.
+    A task per response waits for the end of the turn, whether a client reads or not. For a response in the
+    background the task is itself a reader, so that the turn goes on. If the process ends, a response in the
+    background is stored as running; it counts as failed once no turn of its conversation runs
+    (`as_it_is_now`). Any other response is stored with its turn's reply or not at all. If several daemons
+    share a history, the turn may run at another one, which alone can end it.
     """
 
     def __init__(
-        self, daemon: Daemon, bodies: Bodies, stored: Stored, places: ResponsePlaces
+        self,
+        daemon: Daemon,
+        requests: ApiRequests,
+        stored: StoredConversations,
+        places: ResponsePlaces,
     ) -> None:
-        self._daemon, self._bodies = daemon, bodies
+        self._daemon, self._requests = daemon, requests
         self._stored, self._places = stored, places
-        self._running: dict[tuple[str, str], Running] = {}  # by tenant and id
+        self._running: dict[tuple[str, str], RunningResponse] = {}  # by tenant and id
 
-    def find(self, response_id: str, tenant: str) -> Running | None:
+    def find(self, response_id: str, tenant: str) -> RunningResponse | None:
         return self._running.get((tenant, response_id))
 
-    def add(self, running: Running) -> None:
+    def add(self, running: RunningResponse) -> None:
         self._running[running.tenant, running.response_id] = running
 
-    def forget(self, running: Running) -> None:
+    def forget(self, running: RunningResponse) -> None:
         name = (running.tenant, running.response_id)
         if self._running.get(name) is running:
             del self._running[name]
         running.begun.set()
         running.kept.set()
 
-    async def begin(self, running: Running, placed: Placed) -> None:
-        """Its turn has begun; one in the background is stored first, so that it can be fetched later."""
+    async def begin(self, running: RunningResponse, placed: PlacedTurn) -> None:
+        """Keep a response whose turn has begun; store one in the background, so that it can be fetched."""
         running.placed = placed
         if running.request.background:
             await self._save(running, running.present, None)
@@ -456,24 +425,30 @@ class RunningResponses:
         running.begun.set()
 
     def ended(
-        self, running: Running, where: Where, live: LiveTurn, finish: FinishReason, tail: str
+        self,
+        running: RunningResponse,
+        where: TurnPlace,
+        live: LiveTurn,
+        finish: FinishReason,
+        tail: str,
     ) -> StoredResponse:
-        """What is stored in the transaction of its reply."""
-        cutter = self._bodies.pieces_of(where.tools)
+        """Return what is stored in the transaction of the reply."""
+        cutter = self._requests.cutter(where.tools)
+        reply = ReplyStream(live)
         running.made = self.whole(
-            running.request, running.heading, where.place, live, cutter, finish, tail
+            running.request, running.heading, where.place, reply, cutter, finish, tail
         )
         response_id, tenant = running.response_id, running.tenant
         return stored_response(where, response_id, running.made, running.digest, tenant, None)
 
-    async def cancel(self, running: Running) -> None:
-        """Its turn leaves nothing."""
+    async def cancel(self, running: RunningResponse) -> None:
+        """End the turn so that nothing of it stays."""
         assert running.placed is not None
         running.is_cancelled = True
         await self._daemon.conversations.drop(running.placed.live)
         await running.kept.wait()
 
-    async def _keep(self, running: Running, placed: Placed) -> None:
+    async def _keep(self, running: RunningResponse, placed: PlacedTurn) -> None:
         live = placed.live
         try:
             await self._until_ended(running, live)
@@ -493,7 +468,7 @@ class RunningResponses:
         finally:
             self.forget(running)
 
-    async def _until_ended(self, running: Running, live: LiveTurn) -> None:
+    async def _until_ended(self, running: RunningResponse, live: LiveTurn) -> None:
         if running.request.background:
             with contextlib.suppress(PensieveError):
                 await self._daemon.conversations.follow(live)
@@ -508,29 +483,31 @@ class RunningResponses:
         request: Request,
         heading: Heading,
         place: Place,
-        live: LiveTurn,
+        reply: ReplyStream,
         cutter: ReplyPieces,
         finish: FinishReason | None = None,
         tail: str | None = None,
     ) -> dict[str, Any]:
-        """The answer, of a turn that has ended, or is about to; `cutter` has seen nothing of it."""
-        reply = reply_of(live, finish, tail)
-        stream = ResponseStream(request, place, self._bodies.template.tokenizer)
-        stream.tokens(cutter, reply)
-        stream.pieces(cutter.end())
-        is_cut = (finish or live.finish) is FinishReason.CANCELLED
-        items = stream.items(is_whole=reply.finish is FinishReason.STOP and not is_cut)
-        return finished(request, heading, reply, prompt_of(live), items, is_cut=is_cut)
+        """Return the body of a turn that has ended or is about to; `cutter` has seen nothing of it."""
+        tokens = reply.whole(finish, tail)
+        stream = ResponseStream(request, place, self._requests.template.tokenizer, cutter)
+        stream.tokens(tokens)
+        stream.rest(NO_TOKENS)
+        is_cut = (finish or reply.live.finish) is FinishReason.CANCELLED
+        items = stream.items(is_whole=tokens.finish is FinishReason.STOP and not is_cut)
+        return finished(request, heading, tokens, reply.prompt, items, is_cut=is_cut)
 
-    def _without_reply(self, running: Running, failure: PensieveError) -> dict[str, Any]:
+    def _without_reply(self, running: RunningResponse, failure: PensieveError) -> dict[str, Any]:
         if running.is_cancelled:
             return failed(running.request, running.heading, "", "", "cancelled")
         is_refused = isinstance(failure, InvalidArgument)
         code = "invalid_prompt" if is_refused else "server_error"
         return failed(running.request, running.heading, code, str(failure))
 
-    async def _save(self, running: Running, body: Mapping[str, Any], revision: int | None) -> None:
-        """Its turn is in the history, whatever becomes of this."""
+    async def _save(
+        self, running: RunningResponse, body: Mapping[str, Any], revision: int | None
+    ) -> None:
+        """Store the response; its turn is in the history even if that fails."""
         assert running.placed is not None
         where = running.placed.where
         response = stored_response(
@@ -545,7 +522,7 @@ class RunningResponses:
 
 
 def as_it_is_now(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored response whose turn does not run here."""
+    """Return the body of a stored response whose turn does not run here."""
     if stored["status"] in ENDED:
         return dict(stored)
     return {**stored, "status": "failed", "error": {"code": "server_error", "message": LOST}}

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pensieve import __version__
-from pensieve.api.grpc.auth import Caller
-from pensieve.api.grpc.translate import text_of
-from pensieve.api.http.batches import Batches, Files
-from pensieve.api.http.bodies import Bodies
-from pensieve.api.http.completions import Completions
-from pensieve.api.http.conversations import Conversations
+from pensieve.api.http.completions import CompletionsEndpoint
+from pensieve.api.http.conversations import ConversationEndpoints
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.front import Act, Endpoint, Front
-from pensieve.api.http.gateway import Gateway
-from pensieve.api.http.messages import Messages
+from pensieve.api.http.gateway import GatewayMethod, gateway_routes
+from pensieve.api.http.messages import MessageEndpoints
 from pensieve.api.http.messages import body_of as anthropics
-from pensieve.api.http.page import Page, Watching
+from pensieve.api.http.page import MemoryEndpoints, PageEndpoint
+from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.response_places import ResponsePlaces
-from pensieve.api.http.responses import Responses
-from pensieve.api.http.stored import Stored
-from pensieve.api.jobs.values import Jobs
-from pensieve.api.openai.fields import Refusal
+from pensieve.api.http.responses import ResponseEndpoints
+from pensieve.api.http.stored import StoredConversations
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.request import RequestKind
-from pensieve.conversations.binding.binder import Binder
+from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import DiskFull, NotFound, Unavailable
 from pensieve.extras import need
+from pensieve.guard.callers import Caller
+from pensieve.guard.client_errors import client_text
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
 
 PURPOSE = "the HTTP API"
-DELETES = "/pensieve.v1.ConversationService/DeleteConversation"
+DELETION = {"is_deletion": True}
 Route = tuple[str, str, Act, Mapping[str, Any]]  # method, path, and settings of its Endpoint
 
 
@@ -42,45 +40,40 @@ def application(
     daemon: Daemon,
     template: ChatTemplate,
     style: CallStyle | None,
-    jobs: Jobs | None = None,
+    gateway: Iterable[GatewayMethod] = (),
+    plugins: Sequence[Plugin] = (),
 ) -> Any:
     routing = need("http", "starlette.routing", PURPOSE)
-    bodies = Bodies(front, daemon, template, style)
-    models, health, binder = Models(daemon, bodies), Health(daemon), Binder(daemon)
-    messages = Messages(daemon, bodies, binder)
-    watching = Watching(daemon, front.allowed.is_local)
-    files, batches = Files(daemon, bodies, jobs), Batches(bodies, jobs)
+    requests = ApiRequests(front, daemon, template, style)
+    models, health = ModelEndpoints(daemon, requests), HealthEndpoints(daemon)
+    messages = MessageEndpoints(daemon, requests)
+    memory = MemoryEndpoints(daemon, front.allowed.is_local)
     as_anthropic = {"error_body": anthropics}
-    deleting_a_job = {"deletes": "/pensieve.v1.JobService/DeleteJob"}
     acts: Sequence[Route] = (
-        ("GET", "/", Page(), {"is_open": True}),
-        ("GET", "/pensieve/memory", watching, {}),
-        ("GET", "/pensieve/explain/{conversation_id}", watching.explain, {}),
-        *Gateway(daemon, bodies).routes(),
+        ("GET", "/", PageEndpoint(), {"is_open": True}),
+        ("GET", "/pensieve/memory", memory, {}),
+        ("GET", "/pensieve/explain/{conversation_id}", memory.explain, {}),
+        *gateway_routes(gateway, requests),
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),
         ("GET", "/v1/models", models.all, {}),
         ("GET", "/v1/models/{model:path}", models.one, {}),
-        ("POST", "/v1/chat/completions", Completions(daemon, bodies, binder, RequestKind.CHAT), {}),
+        (
+            "POST",
+            "/v1/chat/completions",
+            CompletionsEndpoint(daemon, requests, RequestKind.CHAT),
+            {},
+        ),
         (
             "POST",
             "/v1/completions",
-            Completions(daemon, bodies, binder, RequestKind.COMPLETION),
+            CompletionsEndpoint(daemon, requests, RequestKind.COMPLETION),
             {},
         ),
         ("POST", "/v1/messages", messages.create, as_anthropic),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens, as_anthropic),
-        ("POST", "/v1/files", files.upload, {}),
-        ("GET", "/v1/files", files.all, {}),
-        ("GET", "/v1/files/{job_id}", files.one, {}),
-        ("DELETE", "/v1/files/{job_id}", files.delete, deleting_a_job),
-        ("GET", "/v1/files/{job_id}/content", files.content, {}),
-        ("POST", "/v1/batches", batches.create, {}),
-        ("GET", "/v1/batches", batches.all, {}),
-        ("GET", "/v1/batches/{job_id}", batches.one, {}),
-        ("DELETE", "/v1/batches/{job_id}", batches.delete, deleting_a_job),
-        ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
-        *_of_responses(daemon, bodies, binder),
+        *(route for plugin in plugins for route in plugin.routes(requests)),
+        *_of_responses(daemon, requests),
     )
     by_path: dict[str, dict[str, Endpoint]] = {}
     for method, path, act, settings in acts:
@@ -90,21 +83,21 @@ def application(
     return routing.Router([*routes, routing.Mount("/", nothing)], default=nothing)
 
 
-def _of_responses(daemon: Daemon, bodies: Bodies, binder: Binder) -> Sequence[Route]:
-    stored = Stored(daemon, bodies)
-    places = ResponsePlaces(daemon, bodies, stored, binder)
-    responses = Responses(daemon, bodies, stored, places)
-    conversations = Conversations(daemon, bodies, stored)
+def _of_responses(daemon: Daemon, requests: ApiRequests) -> Sequence[Route]:
+    stored = StoredConversations(daemon, requests)
+    places = ResponsePlaces(daemon, requests, stored)
+    responses = ResponseEndpoints(daemon, requests, stored, places)
+    conversations = ConversationEndpoints(daemon, requests, stored)
     one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
     return (
         ("POST", "/v1/responses", responses.create, {}),
         ("GET", one_response, responses.get, {}),
-        ("DELETE", one_response, responses.delete, {"deletes": DELETES}),
+        ("DELETE", one_response, responses.delete, DELETION),
         ("POST", f"{one_response}/cancel", responses.cancel, {}),
         ("POST", "/v1/conversations", conversations.create, {}),
         ("GET", one, conversations.get, {}),
         ("POST", one, conversations.update, {}),
-        ("DELETE", one, conversations.delete, {"deletes": DELETES}),
+        ("DELETE", one, conversations.delete, DELETION),
         ("GET", f"{one}/items", conversations.list_items, {}),
         ("POST", f"{one}/items", conversations.add_items, {}),
         ("GET", f"{one}/items/{{item_id}}", conversations.get_item, {}),
@@ -125,17 +118,17 @@ class _Methods:
         await endpoint(scope, receive, send)
 
 
-class Models:
-    def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
-        self._daemon, self._bodies = daemon, bodies
+class ModelEndpoints:
+    def __init__(self, daemon: Daemon, requests: ApiRequests) -> None:
+        self._daemon, self._requests = daemon, requests
         self._since = int(time.time())
 
     async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        return {"object": "list", "data": [self._model(self._bodies.models[0])]}
+        return {"object": "list", "data": [self._model(self._requests.models[0])]}
 
     async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         name = exchange.values["model"]
-        if name not in self._bodies.models:
+        if name not in self._requests.models:
             raise Refusal("model", "is not served here", "model_not_found")
         return self._model(name)
 
@@ -151,7 +144,7 @@ class Models:
         }
 
 
-class Health:
+class HealthEndpoints:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
 
@@ -159,7 +152,7 @@ class Health:
         """An error unless new turns are taken."""
         refusal = self._daemon.store_refusal
         if isinstance(refusal, DiskFull):
-            raise Unavailable(text_of(refusal))
+            raise Unavailable(client_text(refusal))
         if not self._daemon.serving:
             raise Unavailable("the daemon does not take turns at present")
         return {"status": "ok"}

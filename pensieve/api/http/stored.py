@@ -1,8 +1,9 @@
-"""Stored conversations and responses, as the endpoints of OpenAI's API read and change them.
+"""Read and change stored conversations and responses for the endpoints of OpenAI's API.
 
-A past is what a request goes on from: a conversation as it was after a response, or as it is.  Where another
-conversation takes it over it is text, as a client sends it that keeps the history itself.  A change is one
-job of the store thread, and is on the disk when it returns; a deletion is erased from the files, too.
+A request goes on from a starting point: a conversation as it was after a response, or as it is. If another
+conversation continues from there, it gets the messages as text, as from a client that keeps the history
+itself. A change is one job of the store thread, and is on disk when it returns. A deletion is erased from the
+files.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from pensieve.api.http.bodies import Bodies
+from pensieve.api.http.requests import ApiRequests
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import (
     Place,
     calls_of,
@@ -20,7 +22,6 @@ from pensieve.api.openai.conversation_items import (
     reply_as_sent_back,
     tag_of,
 )
-from pensieve.api.openai.fields import Refusal
 from pensieve.api.openai.response_stream import ENDED
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import stored_messages
@@ -38,24 +39,24 @@ TAKEN_BACK = "was taken back: its conversation was rewound"
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class StartingPoint:
     conversation: records.Conversation
     revision: int
     system_prompt: str
     is_ours: bool
-    calls: frozenset[str]  # that may be answered
+    calls: frozenset[str]  # of functions, whose outputs the request may bring
     first_number: int  # of its messages, as items
     is_of_response: bool = False  # its revision is that of a reply
 
 
-class Stored:
-    """Belongs to the loop."""
+class StoredConversations:
+    """Runs on the event loop."""
 
-    def __init__(self, daemon: Daemon, bodies: Bodies) -> None:
-        self._daemon, self._bodies = daemon, bodies
+    def __init__(self, daemon: Daemon, requests: ApiRequests) -> None:
+        self._daemon, self._requests = daemon, requests
         self._store, self._threads = daemon.store, daemon.threads
 
-    async def after_response(self, response_id: str, tenant: str) -> Past:
+    async def after_response(self, response_id: str, tenant: str) -> StartingPoint:
         found = await self.response(response_id, tenant)
         if found is None:
             raise no_previous("is not the id of a response")
@@ -66,7 +67,7 @@ class Stored:
             )
         conversation = await self.conversation(found.conversation_id, tenant)
         head = await self._head(conversation)
-        return Past(
+        return StartingPoint(
             conversation,
             found.revision,
             head.content if head else "",
@@ -78,13 +79,13 @@ class Stored:
 
     async def of_conversation(
         self, conversation: records.Conversation, messages: Sequence[Message]
-    ) -> Past:
-        """Its end, as the ground of these messages."""
+    ) -> StartingPoint:
+        """Return the end of a conversation, for these messages to follow."""
         head = await self._head(conversation)
         first, calls = first_number(head is not None), set[str]()
         if any(each.role == "tool" for each in messages):
             calls = await self._last_calls(conversation, first)
-        return Past(
+        return StartingPoint(
             conversation,
             conversation.revision,
             head.content if head else "",
@@ -100,7 +101,7 @@ class Stored:
     async def with_pending(
         self, conversation_id: str, tenant: str
     ) -> tuple[records.Conversation, tuple[records.NewMessage, ...]]:
-        """The same, with the messages that come before those of its next turn."""
+        """Return a conversation, and the messages that come before those of its next turn."""
         _check_id(conversation_id)
         reader = self._daemon.reader
         found, pending = await self._read(reader.with_pending, conversation_id, tenant)
@@ -126,13 +127,13 @@ class Stored:
             if not page.messages:
                 return
 
-    async def as_sent_back(self, past: Past) -> tuple[Message, ...]:
-        """The past as text, without its system prompt."""
-        conversation, found = past.conversation, list[Message]()
+    async def as_sent_back(self, start: StartingPoint) -> tuple[Message, ...]:
+        """Return the messages up to the starting point, without the system prompt."""
+        conversation, found = start.conversation, list[Message]()
         last_revision = 0
         tag = tag_of(conversation.tenant, conversation.conversation_id)
         async for stored in self.messages(conversation):
-            if stored.revision > past.revision:
+            if stored.revision > start.revision:
                 break
             last_revision = stored.revision
             if stored.role == "system" and not stored.revision and not stored.index:
@@ -140,10 +141,10 @@ class Stored:
             if stored.finish_reason is None:
                 found.append(message_of(stored))
             else:
-                cutter = self._bodies.pieces_of(conversation.tools)
-                place = Place(tag, past.first_number + stored.index)
+                cutter = self._requests.cutter(conversation.tools)
+                place = Place(tag, start.first_number + stored.index)
                 found.append(reply_as_sent_back(stored, place, cutter))
-        if past.is_of_response and last_revision != past.revision:
+        if start.is_of_response and last_revision != start.revision:
             raise no_previous(TAKEN_BACK)
         return tuple(found)
 
@@ -155,7 +156,7 @@ class Stored:
         return await self._read(self._daemon.reader.response, response_id, tenant)
 
     async def runs(self, response: StoredResponse) -> bool:
-        """Whether its turn runs, here or at another daemon; what is stored of one that has ended says so."""
+        """Whether its turn runs, here or at another daemon."""
         if response.body.get("status") in ENDED:
             return False
         with contextlib.suppress(NotFound):
@@ -164,7 +165,7 @@ class Stored:
         return False
 
     async def require_here(self, response_id: str, tenant: str) -> None:
-        """OwnedElsewhere where its turn runs at another daemon, which alone can end it."""
+        """Raise OwnedElsewhere if its turn runs at another daemon, which alone can end it."""
         found = await self.response(response_id, tenant)
         if found is not None and await self.runs(found):
             named = found.conversation_id
@@ -181,14 +182,14 @@ class Stored:
         )
 
     async def delete(self, response_id: str, tenant: str) -> str:
-        """And its conversation, if that was made for responses and this was the last one.
+        """Delete a response, and its conversation if it was made for responses and this was the last.
 
-        Returns the id of that, empty if it stays.
+        Return the id of that conversation; empty if it stays.
         """
         return await self._threads.whole(self._delete(response_id, tenant))
 
     async def _delete(self, response_id: str, tenant: str) -> str:
-        """A conversation that nothing needs any more goes first: its responses go with it, in one commit."""
+        """Delete the conversation first if nothing else needs it: its responses go in the same commit."""
         conversations = self._daemon.writable
         with contextlib.suppress(NotFound, StaleRevision):  # deleted meanwhile, or somebody goes on
             unneeded = await self._threads.in_store(
@@ -241,7 +242,7 @@ class Stored:
     async def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
     ) -> Pending:
-        """What `change` makes of them; messages that go are erased from the files."""
+        """Replace the pending messages by those that `change` returns; removed ones are erased."""
         await self._check(tenant)
         return await self._threads.whole(self._change_pending(conversation_id, change, tenant))
 
@@ -275,7 +276,7 @@ class Stored:
         tag = tag_of(conversation.tenant, conversation.conversation_id)
         async for stored in self.messages(conversation, last):
             place = Place(tag, first + stored.index)
-            cutter = self._bodies.pieces_of(conversation.tools)
+            cutter = self._requests.cutter(conversation.tools)
             found |= calls_of(items_of(stored, place, cutter))
         return found
 
@@ -287,14 +288,14 @@ class Stored:
 
 
 def first_number(has_head: bool) -> int:
-    """Of the messages of a conversation, as items: 0 is its system prompt's."""
+    """Return the number of the first message as an item; 0 is kept for the system prompt."""
     return 0 if has_head else 1
 
 
 def as_stored(
     messages: Sequence[records.NewMessage], conversation: records.Conversation
 ) -> list[records.Message]:
-    """Pending messages, as if they were the next of the conversation."""
+    """Return pending messages as if they were the next of the conversation."""
     return [
         records.Message(
             index=conversation.num_messages + number,
@@ -313,12 +314,12 @@ def as_stored(
 
 
 def as_pending(messages: Sequence[Message]) -> tuple[records.NewMessage, ...]:
-    """As the store takes them; they have no tokens yet."""
+    """Return messages as the store takes them; they have no tokens yet."""
     return tuple(stored_messages(messages, [[] for _ in messages]))
 
 
 def appended(messages: Sequence[Message]) -> Callable[[Pending], Pending]:
-    """More of them, behind what is pending."""
+    """Return a change that appends these messages to the pending ones."""
     more = as_pending(messages)
     return lambda found: replace(found, messages=(*found.messages, *more))
 
@@ -328,6 +329,6 @@ def no_previous(problem: str) -> Refusal:
 
 
 def _check_id(conversation_id: str) -> None:
-    """What cannot be an id is neither looked for nor repeated."""
+    """Refuse what cannot be an id, without looking for it or quoting it."""
     if not records.ID_PATTERN.fullmatch(conversation_id):
         raise NotFound("there is no such conversation")

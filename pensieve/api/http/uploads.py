@@ -2,7 +2,7 @@
 
 Fields may come before or after the file. The form's headers, parts and fields have size limits, and the
 file's data leaves in chunks, so memory is bounded. Time limits are those of a job's file over gRPC
-(guard/calls.py).
+(guard/request_bodies.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pensieve.api.http.exchange import Exchange
 from pensieve.errors import InvalidArgument
 from pensieve.extras import need
-from pensieve.guard.calls import Incoming
+from pensieve.guard.request_bodies import IncomingBodies
 
 PURPOSE = "the HTTP API"
 CHUNK_BYTES = 256 << 10  # of the file, passed on at once
@@ -42,7 +42,7 @@ class PartData(NamedTuple):
     data: bytes
 
 
-class Form:
+class MultipartForm:
     """The parts of a form whose bytes arrive in pieces."""
 
     def __init__(self, content_type: str) -> None:
@@ -135,10 +135,10 @@ class Form:
 
 
 class Upload:
-    def __init__(self, exchange: Exchange, incoming: Incoming, group: str) -> None:
+    def __init__(self, exchange: Exchange, incoming: IncomingBodies, group: str) -> None:
         self.fields: dict[str, str] = {}
         self.filename = ""
-        self._form = Form(exchange.headers.get("content-type", ""))
+        self._form = MultipartForm(exchange.headers.get("content-type", ""))
         self._raw = incoming.bodies(_Chunks(exchange), group)
         self._field = ""  # that the data belongs to; "" for the file
 

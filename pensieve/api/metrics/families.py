@@ -15,23 +15,23 @@ from typing import NamedTuple
 from pensieve.engine.distributions import Histogram
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
-COUNTER, GAUGE, HISTOGRAM = Kind
+COUNTER, GAUGE, HISTOGRAM = MetricKind
 
 
 class Family(NamedTuple):
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
 
 
-def _family(name: str, kind: Kind, text: str, *labels: str) -> Family:
+def _family(name: str, kind: MetricKind, text: str, *labels: str) -> Family:
     return Family(name, kind, text, labels)
 
 
@@ -112,10 +112,6 @@ FAMILIES = (
     _family(
         "audit_lines_lost", GAUGE, "Lines that the audit log has lost since it could be written."
     ),
-    # batch jobs
-    _family("jobs", GAUGE, "Batch jobs.", "state"),
-    _family("job_lines_running", GAUGE, "Lines of batch jobs that the engine has."),
-    _family("job_tokens_per_second", GAUGE, "Tokens of batch jobs in a second."),
 )
 
 

@@ -36,7 +36,7 @@ class Answers:
     may_scrape: Callable[[str, str], bool]  # by the `authorization` header and the peer
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Within this module: how a request ends that gets no answer."""
 
     def __init__(self, status: HTTPStatus) -> None:
@@ -94,7 +94,7 @@ class MetricsListener:
                 async with asyncio.timeout(SECONDS_MAX):
                     try:
                         response = await self._answer(await _head(reader), _peer(writer))
-                    except Refused as refused:
+                    except RequestRefused as refused:
                         response = _response(refused.status, f"{refused.status.phrase.lower()}\n")
                 async with asyncio.timeout(SECONDS_MAX):
                     writer.write(response)
@@ -104,23 +104,23 @@ class MetricsListener:
         finally:
             writer.transport.abort()
 
-    async def _answer(self, head: Head, peer: str) -> bytes:
+    async def _answer(self, head: RequestHead, peer: str) -> bytes:
         path = head.target.partition("?")[0]
         if path not in ("/metrics", "/health"):
-            raise Refused(HTTPStatus.NOT_FOUND)
+            raise RequestRefused(HTTPStatus.NOT_FOUND)
         if head.method != "GET":
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED)
+            raise RequestRefused(HTTPStatus.METHOD_NOT_ALLOWED)
         if path == "/health":
             if self._answers.is_serving():
                 return _response(HTTPStatus.OK, "serving\n")
             return _response(HTTPStatus.SERVICE_UNAVAILABLE, "not serving\n")
         if not self._answers.may_scrape(head.authorization, peer):
-            raise Refused(HTTPStatus.UNAUTHORIZED)
+            raise RequestRefused(HTTPStatus.UNAUTHORIZED)
         return _response(HTTPStatus.OK, await self._answers.metrics(), CONTENT_TYPE)
 
 
 @dataclass(frozen=True)
-class Head:
+class RequestHead:
     method: str
     target: str
     authorization: str = ""
@@ -132,28 +132,28 @@ def _peer(writer: asyncio.StreamWriter) -> str:
     return f"ipv6:[{host}]:{port}" if more else f"ipv4:{host}:{port}"
 
 
-async def _head(reader: asyncio.StreamReader) -> Head:
+async def _head(reader: asyncio.StreamReader) -> RequestHead:
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
-        raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE) from None
+        raise RequestRefused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE) from None
     return head_of(raw)
 
 
-def head_of(raw: bytes) -> Head:
+def head_of(raw: bytes) -> RequestHead:
     """Of a request's lines up to the empty one."""
     first, *fields = raw.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise Refused(HTTPStatus.BAD_REQUEST)
+        raise RequestRefused(HTTPStatus.BAD_REQUEST)
     authorization = ""
     for each in fields:
         name, colon, value = each.partition(":")
         if each and (not colon or not name or name != name.strip()):
-            raise Refused(HTTPStatus.BAD_REQUEST)
+            raise RequestRefused(HTTPStatus.BAD_REQUEST)
         if name.lower() == "authorization":
             authorization = value.strip()
-    return Head(words[0], words[1], authorization)
+    return RequestHead(words[0], words[1], authorization)
 
 
 def _response(status: HTTPStatus, text: str, content_type: str = PLAIN) -> bytes:

@@ -1,26 +1,24 @@
 """The text of all metrics at this moment, for Prometheus or `pensieve admin metrics`.
 
 The engine has ENGINE_SECONDS to answer; otherwise its metrics are missing this time.  Counting the history
-and listing the jobs takes longer the more there is, so their threads do it at most once in COUNT_SECONDS.
+and asking plug-ins takes longer the more there is, so it is done at most once in COUNT_SECONDS.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from pensieve.api.jobs.values import Jobs, JobView
 from pensieve.api.metrics.families import FAMILIES, Value, exposition
+from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.engine_client import Ready
-from pensieve.conversations.figures import Quantiles
 from pensieve.conversations.meter import Meter
+from pensieve.conversations.threads import Quantiles
 from pensieve.engine.distributions import Histogram
 from pensieve.engine.metrics import TURNS_WAITING
 from pensieve.errors import PensieveError
-from pensieve.store.job_records import JobState
 
 ENGINE_SECONDS = 2.0
 COUNT_SECONDS = 15.0
@@ -45,14 +43,15 @@ class Scrape:
     def __init__(
         self,
         daemon: Daemon,
-        jobs: Jobs | None,
+        plugins: Sequence[Plugin],
         loop_lag: Callable[[], Quantiles],
         audit_lines_lost: Callable[[], int],
     ) -> None:
-        self._daemon, self._jobs = daemon, jobs
+        self._daemon, self._plugins = daemon, plugins
+        self._families = (*FAMILIES, *(family for each in plugins for family in each.families))
         self._loop_lag, self._audit_lines_lost = loop_lag, audit_lines_lost
         self._num_stored = 0
-        self._of_jobs: Found = {}
+        self._of_plugins: dict[str, Sequence[tuple[tuple[str, ...], Value]]] = {}
         self._count_due = 0.0  # by the loop's clock
 
     async def text(self) -> str:
@@ -74,12 +73,12 @@ class Scrape:
             **engine,
             **_labelled("conversations", states),
             **of_service(daemon, self._loop_lag(), self._audit_lines_lost(), now),
-            **self._of_jobs,
+            **self._of_plugins,
         }
         common = {"model_name": daemon.engine.model_name, "engine": "0"}
         if daemon.config.replica:
             common["replica"] = daemon.config.replica
-        return "\n".join([*exposition(FAMILIES, samples, PREFIX, common), ""])
+        return "\n".join([*exposition(self._families, samples, PREFIX, common), ""])
 
     async def _engine_figures(self) -> dict[str, float]:
         daemon = self._daemon
@@ -95,8 +94,8 @@ class Scrape:
             async with asyncio.timeout(ENGINE_SECONDS):
                 count = self._daemon.reader.num_conversations
                 self._num_stored = await self._daemon.threads.in_reader("", count)
-                if self._jobs is not None:
-                    self._of_jobs = of_jobs(await self._jobs.list(None))
+                for plugin in self._plugins:
+                    self._of_plugins.update(await plugin.samples())
 
 
 def of_turns(meter: Meter) -> Found:
@@ -213,20 +212,6 @@ def of_service(daemon: Daemon, lag: Quantiles, audit_lines_lost: int, now: float
         **_plain(found),
         **_labelled("call_errors_total", daemon.refusals),
         **_labelled("event_loop_lag_seconds", {"0.5": lag.p50, "0.99": lag.p99, "1": lag.most}),
-    }
-
-
-def of_jobs(views: Iterable[JobView]) -> Found:
-    views = list(views)
-    states = Counter(view.state for view in views)
-    return {
-        **_labelled("jobs", {state.value: states[state] for state in JobState}),
-        **_plain(
-            {
-                "job_lines_running": sum(view.num_running for view in views),
-                "job_tokens_per_second": sum(view.tokens_per_second for view in views),
-            }
-        ),
     }
 
 

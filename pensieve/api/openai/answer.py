@@ -17,14 +17,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pensieve.api.openai.request import Request, RequestKind
-from pensieve.core.iteration import Logprob
+from pensieve.api.reply import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text.parts import Part
-from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
+from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
 from pensieve.text.tokenizer import Tokenizer
 from pensieve.text.tool_calls import CallArguments, CallBegan, CallStyle
 
@@ -36,45 +35,15 @@ ID_PREFIXES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One choice, token by token."""
-
-    token_ids: Sequence[int]
-    texts: Sequence[str]  # that each token released
-    finish: FinishReason  # STOP or LENGTH
-    parts: Sequence[Part] = ()  # of each token; none: all is text
-    logprobs: Sequence[
-        tuple[float, Sequence[Logprob]]
-    ] = ()  # of each token, if they were requested
-
-    def is_of(self, *parts: Part) -> list[bool]:
-        """Of each token, whether it belongs to one of them."""
-        if not self.parts:
-            return [Part.TEXT in parts] * len(self.texts)
-        return [each in parts for each in self.parts]
-
-    @property
-    def num_thinking(self) -> int:
-        return sum(self.is_of(Part.THINKING))
-
-
 class Heading(NamedTuple):
     answer_id: str  # without the prefix that each kind of answer has
     created: int  # seconds since 1970
     model: str
 
 
-class PromptTokens(NamedTuple):
-    """How long the prompt was, and how much of it was not computed for this request."""
-
-    num_tokens: int
-    num_cached: int = 0
-
-
 def answer(
     request: Request,
-    replies: Sequence[Reply],
+    replies: Sequence[ReplyTokens],
     prompt: PromptTokens,
     heading: Heading,
     tokenizer: Tokenizer | None = None,
@@ -115,7 +84,7 @@ def answer(
 
 def _chat_choice(
     index: int,
-    reply: Reply,
+    reply: ReplyTokens,
     request: Request,
     heading: Heading,
     tokenizer: Tokenizer | None,
@@ -135,9 +104,11 @@ def _chat_choice(
     return {"message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _text_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _text_choice(
+    reply: ReplyTokens, request: Request, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """The prompt was no chat, so nothing is a part."""
-    reply = Reply(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
+    reply = ReplyTokens(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
         logprobs = logprob_columns(logprob_rows(reply, tokenizer))
@@ -145,7 +116,7 @@ def _text_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) ->
     return {"text": text, "logprobs": logprobs, "finish_reason": reply.finish.value}
 
 
-def usage_of(replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
+def usage_of(replies: Sequence[ReplyTokens], prompt: PromptTokens) -> dict[str, Any]:
     """All choices share one prompt."""
     num_output = sum(len(each.token_ids) for each in replies)
     return {
@@ -163,7 +134,7 @@ def usage_of(replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
 
 
 def logprob_rows(
-    reply: Reply, tokenizer: Tokenizer, *, is_first: bool = True
+    reply: ReplyTokens, tokenizer: Tokenizer, *, is_first: bool = True
 ) -> list[dict[str, Any]]:
     """The tokens of the text, with their alternatives; `is_first`: no text came before."""
     found = []
@@ -211,7 +182,7 @@ def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dic
 
 def response_body(
     request: Request,
-    reply: Reply,
+    reply: ReplyTokens,
     prompt: PromptTokens,
     heading: Heading,
     output: Sequence[Mapping[str, Any]],
@@ -265,7 +236,7 @@ def response_body(
 
 def _output(
     request: Request,
-    reply: Reply,
+    reply: ReplyTokens,
     heading: Heading,
     tokenizer: Tokenizer | None,
     style: CallStyle | None,
@@ -331,10 +302,7 @@ def cut_reply(
 ) -> CutReply:
     """What the tokens of a reply released, each with its part (none: all is text)."""
     cutter = ReplyPieces(style if tools else None, tools)
-    pieces: list[Piece] = []
-    for text, part in zip(texts, parts or [Part.TEXT] * len(texts), strict=True):
-        pieces += cutter.push(text, part)
-    pieces += cutter.end()
+    pieces = cutter.whole(zip(parts or [Part.TEXT] * len(texts), texts, strict=True))
     arguments: list[list[str]] = [[] for _ in range(cutter.num_calls)]
     for each in pieces:
         if isinstance(each, CallArguments):

@@ -11,16 +11,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pensieve.api.openai.answer import call_id
 from pensieve.api.openai.response_stream import OutputItems
 from pensieve.conversations.binding.chain import pieces_of
-from pensieve.store.bodies import canonical_json
 from pensieve.store.records import Message as StoredMessage
 from pensieve.text.message import Message, ToolCall
-from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking
+from pensieve.text.reply_pieces import ReplyPieces
 
 PATTERN = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{16})-([0-9]{1,9})-([0-9]{1,6})")
 
@@ -60,7 +59,7 @@ def place_of(item_id: str) -> tuple[Place, int] | None:
 
 def reply_items(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[dict[str, Any]]:
     items = OutputItems(place)
-    items.push(_cut(stored, cutter))
+    items.push(cutter.whole(pieces_of(stored.content, stored.extra)))
     items.end(is_whole=stored.finish_reason == "stop")
     return items.items
 
@@ -152,39 +151,5 @@ def reply_as_sent_back(stored: StoredMessage, place: Place, cutter: ReplyPieces)
     )
 
 
-def in_parts(stored: StoredMessage, cutter: ReplyPieces) -> StoredMessage:
-    """A reply with what it thought and whom it called beside its text, as if a client had given it.
-
-    One with a call that broke off stays as it is: no client could give it otherwise.
-    """
-    if stored.finish_reason is None:
-        return stored
-    pieces = _cut(stored, cutter)
-    if cutter.num_calls != len(cutter.calls):
-        return stored
-    extra = {name: each for name, each in stored.extra.items() if name != "parts"}
-    if thinking := "".join(each.text for each in pieces if isinstance(each, Thinking)):
-        extra["thinking"] = thinking
-    if cutter.calls:
-        extra["tool_calls"] = [
-            {"id": None, "name": each.name, "arguments": _as_stored(each.arguments)}
-            for each in cutter.calls
-        ]
-    text = "".join(each.text for each in pieces if isinstance(each, Text))
-    return replace(stored, content=text, extra=extra)
-
-
 def calls_of(items: Sequence[Mapping[str, Any]]) -> set[str]:
     return {item["call_id"] for item in items if item["type"] == "function_call"}
-
-
-def _as_stored(arguments: Mapping[str, Any]) -> Any:
-    """As the store has those that a client gave: their members in its order."""
-    return json.loads(canonical_json(dict(arguments)))
-
-
-def _cut(stored: StoredMessage, cutter: ReplyPieces) -> list[Piece]:
-    pieces: list[Piece] = []
-    for part, text in pieces_of(stored.content, stored.extra):
-        pieces += cutter.push(text, part)
-    return [*pieces, *cutter.end()]

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pensieve.api.openai.fields import Fields, Refusal, quoted
+from pensieve.api.json_fields import Fields, Refusal, quoted
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.text.tool_calls import CallStyle
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pensieve.api.openai.fields import Fields, Refusal, check_json, quoted, read_json
+from pensieve.api.json_fields import Fields, Refusal, check_json, quoted, read_json
 from pensieve.api.openai.formats import ToolRules, take_choice
 from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
 

@@ -25,7 +25,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pensieve.api.openai.fields import (
+from pensieve.api.json_fields import (
     MESSAGES_VALUES_MAX,
     VALUES_MAX,
     Fields,

@@ -21,14 +21,20 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pensieve.api.openai.answer import Heading, PromptTokens, Reply, logprob_rows, response_body
-from pensieve.api.openai.chunks import merged
+from pensieve.api.openai.answer import Heading, logprob_rows, response_body
 from pensieve.api.openai.request import Request
-from pensieve.core.turn import FinishReason
-from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking
+from pensieve.api.reply import NO_TOKENS, PromptTokens, ReplyTokens
+from pensieve.text.reply_pieces import (
+    CallArguments,
+    CallBegan,
+    Piece,
+    ReplyPieces,
+    Text,
+    Thinking,
+    merged,
+)
 from pensieve.text.tokenizer import Tokenizer
 
-NO_REPLY = Reply((), (), FinishReason.STOP)
 NO_PROMPT = PromptTokens(0)
 LAST_EVENTS = {
     "completed": "response.completed",
@@ -40,7 +46,7 @@ ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
 def unfinished(request: Request, heading: Heading, status: str) -> dict[str, Any]:
     """The response before it has an end, or one without a reply."""
-    body = response_body(request, NO_REPLY, NO_PROMPT, heading, [])
+    body = response_body(request, NO_TOKENS, NO_PROMPT, heading, [])
     return {**body, "status": status, "incomplete_details": None, "usage": None}
 
 
@@ -54,7 +60,7 @@ def failed(
 def finished(
     request: Request,
     heading: Heading,
-    reply: Reply,
+    reply: ReplyTokens,
     prompt: PromptTokens,
     items: Sequence[Mapping[str, Any]],
     *,
@@ -68,8 +74,10 @@ def finished(
 
 
 class ResponseStream:
-    def __init__(self, request: Request, names: Names, tokenizer: Tokenizer) -> None:
-        self._request, self._tokenizer = request, tokenizer
+    def __init__(
+        self, request: Request, names: Names, tokenizer: Tokenizer, cutter: ReplyPieces
+    ) -> None:
+        self._request, self._tokenizer, self._cutter = request, tokenizer, cutter
         self._items = OutputItems(names)
         self._number = 0
         self._has_text = False
@@ -82,24 +90,24 @@ class ResponseStream:
             ]
         )
 
-    def tokens(self, cutter: ReplyPieces, tokens: Reply) -> list[Event]:
-        """For what these tokens of the reply released.
+    def tokens(self, tokens: ReplyTokens) -> list[Event]:
+        """Return the events of these tokens of the reply.
 
-        Where logprobs are requested, it is token by token: which delta has which must not depend on how many
-        tokens came at once.
+        If logprobs are requested, tokens are taken one by one: which delta has which logprobs must not depend
+        on how many tokens came at once.
         """
         if self._request.sampling.logprobs is None:
-            return self.pieces(
-                piece
-                for text, part in zip(tokens.texts, tokens.parts, strict=True)
-                for piece in cutter.push(text, part)
-            )
+            return self.pieces(tokens.pieces(self._cutter))
         found: list[Event] = []
         for number in range(len(tokens.token_ids)):
             token = _token(tokens, number)
-            pieces = cutter.push(token.texts[0], token.parts[0])
+            pieces = token.pieces(self._cutter)
             found += self._numbered(self._items.push(pieces, self._rows(token)))
         return found
+
+    def rest(self, tail: ReplyTokens) -> list[Event]:
+        """Return the events of text that was withheld until the reply ended."""
+        return self.pieces([*tail.pieces(self._cutter), *self._cutter.end()])
 
     def pieces(self, pieces: Iterable[Piece]) -> list[Event]:
         return self._numbered(self._items.push(pieces))
@@ -123,7 +131,7 @@ class ResponseStream:
     def error(self, code: str | None, message: str, param: str | None = None) -> list[Event]:
         return self._numbered([{"type": "error", "code": code, "message": message, "param": param}])
 
-    def _rows(self, tokens: Reply) -> list[dict[str, Any]]:
+    def _rows(self, tokens: ReplyTokens) -> list[dict[str, Any]]:
         rows = logprob_rows(tokens, self._tokenizer, is_first=not self._has_text)
         self._has_text = self._has_text or bool(rows)
         return rows
@@ -136,15 +144,10 @@ class ResponseStream:
         return found
 
 
-def _token(tokens: Reply, number: int) -> Reply:
+def _token(tokens: ReplyTokens, number: int) -> ReplyTokens:
     only = slice(number, number + 1)
-    return Reply(
-        tokens.token_ids[only],
-        tokens.texts[only],
-        tokens.finish,
-        tokens.parts[only],
-        tokens.logprobs[only],
-    )
+    columns = tokens.parts[only], tokens.logprobs[only]
+    return ReplyTokens(tokens.token_ids[only], tokens.texts[only], tokens.finish, *columns)
 
 
 Event = dict[str, Any]  # without its sequence number

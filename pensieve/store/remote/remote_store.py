@@ -84,6 +84,11 @@ class _Part:
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
 
+    def watch(self, on_stale: Callable[[str, str], None], on_lost: Callable[[], None]) -> None:
+        """`on_stale` gets each conversation that others have written to, in the store's thread; `on_lost` is
+        called when the session has ended, in another."""
+        self.on_stale, self.on_lost = on_stale, on_lost
+
     def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         return self._store.call(method, given, named)
 
@@ -182,6 +187,11 @@ class RemoteReader:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
 
+    def watch(self, on_stale: Callable[[str, str], None], on_lost: Callable[[], None]) -> None:
+        """`on_stale` gets each conversation that others have written to, in the store's thread; `on_lost` is
+        called when the session has ended, in another."""
+        self.on_stale, self.on_lost = on_stale, on_lost
+
     def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         return self._caller.call(method, given, named).value
 
@@ -224,6 +234,11 @@ class RemoteStore:
         self._epochs: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._caller = caller
         caller.on_lost = lambda: self.on_lost()
+
+    def watch(self, on_stale: Callable[[str, str], None], on_lost: Callable[[], None]) -> None:
+        """`on_stale` gets each conversation that others have written to, in the store's thread; `on_lost` is
+        called when the session has ended, in another."""
+        self.on_stale, self.on_lost = on_stale, on_lost
 
     def call(self, method: Method, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         began = time.perf_counter()

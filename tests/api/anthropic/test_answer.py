@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from pensieve.api.anthropic.render import (
     SIGNATURE,
-    Ending,
+    MessageEnding,
     MessageStream,
     blocks_of,
     ending_of,
@@ -24,16 +24,17 @@ from pensieve.api.anthropic.render import (
     stopped_by,
     whole_part,
 )
-from pensieve.api.openai.answer import Heading, PromptTokens, Reply
+from pensieve.api.openai.answer import Heading
+from pensieve.api.reply import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text import Part, Tokenizer
-from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking
+from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking
 from tests.text.families import QWEN_3, tokenizer_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 HEADING = Heading("a1", 1_700_000_000, "tiny")
 PROMPT = PromptTokens(12, 8)
-REPLY = Reply([1, 2, 3], ["Hel", "lo", ""], STOP, [Part.THINKING, Part.TEXT, Part.TEXT])
+REPLY = ReplyTokens([1, 2, 3], ["Hel", "lo", ""], STOP, [Part.THINKING, Part.TEXT, Part.TEXT])
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
@@ -42,8 +43,8 @@ def tokenizer() -> Tokenizer:
     return tokenizer_of(QWEN_3)
 
 
-def streamed(pieces: Sequence[Sequence[Piece]], ending: Ending) -> list[dict[str, Any]]:
-    stream = MessageStream(HEADING, PromptTokens(12))
+def streamed(pieces: Sequence[Sequence[Piece]], ending: MessageEnding) -> list[dict[str, Any]]:
+    stream = MessageStream(HEADING, PromptTokens(12), ReplyPieces(None))
     events = [event for each in pieces for event in stream.events(each)]
     return events + stream.end(REPLY, PROMPT, ending)
 
@@ -71,7 +72,7 @@ def shown(found: Any) -> dict[str, Any]:
 
 def test_a_message() -> None:
     pieces: list[Piece] = [Thinking("so"), Text("Hel"), Text("lo")]
-    assert message(HEADING, pieces, REPLY, PROMPT, Ending("end_turn")) == {
+    assert message(HEADING, pieces, REPLY, PROMPT, MessageEnding("end_turn")) == {
         "id": "msg_a1",
         "type": "message",
         "role": "assistant",
@@ -117,7 +118,7 @@ def test_the_events_of_a_message() -> None:
         [Text("Hi")],
         [CallBegan(0, "f"), CallArguments(0, "{}")],
     ]
-    events = streamed(pieces, Ending("tool_use"))
+    events = streamed(pieces, MessageEnding("tool_use"))
     assert [each["type"] for each in events] == [
         *("message_start", "ping"),
         *("content_block_start", "content_block_delta", "content_block_delta"),
@@ -133,7 +134,7 @@ def test_the_events_of_a_message() -> None:
 
 
 def test_a_reply_without_a_piece_is_a_message_without_a_block() -> None:
-    events = streamed([], Ending("end_turn"))
+    events = streamed([], MessageEnding("end_turn"))
     kinds = ["message_start", "ping", "message_delta", "message_stop"]
     assert [each["type"] for each in events] == kinds
     assert put_together(events).content == []
@@ -169,7 +170,9 @@ def replies(draw: st.DrawFn) -> list[Piece]:
 def test_what_a_client_puts_together_of_a_stream_is_the_whole_answer(
     pieces: list[Piece], data: st.DataObject
 ) -> None:
-    ending = data.draw(st.sampled_from([Ending("end_turn"), Ending("stop_sequence", "x")]))
+    ending = data.draw(
+        st.sampled_from([MessageEnding("end_turn"), MessageEnding("stop_sequence", "x")])
+    )
     together: list[list[Piece]] = [[]]
     for each in pieces:
         if data.draw(st.booleans()):
@@ -219,10 +222,10 @@ def test_the_beginning_of_arguments_says_nothing_that_they_do_not(
 
 
 def test_why_a_reply_ended() -> None:
-    assert ending_of(STOP, False, None) == Ending("end_turn")
-    assert ending_of(STOP, True, None) == Ending("tool_use")
-    assert ending_of(LENGTH, True, None) == Ending("max_tokens")
-    assert ending_of(STOP, True, "x") == Ending("stop_sequence", "x")
+    assert ending_of(STOP, False, None) == MessageEnding("end_turn")
+    assert ending_of(STOP, True, None) == MessageEnding("tool_use")
+    assert ending_of(LENGTH, True, None) == MessageEnding("max_tokens")
+    assert ending_of(STOP, True, "x") == MessageEnding("stop_sequence", "x")
 
 
 @pytest.mark.parametrize(
@@ -242,13 +245,13 @@ def test_the_stop_string_is_known_by_the_text_that_was_withheld(
 ) -> None:
     ids = tokenizer.encode_literal(sampled)
     texts = [released, *[""] * (len(ids) - 1)]
-    assert stopped_by(Reply(ids, texts, STOP), tokenizer, stops) == found
-    assert stopped_by(Reply(ids, texts, LENGTH), tokenizer, stops) is None
+    assert stopped_by(ReplyTokens(ids, texts, STOP), tokenizer, stops) == found
+    assert stopped_by(ReplyTokens(ids, texts, LENGTH), tokenizer, stops) is None
 
 
 def test_an_end_of_turn_is_no_stop_string(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_literal("one<|im_end|>")
-    assert stopped_by(Reply(ids, ["one"], STOP), tokenizer, ("<|im_end|>", "x")) is None
+    assert stopped_by(ReplyTokens(ids, ["one"], STOP), tokenizer, ("<|im_end|>", "x")) is None
 
 
 def test_errors_go_by_their_status() -> None:

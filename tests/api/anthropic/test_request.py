@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.api.anthropic.parse import parse, parse_count
-from pensieve.api.openai.fields import Refusal
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.request import Request, Served
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.errors import InvalidArgument

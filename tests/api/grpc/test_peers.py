@@ -15,11 +15,13 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.api.grpc import auth, server
+from pensieve.api.grpc import server
 from pensieve.client import Client
 from pensieve.client.admin import Admin
 from pensieve.errors import DeadlineExceeded, QueueFull
-from pensieve.guard.calls import RECEIVING_MAX, Incoming, StrangersTerms, Terms
+from pensieve.guard import callers
+from pensieve.guard.exposure import Listening
+from pensieve.guard.request_bodies import RECEIVING_MAX, BodyLimits, IncomingBodies, StrangerLimits
 from pensieve.v1 import admin_pb2, conversation_pb2
 from tests.conversations.raw_http2 import DATA, END_STREAM, RST_STREAM, RawPeer, frame
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
@@ -36,7 +38,7 @@ class Guarded(ServeProcess):
     """A daemon that wants tokens, and one that it knows."""
 
     def __init__(self, folder: Path, **parameters: Mapping[str, Any]) -> None:
-        self.token, entry = auth.new_token("a", admin=False)
+        self.token, entry = callers.new_token("a", admin=False)
         tokens = folder / "tokens.toml"
         tokens.write_text(entry)
         tokens.chmod(0o600)
@@ -211,7 +213,7 @@ class Call:
 
 def test_a_body_that_does_not_end_is_given_up_and_lets_the_next_one_in() -> None:
     async def run() -> None:
-        incoming = Incoming(known=Terms(receiving_max=2, seconds=1.0))
+        incoming = IncomingBodies(known=BodyLimits(receiving_max=2, seconds=1.0))
         stuck = [asyncio.ensure_future(incoming.body(Call(), "a")) for _ in range(2)]
         await asyncio.sleep(0.5)
         assert (await incoming.body(Call(b"whole"), "b"))[0] == b"whole", "another tenant's"
@@ -226,7 +228,7 @@ def test_a_body_that_does_not_end_is_given_up_and_lets_the_next_one_in() -> None
 
 def test_who_waits_for_bodies_that_do_not_end_is_given_up_too() -> None:
     async def run() -> None:
-        incoming = Incoming(known=Terms(receiving_max=1, seconds=0.05))
+        incoming = IncomingBodies(known=BodyLimits(receiving_max=1, seconds=0.05))
         calls = [Call() for _ in range(50)]
         tasks = [asyncio.ensure_future(incoming.body(call, "a")) for call in calls]
         first = await asyncio.gather(*tasks, return_exceptions=True)
@@ -239,7 +241,7 @@ def test_who_waits_for_bodies_that_do_not_end_is_given_up_too() -> None:
 
 def test_strangers_have_few_checks_of_a_connection_until_their_answers_are_taken() -> None:
     async def run() -> None:
-        incoming = Incoming(strangers=StrangersTerms(calls_max=2))
+        incoming = IncomingBodies(strangers=StrangerLimits(calls_max=2))
         calls = [Call(b""), Call(b"")]
         for call in calls:
             assert await incoming.strangers_body(call, "one", is_watch=False) == b""
@@ -254,7 +256,7 @@ def test_strangers_have_few_checks_of_a_connection_until_their_answers_are_taken
 
 def test_strangers_have_few_watches_and_these_are_no_checks() -> None:
     async def run() -> None:
-        incoming = Incoming(strangers=StrangersTerms(calls_max=1, watches_max=2))
+        incoming = IncomingBodies(strangers=StrangerLimits(calls_max=1, watches_max=2))
         watches = [Call(b""), Call(b"")]
         for number, watch in enumerate(watches):
             assert await incoming.strangers_body(watch, f"{number}", is_watch=True) == b""
@@ -269,7 +271,7 @@ def test_strangers_have_few_watches_and_these_are_no_checks() -> None:
 
 def test_a_strangers_body_that_does_not_end_makes_way_for_the_next() -> None:
     async def run() -> None:
-        incoming = Incoming(strangers=StrangersTerms(receiving_max=2, seconds=1000.0))
+        incoming = IncomingBodies(strangers=StrangerLimits(receiving_max=2, seconds=1000.0))
         stuck = []
         for number in range(10):
             body = incoming.strangers_body(Call(), f"{number}", is_watch=False)
@@ -289,13 +291,13 @@ def test_a_watch_without_a_token_ends_some_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "STRANGERS_WATCH_SECONDS", 0.1)
-    token, entry = auth.new_token("a", admin=False)
+    token, entry = callers.new_token("a", admin=False)
     path = tmp_path / "tokens.toml"
     path.write_text(entry)
     path.chmod(0o600)
     data = tmp_path / "data"
-    tokens = auth.read_tokens(path)
-    listening = server.Listening("127.0.0.1:0", data / "admin.sock", tokens=tokens)
+    tokens = callers.read_tokens(path)
+    listening = Listening("127.0.0.1:0", data / "admin.sock", tokens=tokens)
     with DaemonRig(data, listening=listening) as rig:
         watch: Any = rig.channel.unary_stream(WATCH)
         known = watch(b"", metadata=[("authorization", f"Bearer {token}")])

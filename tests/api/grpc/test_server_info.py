@@ -13,10 +13,10 @@ import grpc
 import pytest
 
 from pensieve import __version__
-from pensieve.api.grpc import auth
-from pensieve.api.grpc.server import Listening
 from pensieve.builtin import MODEL_PATH
 from pensieve.client import AsyncClient, Client, ServerInfo
+from pensieve.guard import callers
+from pensieve.guard.exposure import Listening
 from pensieve.launch.model_folder import load_texts, model_name
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import DaemonRig, wait_for
@@ -77,12 +77,12 @@ def test_both_clients_bring_the_same(tmp_path: Path) -> None:
 
 
 def test_whoever_has_a_token_may_ask_and_nobody_else(tmp_path: Path) -> None:
-    token, entry = auth.new_token("acme", admin=False)
+    token, entry = callers.new_token("acme", admin=False)
     file = tmp_path / "tokens.toml"
     file.write_text(entry)
     file.chmod(0o600)
     listening = Listening(
-        "127.0.0.1:0", tmp_path / "data" / "admin.sock", tokens=auth.read_tokens(file)
+        "127.0.0.1:0", tmp_path / "data" / "admin.sock", tokens=callers.read_tokens(file)
     )
     with DaemonRig(tmp_path / "data", listening=listening) as rig:
         with Client(rig.server.address, token=token) as client:

@@ -17,10 +17,10 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from pensieve.api.grpc import auth
-from pensieve.api.grpc.server import Listening
 from pensieve.client import Client
 from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.guard import callers
+from pensieve.guard.exposure import Listening
 from pensieve.v1 import admin_pb2, conversation_pb2, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.proxy import Proxy
@@ -290,7 +290,7 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         "store/backup.py",  # the moments of a backup
         "store/conversation_store.py",  # created, updated, finished
         "store/remote/remote_store.py",
-        "store/job_store.py",  # created, started, ended
+        "jobs/job_store.py",  # created, started, ended
     }
 
 
@@ -312,14 +312,14 @@ def test_a_service_that_stood_still_says_so_and_goes_on(
 def two_tenants(tmp_path: Path) -> Iterator[tuple[DaemonRig, Client, Client]]:
     tokens, entries = [], ""
     for tenant in ("a", "b"):
-        token, entry = auth.new_token(tenant, admin=False)
+        token, entry = callers.new_token(tenant, admin=False)
         tokens.append(token)
         entries += entry
     path = tmp_path / "tokens.toml"
     path.write_text(entries)
     path.chmod(0o600)
     data = tmp_path / "data"
-    listening = Listening("127.0.0.1:0", data / "admin.sock", tokens=auth.read_tokens(path))
+    listening = Listening("127.0.0.1:0", data / "admin.sock", tokens=callers.read_tokens(path))
     with (
         DaemonRig(data, listening=listening) as rig,
         Client(rig.server.address, token=tokens[0]) as a,

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pensieve.api.grpc.server import Listening
 from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.guard.exposure import Listening
 from tests.conversations.rig_daemon import DaemonRig
 
 MODEL = "builtin"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.api.grpc import auth
 from pensieve.api.http import connections as connections_module
 from pensieve.api.http import exchange as exchange_module
 from pensieve.api.http.listener import bound_socket
+from pensieve.guard import callers
 from pensieve.guard.limits import Limits
 from tests.api.http.rig_http import MODEL, HttpRig, http_rig
 from tests.conversations.rig_daemon import wait_for
@@ -119,9 +119,9 @@ def test_sites_and_names_that_are_allowed_are_served(tmp_path: Path) -> None:
 
 
 def test_with_tokens_everything_but_health_needs_one(tmp_path: Path) -> None:
-    given, entry = auth.new_token("red", admin=False)
-    other, _ = auth.new_token("red", admin=False)
-    tokens = auth.tokens_of(tmp_path / "tokens", entry.encode())
+    given, entry = callers.new_token("red", admin=False)
+    other, _ = callers.new_token("red", admin=False)
+    tokens = callers.tokens_of(tmp_path / "tokens", entry.encode())
     with http_rig(tmp_path / "data", http={"tokens": tokens}) as door:
         assert door.ask("GET", "/health", headers={"host": "any.example"}).status == 200
         assert door.ask("GET", "/version").status == 200
@@ -142,9 +142,9 @@ def test_with_tokens_everything_but_health_needs_one(tmp_path: Path) -> None:
 
 
 def test_a_tenants_limits_are_told_with_the_time_to_wait(tmp_path: Path) -> None:
-    given, entry = auth.new_token("red", admin=False)
-    (token,) = auth.tokens_of(tmp_path / "tokens", entry.encode())
-    slow = auth.Token(token.sha256, "red", limits=Limits(requests_per_second=0.01))
+    given, entry = callers.new_token("red", admin=False)
+    (token,) = callers.tokens_of(tmp_path / "tokens", entry.encode())
+    slow = callers.Token(token.sha256, "red", limits=Limits(requests_per_second=0.01))
     with http_rig(tmp_path / "data", http={"tokens": (slow,)}, limits={"red": slow.limits}) as door:
         headers = {"x-api-key": given}
         assert door.ask("GET", "/v1/models", headers=headers).status == 200
@@ -343,9 +343,9 @@ def test_a_client_that_takes_nothing_is_cut_off(
 
 
 def test_what_clients_have_not_read_is_limited(tmp_path: Path) -> None:
-    given, entry = auth.new_token("red", admin=False)
-    (token,) = auth.tokens_of(tmp_path / "tokens", entry.encode())
-    little = auth.Token(token.sha256, "red", limits=Limits(unread_bytes=100))
+    given, entry = callers.new_token("red", admin=False)
+    (token,) = callers.tokens_of(tmp_path / "tokens", entry.encode())
+    little = callers.Token(token.sha256, "red", limits=Limits(unread_bytes=100))
     with http_rig(
         tmp_path / "data", http={"tokens": (little,)}, limits={"red": little.limits}
     ) as door:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pensieve.api.grpc import auth
 from pensieve.api.http import page
+from pensieve.guard import callers
 from tests.api.http.rig_http import Answer, HttpRig, http_rig
 from tests.conversations.rig_daemon import wait_for
 
@@ -138,11 +138,11 @@ def test_a_tenant_that_watches_a_lot_locks_out_no_other(
     monkeypatch.setattr(page, "WATCHERS_OF_ALL_MAX", 2)
     entries, given = "", []
     for tenant in ("red", "blue"):
-        token, entry = auth.new_token(tenant, admin=False)
+        token, entry = callers.new_token(tenant, admin=False)
         given.append({"x-api-key": token})
         entries += entry
     red, blue = given
-    tokens = auth.tokens_of(tmp_path / "tokens", entries.encode())
+    tokens = callers.tokens_of(tmp_path / "tokens", entries.encode())
     with http_rig(tmp_path / "data", http={"tokens": tokens}) as rig, ExitStack() as stack:
 
         def status(headers: dict[str, str]) -> int:
@@ -163,9 +163,9 @@ def test_a_tenant_sees_its_own_memory_alone(
     monkeypatch.setattr(page, "LOOK_SECONDS", 0.01)
     given, entries = {}, ""
     for tenant in ("red", "blue"):
-        given[tenant], entry = auth.new_token(tenant, admin=False)
+        given[tenant], entry = callers.new_token(tenant, admin=False)
         entries += entry
-    tokens = auth.tokens_of(tmp_path / "tokens", entries.encode())
+    tokens = callers.tokens_of(tmp_path / "tokens", entries.encode())
     with http_rig(tmp_path / "data", http={"tokens": tokens}) as rig:
         for token in given.values():
             rig.chat("Hello.", headers={"x-api-key": token})

@@ -11,7 +11,7 @@ import anthropic
 import openai
 import pytest
 
-from pensieve.api.jobs.worker import JobsConfig
+from pensieve.jobs.worker import JobsConfig
 from pensieve.text import style_named
 from tests.api.http.rig_http import MODEL_ENGINE, WRITTEN, HttpRig, http_rig
 from tests.conversations.rig import write_model

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.api.jobs.worker import JobsConfig
+from pensieve.jobs.worker import JobsConfig
 from tests.api.http.rig_http import HttpRig, http_rig
 from tests.conversations.rig import write_model
 from tests.scale import SCALE, SEED

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve.api.http.uploads import HEADER_BYTES_MAX, Form, PartBegan, PartData
+from pensieve.api.http.uploads import HEADER_BYTES_MAX, MultipartForm, PartBegan, PartData
 from pensieve.errors import InvalidArgument
 from tests.scale import SEED
 
@@ -30,7 +30,7 @@ Parts = list[tuple[str, str, bytes]]
 
 
 def read(form: bytes, *cuts: int, kind: str = TYPE) -> Parts:
-    parser, found = Form(kind), []
+    parser, found = MultipartForm(kind), []
     edges = [0, *sorted(cuts), len(form)]
     for start, stop in pairwise(edges):
         parser.push(form[start:stop])
@@ -104,7 +104,7 @@ def test_any_data_comes_back(parts: list[tuple[str, list[bytes]]], data: st.Data
 )
 def test_a_content_type_that_is_not_a_forms_is_refused(kind: str, says: str) -> None:
     with pytest.raises(InvalidArgument, match=says) as caught:
-        Form(kind)
+        MultipartForm(kind)
     assert caught.value.field == "content-type"
 
 
@@ -137,7 +137,7 @@ def test_a_hostile_header_costs_little(header: str, parameter: str) -> None:
     """Twenty take a few ms in all. A parser of quadratic time takes more than 30 s."""
 
     def content_type() -> None:
-        Form(f"{TYPE}; {parameter}")
+        MultipartForm(f"{TYPE}; {parameter}")
 
     def content_disposition() -> None:
         read(part(f"form-data; name=file; {parameter}"))
@@ -157,7 +157,7 @@ def test_a_filename_that_is_not_utf_8_is_text() -> None:
 
 def test_of_a_file_less_than_a_delimiter_is_withheld() -> None:
     random_ = random.Random(SEED)
-    parser = Form(TYPE)
+    parser = MultipartForm(TYPE)
     parser.push(b'--b-0\r\nContent-Disposition: form-data; name="file"\r\n\r\n')
     assert isinstance(parser.pop(), PartBegan)
     num_in = num_out = 0

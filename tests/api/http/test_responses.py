@@ -13,9 +13,9 @@ from typing import Any
 import openai
 import pytest
 
-from pensieve.api.grpc.auth import Token
 from pensieve.api.http.response_places import ResponsePlaces
-from pensieve.api.http.stored import Stored
+from pensieve.api.http.stored import StoredConversations
+from pensieve.guard.callers import Token
 from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.conversations.rig_daemon import wait_for
@@ -296,7 +296,7 @@ def test_only_a_conversation_that_nobody_has_used_is_discarded(door: HttpRig) ->
     first = respond(door, "One.")
     conversation = first.headers["x-pensieve-conversation-id"]
     unneeded: Any = None
-    places = ResponsePlaces(door.rig.daemon, unneeded, unneeded, unneeded)
+    places = ResponsePlaces(door.rig.daemon, unneeded, unneeded)
     door.rig.call(places.discard(conversation, 0, ""))
     assert len(contents(door, first)) == 2
     door.rig.call(places.discard(conversation, 1, ""))
@@ -374,15 +374,15 @@ def test_a_retry_gets_a_response_that_runs_in_the_form_that_it_asks_for(door: Ht
 def test_two_requests_with_a_key_that_look_at_once_are_one_turn(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find, looked = Stored.response, []
+    find, looked = StoredConversations.response, []
 
-    async def slowly(self: Stored, response_id: str, tenant: str) -> Any:
+    async def slowly(self: StoredConversations, response_id: str, tenant: str) -> Any:
         looked.append(response_id)
         found = await find(self, response_id, tenant)
         await asyncio.sleep(0.3)  # in which the other one comes
         return found
 
-    monkeypatch.setattr(Stored, "response", slowly)
+    monkeypatch.setattr(StoredConversations, "response", slowly)
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(respond, door, "Say it once.", key="k5") for _ in range(2)]
     first, second = (each.result() for each in both)

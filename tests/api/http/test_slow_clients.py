@@ -22,7 +22,7 @@ from pensieve.api.http.listener import (
     FILES_KEPT,
     connections_max,
 )
-from pensieve.guard.calls import RECEIVING_MAX, Terms
+from pensieve.guard.request_bodies import RECEIVING_MAX, BodyLimits
 from tests.api.http.rig_http import MODEL, HttpRig, http_rig
 from tests.api.http.test_front import connected, received
 from tests.conversations.rig_daemon import ECHO, PATIENCE_SECONDS, wait_for
@@ -37,7 +37,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpRig]:
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(connections_module, "STALL_SECONDS", 0.5)
     with http_rig(tmp_path / "data", program=SLOW) as found:
-        found.rig.server.guard.incoming._known = Terms(RECEIVING_MAX, 1.0)
+        found.rig.server.guard.incoming._known = BodyLimits(RECEIVING_MAX, 1.0)
         yield found
 
 

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from pensieve.api.jobs.worker import JobsConfig
-from pensieve.api.metrics.families import FAMILIES
+from pensieve.api.metrics.families import FAMILIES as OF_DAEMON
 from pensieve.conversations.daemon_config import BackupConfig, DaemonConfig
+from pensieve.jobs.plugin import FAMILIES as OF_JOBS
+from pensieve.jobs.worker import JobsConfig
 from tests.api.metrics.promql import Named, named
 from tests.api.metrics.scraped import Scraped, scrape
 from tests.conversations.rig_daemon import DaemonRig
 
+FAMILIES = (*OF_DAEMON, *OF_JOBS)
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = json.loads((DOCS / "grafana" / "pensieve.json").read_text(encoding="utf-8"))
 RULES = yaml.safe_load((DOCS / "alerts" / "pensieve.rules.yaml").read_text(encoding="utf-8"))

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.api.grpc.auth import Token, new_token, tokens_of
-from pensieve.api.grpc.server import Listening, Server
+from pensieve.api.grpc.server import Server
 from pensieve.api.metrics import listener
 from pensieve.errors import AddressInUse, ConfigError
+from pensieve.guard.callers import Token, new_token, tokens_of
+from pensieve.guard.exposure import Listening
 from pensieve.v1 import admin_pb2
 from tests.api.metrics.scraped import Scraped
 from tests.conversations.rig_daemon import DaemonRig, wait_for

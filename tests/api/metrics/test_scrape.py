@@ -16,16 +16,18 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.api.grpc.server import Listening
-from pensieve.api.jobs.worker import JobsConfig
-from pensieve.api.metrics.families import FAMILIES
+from pensieve.api.metrics.families import FAMILIES as OF_DAEMON
 from pensieve.conversations.daemon_config import BackupConfig, DaemonConfig
+from pensieve.guard.exposure import Listening
 from pensieve.guard.limits import Limits
+from pensieve.jobs.plugin import FAMILIES as OF_JOBS
+from pensieve.jobs.worker import JobsConfig
 from pensieve.v1 import admin_pb2, admin_pb2_grpc
 from pensieve.v1 import conversation_pb2 as pb
 from tests.api.metrics.scraped import Scraped, scrape
 from tests.conversations.rig_daemon import DaemonRig, wait_for
 
+FAMILIES = (*OF_DAEMON, *OF_JOBS)
 PAGE = Path(__file__).parents[3] / "docs" / "operating.md"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 ENDLESS = pb.Sampling(max_tokens=50_000, ignore_eos=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.api.openai.fields import Refusal
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.request import Request, RequestKind, Served, parse
 from pensieve.errors import InvalidArgument
 from pensieve.sampling import Sampling

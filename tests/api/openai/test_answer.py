@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pensieve.api.openai.answer import Heading, PromptTokens, Reply, answer
-from pensieve.api.openai.fields import one_line
+from pensieve.api.json_fields import one_line
+from pensieve.api.openai.answer import Heading, answer
+from pensieve.api.reply import PromptTokens, ReplyTokens
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
 from pensieve.text import Message, Part, PartMarker, Tokenizer, style_of
@@ -26,7 +27,7 @@ def tokenizer() -> Tokenizer:
     return tokenizer_of(QWEN_3)
 
 
-def sampled(tokenizer: Tokenizer, text: str, finish: FinishReason = STOP) -> Reply:
+def sampled(tokenizer: Tokenizer, text: str, finish: FinishReason = STOP) -> ReplyTokens:
     """A reply as the engine makes it: control tokens, parts, a logprob that falls by 0.5 a token."""
     ids = tokenizer.encode_literal(text)
     marker = PartMarker(tokenizer)
@@ -35,11 +36,11 @@ def sampled(tokenizer: Tokenizer, text: str, finish: FinishReason = STOP) -> Rep
         (-0.5 * (n + 1), (Logprob(each, -0.5 * (n + 1)), Logprob(each + 1, -math.inf)))
         for n, each in enumerate(ids)
     ]
-    return Reply(ids, texts, finish, [marker.push(each) for each in ids], rows)
+    return ReplyTokens(ids, texts, finish, [marker.push(each) for each in ids], rows)
 
 
-HELLO = Reply([1, 2, 3], ["Hel", "lo", ""], STOP, [Part.TEXT] * 3)
-CUT = Reply([1, 2], ["Hel", "lo"], LENGTH, [Part.TEXT] * 2)
+HELLO = ReplyTokens([1, 2, 3], ["Hel", "lo", ""], STOP, [Part.TEXT] * 3)
+CUT = ReplyTokens([1, 2], ["Hel", "lo"], LENGTH, [Part.TEXT] * 2)
 
 
 def test_a_chat_completion() -> None:
@@ -201,13 +202,15 @@ def test_every_run_of_thinking_counts(tokenizer: Tokenizer) -> None:
 
 
 def test_a_prompt_opens_the_thinking_of_some_models() -> None:
-    reply = Reply([1, 2, 3], ["why", "</think>", "so"], STOP, [Part.THINKING] * 2 + [Part.TEXT])
+    reply = ReplyTokens(
+        [1, 2, 3], ["why", "</think>", "so"], STOP, [Part.THINKING] * 2 + [Part.TEXT]
+    )
     message = answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("so", "why")
 
 
 def test_white_space_before_a_text_stays_where_nothing_was_thought() -> None:
-    reply = Reply([1], [" Hello "], STOP, [Part.TEXT])
+    reply = ReplyTokens([1], [" Hello "], STOP, [Part.TEXT])
     assert answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]["content"] == " Hello "
 
 
@@ -265,21 +268,21 @@ def test_the_first_token_of_a_text_lacks_the_space_that_its_decoder_drops() -> N
     tokenizer = Tokenizer(sentencepiece_library().to_str())
     ids = tokenizer.encode_text("Hello the")
     row: tuple[float, tuple[Any, ...]] = (-1.0, ())
-    reply = Reply(ids, ["?"] * len(ids), STOP, (), [row] * len(ids))
+    reply = ReplyTokens(ids, ["?"] * len(ids), STOP, (), [row] * len(ids))
     body = answer(completion(logprobs=0), [reply], PROMPT, HEADING, tokenizer)
     assert "".join(body["choices"][0]["logprobs"]["tokens"]) == "Hello the"
 
 
 def test_an_id_that_only_pads_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     rows = [(-1.0, (Logprob(tokenizer.vocab_size + 5, -2.0),))]
-    reply = Reply(tokenizer.encode_text("a"), ["a"], STOP, [Part.TEXT], rows)
+    reply = ReplyTokens(tokenizer.encode_text("a"), ["a"], STOP, [Part.TEXT], rows)
     body = answer(chat(logprobs=True, top_logprobs=1), [reply], PROMPT, HEADING, tokenizer)
     top = body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     assert top == [{"token": "", "logprob": -2.0, "bytes": []}]
 
 
 def test_what_did_not_end_by_itself_is_no_answer() -> None:
-    cancelled = Reply([1], ["a"], FinishReason.CANCELLED, [Part.TEXT])
+    cancelled = ReplyTokens([1], ["a"], FinishReason.CANCELLED, [Part.TEXT])
     with pytest.raises(AssertionError):
         answer(chat(), [cancelled], PROMPT, HEADING)
     with pytest.raises(AssertionError):

@@ -15,9 +15,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.api.openai.batch_line import BatchLine, LineError, read_line
 from pensieve.api.openai.request import Request, RequestKind, parse
 from pensieve.errors import InvalidArgument
+from pensieve.jobs.batch_line import BatchLine, LineError, read_line
 from tests.api.openai.bodies import SERVED, USER
 from tests.scale import SCALE, SEED
 

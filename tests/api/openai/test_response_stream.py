@@ -11,7 +11,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from pensieve.api.openai.answer import Heading, PromptTokens, Reply
+from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.conversation_items import Place, place_of, tag_of
 from pensieve.api.openai.response_stream import (
     OutputItems,
@@ -21,8 +21,9 @@ from pensieve.api.openai.response_stream import (
     pieces_of,
     unfinished,
 )
+from pensieve.api.reply import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
-from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking
+from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking
 from tests.api.openai.bodies import response
 
 HEADING = Heading("abc", 1000, "tiny")
@@ -43,8 +44,8 @@ def streamed(
     for each in pushes:
         items.push(each)
     items.end(is_whole=finish is FinishReason.STOP)
-    body = finished(request, HEADING, Reply((1, 2), ("", ""), finish), PROMPT, items.items)
-    stream = ResponseStream(request, PLACE, None)  # type: ignore[arg-type]  # logprobs alone need it
+    body = finished(request, HEADING, ReplyTokens((1, 2), ("", ""), finish), PROMPT, items.items)
+    stream = ResponseStream(request, PLACE, None, ReplyPieces(None))  # type: ignore[arg-type]  # logprobs alone need it
     events = stream.begin(unfinished(request, HEADING, "in_progress"))
     for each in pushes:
         events += stream.pieces(each)
@@ -168,7 +169,7 @@ def test_a_response_has_its_usage_once_it_has_ended() -> None:
 
 def test_what_fails_says_why() -> None:
     body = failed(response(), HEADING, "server_error", "the engine stopped")
-    stream = ResponseStream(response(), PLACE, None)  # type: ignore[arg-type]
+    stream = ResponseStream(response(), PLACE, None, ReplyPieces(None))  # type: ignore[arg-type]
     (event,) = stream.failed(body)
     assert (event["type"], event["sequence_number"]) == ("response.failed", 0)
     assert event["response"]["error"] == {"code": "server_error", "message": "the engine stopped"}

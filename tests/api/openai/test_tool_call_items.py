@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pensieve.api.openai.answer import Heading, PromptTokens, Reply, answer
+from pensieve.api.openai.answer import Heading, answer
+from pensieve.api.reply import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text import CallStyle, Message, PartMarker, ToolCall, style_of
 from tests.api.openai.bodies import USER, chat, response
@@ -28,21 +29,21 @@ def style() -> CallStyle | None:
     return style_of(template_of(QWEN_3))
 
 
-def sampled(text: str, finish: FinishReason = FinishReason.STOP) -> Reply:
+def sampled(text: str, finish: FinishReason = FinishReason.STOP) -> ReplyTokens:
     tokenizer = tokenizer_of(QWEN_3)
     ids = tokenizer.encode_literal(text)
     marker = PartMarker(tokenizer)
     texts = ["" if tokenizer.is_silent(each) else tokenizer.token_text(each) for each in ids]
-    return Reply(ids, texts, finish, [marker.push(each) for each in ids])
+    return ReplyTokens(ids, texts, finish, [marker.push(each) for each in ids])
 
 
-def choice_of(style: Any, reply: Reply, **members: Any) -> dict[str, Any]:
+def choice_of(style: Any, reply: ReplyTokens, **members: Any) -> dict[str, Any]:
     request = chat(**{"tools": CHAT_TOOLS, **members})
     (choice,) = answer(request, [reply], PromptTokens(12), HEADING, style=style)["choices"]
     return choice
 
 
-def output_of(style: Any, reply: Reply) -> list[dict[str, Any]]:
+def output_of(style: Any, reply: ReplyTokens) -> list[dict[str, Any]]:
     body = answer(response(tools=RESPONSE_TOOLS), [reply], PromptTokens(12), HEADING, style=style)
     return body["output"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pensieve.api.anthropic.parse import parse as parse_message
-from pensieve.api.openai.fields import Refusal
+from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.request import Request, RequestKind, Served, parse
 from pensieve.core.constraint import OBJECTS_MAX, TEXT_BYTES_MAX, ConstraintKind
 from pensieve.text import style_named

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.api.grpc.auth import Token
 from pensieve.cli.main import main
 from pensieve.client.fleet import HistoryReplicas
 from pensieve.errors import InvalidArgument, Unauthenticated, Unavailable
+from pensieve.guard.callers import Token
 from pensieve.history.guard import Guard
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import history_pb2_grpc

@@ -1,0 +1,197 @@
+"""The guard before gRPC's methods: one interceptor stands before every method of every service.
+
+The body of a request is received once its caller is known (guard/request_bodies.py), and parsed once its
+fields are known to be small enough (sizes.py). A request that cannot be parsed fails with INVALID_ARGUMENT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pensieve.api.grpc import sizes, translate
+from pensieve.errors import InvalidArgument, PensieveError, ServerFault
+from pensieve.guard.audit import AuditedCall
+from pensieve.guard.callers import Access, group_of
+from pensieve.guard.client_errors import client_text
+from pensieve.guard.guard import CallKind, Guard, GuardedCall
+
+ADMIN_PREFIX = "/pensieve.v1.AdminService/"
+CONVERSATION_PREFIX = "/pensieve.v1.ConversationService/"
+HEALTH_PREFIX = "/grpc.health.v1.Health/"
+JOB_PREFIX = "/pensieve.v1.JobService/"
+KINDS = {
+    f"{CONVERSATION_PREFIX}SendMessage": CallKind(is_repeated=True),
+    f"{CONVERSATION_PREFIX}CancelTurn": CallKind(is_repeated=True),
+    f"{HEALTH_PREFIX}Watch": CallKind(Access.ANYBODY, is_counted=False, is_watch=True),
+}
+KINDS_OF_SERVICES = {
+    ADMIN_PREFIX: CallKind(Access.OPERATOR, is_counted=False),
+    HEALTH_PREFIX: CallKind(Access.ANYBODY, is_counted=False),
+    "/pensieve.v1.ReplicaService/": CallKind(Access.REPLICA),
+}
+ANY_METHOD = CallKind()
+DELETIONS = (
+    f"{CONVERSATION_PREFIX}DeleteConversation",
+    f"{CONVERSATION_PREFIX}DeletePrefix",
+    f"{JOB_PREFIX}DeleteJob",
+)
+
+
+def kind_of(method: str) -> CallKind:
+    service = method[: method.rfind("/") + 1]
+    return KINDS.get(method) or KINDS_OF_SERVICES.get(service, ANY_METHOD)
+
+
+class GuardInterceptor(grpc.aio.ServerInterceptor):
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        method, kind = details.method, kind_of(details.method)
+        authorization = authorization_of(details.invocation_metadata or ())
+        parse = handler.request_deserializer or bytes
+        is_audited = method.startswith((ADMIN_PREFIX, JOB_PREFIX)) or method in DELETIONS
+
+        async def guarded(
+            act: Callable[[Any, Any], Any], requests: Any, context: Any, takes: str
+        ) -> Any:
+            request, answer = None, None
+            call = GuardedCall(
+                *(self._guard, kind, method, context),
+                tell=partial(abort_with, context),
+                audited=(lambda: _audited(method, request)) if is_audited else None,
+            )
+            async with call:
+                try:
+                    await call.enter(authorization)
+                    counted = CountedContext(context, call) if kind.is_counted else context
+                    if takes == "one":
+                        request = requests = _parsed(parse, await call.body())
+                    elif takes == "many":
+                        requests = self._messages(call, context, parse)
+                    answer = await act(requests, counted)
+                    if answer is not None and kind.is_counted:
+                        call.answers(answer.ByteSize())
+                except grpc.aio.AbortError as aborted:  # by a handler: its status has been sent
+                    _let_go(aborted)
+                    call.has_left = True
+                except grpc.aio.InternalError:  # the client left while gRPC wrote to it
+                    call.has_left = True
+                    await _abort(context, grpc.StatusCode.CANCELLED, "the client has left")
+                else:
+                    return answer
+            return None
+
+        for act, make, takes in (
+            (handler.unary_unary, grpc.stream_unary_rpc_method_handler, "one"),
+            (handler.unary_stream, grpc.stream_stream_rpc_method_handler, "one"),
+            (handler.stream_unary, grpc.stream_unary_rpc_method_handler, "many"),
+        ):
+            if act is not None:
+                guard = partial(guarded, act, takes=takes)
+                return make(guard, response_serializer=handler.response_serializer)
+        both = handler.stream_stream  # reflection, the only one that there is
+        if both is None:
+            return None
+
+        async def talk(requests: Any, context: Any) -> None:
+            async for response in both(requests, context):
+                await context.write(response)
+
+        return grpc.stream_stream_rpc_method_handler(
+            partial(guarded, talk, takes="a stream"),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    async def _messages(
+        self, call: GuardedCall, context: Any, parse: Callable[[bytes], Any]
+    ) -> AsyncIterator[Any]:
+        """Yield the messages of a call that sends many; each is received once the one before was taken in."""
+        assert call.caller is not None
+        group = group_of(call.caller, context.peer())
+        async for raw in self._guard.incoming.bodies(context, group):
+            yield _parsed(parse, raw)
+
+
+class CountedContext:
+    """A call's context for its handler; what the handler writes counts until the client has read it."""
+
+    def __init__(self, context: Any, call: GuardedCall) -> None:
+        self._context, self._call = context, call
+
+    async def write(self, message: Any) -> None:
+        await self._call.send(message.ByteSize(), self._context.write, message)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def authorization_of(metadata: Any) -> str | None:
+    """Return the value of `authorization`; None if there is none."""
+    found = next((value for key, value in metadata if key == "authorization"), None)
+    return found if found is None or isinstance(found, str) else ""
+
+
+def _audited(method: str, request: Any) -> AuditedCall | None:
+    tenant = getattr(request, "tenant", "")
+    if method.startswith(JOB_PREFIX) and method not in DELETIONS and not tenant:
+        return None
+    return AuditedCall(
+        method.rpartition("/")[2],
+        is_deletion=method in DELETIONS,
+        conversation_id=getattr(request, "conversation_id", ""),
+        prefix_id=getattr(request, "prefix_id", ""),
+        job_id=getattr(request, "job_id", ""),
+        of_tenant=tenant,
+    )
+
+
+def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+    kind = getattr(parse, "__self__", None)
+    if kind is not None:  # of a class of messages
+        sizes.check(kind, raw)
+    try:
+        return parse(raw)
+    except (DecodeError, UnicodeDecodeError, ValueError):
+        raise InvalidArgument("request", "is not a message of this method") from None
+
+
+async def abort_with(context: Any, error: PensieveError) -> None:
+    """Send an error as the call's status."""
+    if not isinstance(error, ServerFault):
+        details = translate.status(error).SerializeToString()
+        context.set_trailing_metadata(((translate.DETAILS_KEY, details),))
+    await _abort(context, translate.status_code(error), client_text(error))
+
+
+async def _abort(context: Any, code: grpc.StatusCode, text: str) -> None:
+    """Send the status, and return: the handler has to return too.
+
+    A status that is set and left to gRPC goes with an empty message. A client that reads nothing holds up the
+    message, and so the call.
+    """
+    try:
+        await context.abort(code, text)
+    except grpc.aio.AbortError as aborted:  # which gRPC raises again when the handler has returned
+        _let_go(aborted)
+    except grpc.aio.InternalError:  # the client has left
+        raise asyncio.CancelledError from None
+
+
+def _let_go(aborted: grpc.aio.AbortError) -> None:
+    """Free the frames that the error holds, and so the request: gRPC keeps the error with the call."""
+    aborted.__traceback__ = aborted.__context__ = None

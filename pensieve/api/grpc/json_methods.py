@@ -1,0 +1,96 @@
+"""The methods of ConversationService with JSON in place of protobuf messages, for a door that has no gRPC.
+
+They are the methods that gRPC calls, so what they take, check and answer is the same. Fields have their names
+of the proto. An int64 of the proto is text in JSON, as protobuf has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from google.protobuf import json_format
+
+from pensieve.api.grpc import sizes
+from pensieve.api.grpc.conversation import ConversationService
+from pensieve.api.json_fields import check_json
+from pensieve.errors import InvalidArgument
+from pensieve.v1 import conversation_pb2 as pb
+
+SERVICE = "ConversationService"
+DEPTH_MAX = 80  # of the JSON: messages, and values in them
+VALUES_MAX = 1 << 16
+Json = dict[str, Any]
+
+
+class JsonCall(Protocol):
+    """A call, as its door has it."""
+
+    def headers(self) -> Mapping[str, str]: ...
+    async def write(self, piece: Json) -> None: ...
+
+
+@dataclass(frozen=True)
+class JsonMethod:
+    name: str
+    is_deletion: bool
+    act: Callable[[Any, JsonCall], Awaitable[Json | None]]  # None: it has written a stream
+
+
+def json_methods(service: ConversationService) -> Iterator[JsonMethod]:
+    """Yield each method that takes one request."""
+    for method in pb.DESCRIPTOR.services_by_name[SERVICE].methods:
+        if not method.client_streaming:
+            kind: Any = getattr(pb, method.input_type.name)
+            act = _act_of(getattr(service, method.name), kind)
+            yield JsonMethod(method.name, method.name.startswith("Delete"), act)
+
+
+def _act_of(call: Any, kind: Any) -> Callable[[Any, JsonCall], Awaitable[Json | None]]:
+    async def act(value: Any, json_call: JsonCall) -> Json | None:
+        answer = await call(_read(kind, value), _Context(json_call))
+        return None if answer is None else _written(answer)
+
+    return act
+
+
+class _Context:
+    """What a method of gRPC's asks of its call."""
+
+    def __init__(self, call: JsonCall) -> None:
+        self._call = call
+
+    def time_remaining(self) -> None:
+        """There is no deadline."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return tuple(self._call.headers().items())
+
+    async def write(self, message: Any) -> None:
+        await self._call.write(_written(message))
+
+
+def _read(kind: Any, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise InvalidArgument("body", "must be a JSON object")
+    check_json(value, "body", VALUES_MAX)  # protobuf breaks at what is no text
+    try:
+        request = json_format.ParseDict(value, kind(), max_recursion_depth=DEPTH_MAX)
+    except (
+        json_format.ParseError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        problem = " ".join(str(error).split())[:200]
+        problem = problem.encode("ascii", "backslashreplace").decode()  # it quotes the value
+        raise InvalidArgument("body", f"is no {kind.DESCRIPTOR.name}: {problem}") from None
+    sizes.check(kind, request.SerializeToString())
+    return request
+
+
+def _written(message: Any) -> Json:
+    given: Json = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return given

@@ -1,0 +1,206 @@
+"""Read the requests of every API over HTTP, and begin their turns.
+
+A short body is parsed on the loop, a long one in the text pool. If the template, the tokenizer or the engine
+refuse something later, the error names it as the body does (`named`).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, TypeVar
+
+from pensieve.api.http.exchange import Exchange
+from pensieve.api.http.front import Front
+from pensieve.api.http.idempotency import key_reused, request_id_of
+from pensieve.api.json_fields import Refusal, read_json
+from pensieve.api.openai.answer import cut_reply
+from pensieve.api.openai.request import Request, Served, tokens_of
+from pensieve.conversations.binding.binder import Binder, StatelessRequest
+from pensieve.conversations.binding.chain import ReplyReader
+from pensieve.conversations.constraints import FIELD, ConstraintChecker
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import InvalidArgument
+from pensieve.guard.callers import Caller
+from pensieve.sampling import Sampling
+from pensieve.text import ChatTemplate, Message, Part
+from pensieve.text.message import ToolCall
+from pensieve.text.reply_pieces import ReplyPieces
+from pensieve.text.tool_calls import CallStyle
+
+T = TypeVar("T")
+SHORT_BYTES = 16 << 10  # what the loop may parse by itself
+SHORT_TOKENS = 256  # of an answer
+SEED_BITS = 63
+SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
+
+
+class ApiRequests:
+    def __init__(
+        self, front: Front, daemon: Daemon, template: ChatTemplate, style: CallStyle | None
+    ) -> None:
+        """`style` is how the model writes calls of tools."""
+        self.front, self.template = front, template
+        self.binder = Binder(daemon)
+        self._daemon, self.style = daemon, style
+        self._constraints = ConstraintChecker(template.tokenizer)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the names that requests may use, the model's own first."""
+        name = self._daemon.engine.model_name
+        short = name.rpartition("/")[2]
+        return (name,) if short == name else (name, short)
+
+    async def json(self, exchange: Exchange, by: Caller) -> Any:
+        kind = exchange.headers.get("content-type", "application/json").partition(";")[0]
+        if kind.strip().lower() not in ("application/json", ""):
+            raise InvalidArgument("content-type", "must be application/json")
+        raw = await self.front.body(exchange)
+        return await self._aside(by, len(raw) > SHORT_BYTES, lambda: read_json(raw, "body"))
+
+    async def read(
+        self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], Request]
+    ) -> Request:
+        body = await self.json(exchange, by)
+        served = Served(
+            self._daemon.defaults,
+            self.models,
+            self._daemon.engine.ready.vocab_size if self._daemon.engine.ready else None,
+            self.template.options,
+            self.style,
+            self.template.knows_developer,
+        )
+        is_long = exchange.num_bytes > SHORT_BYTES
+        return await self._aside(by, is_long, lambda: read(body, served))
+
+    async def rendered(
+        self, by: Caller, num_tokens: int, function: Callable[[], Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """Return what `function` makes of so many tokens; a long answer would hold the loop up."""
+        return await self._aside(by, num_tokens > SHORT_TOKENS, function)
+
+    async def _aside(self, by: Caller, is_long: bool, function: Callable[[], T]) -> T:
+        """Call the function, in the text pool if it takes long."""
+        if not is_long:
+            return function()
+        return await self._daemon.threads.in_text_pool(by.tenant, function)
+
+    def cutter(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
+        """Return what cuts a reply to pieces; it looks for calls only if there are tools."""
+        return ReplyPieces(self.style if tools else None, tools)
+
+    def reply_reader(self, request: Request) -> ReplyReader:
+        """Return what makes of a reply the message that the client will send back: its text and calls."""
+        style, tools = self.style, request.tools
+
+        def read(pieces: Sequence[tuple[Part, str]]) -> Message | None:
+            parts, texts = [part for part, _ in pieces], [text for _, text in pieces]
+            cut = cut_reply(texts, parts, style, tools)
+            if not all(each.is_whole for each in cut.calls):
+                return None  # no client can send back what broke off
+            calls = [ToolCall(each.name, json.loads(each.arguments)) for each in cut.calls]
+            return Message("assistant", cut.content, tool_calls=tuple(calls))
+
+        return read
+
+    def options(self, request: Request, by: Caller) -> TurnOptions:
+        priority = min(0, by.priority_max)
+        return TurnOptions(request.sampling, priority, constraint=request.constraint)
+
+    def given_sampling(self, request: Request) -> Mapping[str, Any]:
+        """Return what the body sets, by which a retry is compared with the first request."""
+        return {name: getattr(request.sampling, name) for name in sorted(request.given)}
+
+    async def begin_bound(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
+        """Begin a turn for each choice, in the conversation that has the request's messages."""
+        chat = StatelessRequest(
+            messages=request.messages,
+            tools=request.tools,
+            template_options=request.template_options,
+            options=self.options(request, by),
+            tenant=by.tenant,
+            session_key=session_key(exchange, request),
+            request_id=request_id_of(exchange),
+            given_sampling=self.given_sampling(request),
+            num_choices=request.num_choices,
+            reply_reader=self.reply_reader(request),
+        )
+        try:
+            bound = await self.binder.begin(chat)
+        except InvalidArgument as error:
+            if error.field != "request_id":
+                raise
+            raise key_reused() from None
+        exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
+        exchange.out["x-pensieve-bound"] = bound[0].how.value
+        exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
+        return [each.live for each in bound]
+
+    async def begin_unstored(self, request: Request, by: Caller) -> list[LiveTurn]:
+        """Begin a turn for each choice, of the whole prompt, that is not stored."""
+        options = self.options(request, by)
+
+        def prepare() -> list[int]:
+            if options.constraint is not None:
+                self._constraints.check(options)
+            return self.tokens(request)
+
+        prompt = await self._daemon.threads.in_text_pool(by.tenant, prepare)
+        begun: list[LiveTurn] = []
+        try:
+            for choice in range(request.num_choices):
+                if choice == 1:
+                    await self._daemon.conversations.prompt_computed(begun[0])
+                seeded = replace(options, sampling=_seeded(options.sampling, choice))
+                begun.append(await self._daemon.begin_unstored(prompt, seeded, by.tenant))
+        except BaseException:
+            for live in begun:
+                self._daemon.conversations.cancel(live)
+            raise
+        return begun
+
+    async def num_tokens(self, request: Request, by: Caller) -> int:
+        """Return how long a request's whole prompt is; nothing is computed."""
+        tokens = partial(self.tokens, request)
+        return len(await self._daemon.threads.in_text_pool(by.tenant, tokens))
+
+    def tokens(self, request: Request) -> list[int]:
+        return tokens_of(request, self.template, self._daemon.context_max, datetime.now(UTC))
+
+
+def session_key(exchange: Exchange, request: Request) -> str:
+    """Return the client's own name for the conversation; empty if there is none."""
+    names = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
+    return next(filter(None, names), request.prompt_cache_key)
+
+
+@contextmanager
+def named(request: Request) -> Iterator[None]:
+    """Make errors within name fields as the body does."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except InvalidArgument as error:
+        name = error.field.removeprefix("sampling.")
+        if name.startswith(FIELD):
+            name = request.params.get(name, "response_format")
+        code = "context_length_exceeded" if error.is_too_long else "invalid_value"
+        raise Refusal(request.param(name), error.problem, code) from None
+
+
+def _seeded(sampling: Sampling, choice: int) -> Sampling:
+    """Give each choice another seed; the first has the one that was given."""
+    if sampling.seed and not choice:
+        return sampling
+    if sampling.seed:
+        return replace(sampling, seed=(sampling.seed + choice * 0x9E3779B97F4A7C15) % (1 << 64))
+    return replace(sampling, seed=secrets.randbits(SEED_BITS) + 1)

@@ -1,0 +1,110 @@
+"""The reply of a turn, as every API renders it: its tokens in columns, as they come or as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pensieve.conversations.conversations import Conversations
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.core.iteration import Logprob
+from pensieve.core.turn import FinishReason
+from pensieve.text import Part
+from pensieve.text.reply_pieces import Piece, ReplyPieces
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTokens:
+    """Some tokens of a reply, or all of them.
+
+    Text without a token (`ReplyStream.tail`) has a text and a part, and nothing in the other columns.
+    """
+
+    token_ids: Sequence[int]
+    texts: Sequence[str]  # that each token released
+    finish: FinishReason = FinishReason.STOP  # STOP or LENGTH; of a whole reply
+    parts: Sequence[Part] = ()  # that each token belongs to; empty: all is text
+    logprobs: Sequence[tuple[float, Sequence[Logprob]]] = ()  # of each token, if requested
+
+    def is_of(self, *parts: Part) -> list[bool]:
+        """Return of each token whether it belongs to one of these parts."""
+        if not self.parts:
+            return [Part.TEXT in parts] * len(self.texts)
+        return [each in parts for each in self.parts]
+
+    @property
+    def num_thinking(self) -> int:
+        return sum(self.is_of(Part.THINKING))
+
+    def pieces(self, cutter: ReplyPieces) -> list[Piece]:
+        """Return the pieces that these tokens release, which follow what `cutter` has seen."""
+        found: list[Piece] = []
+        for text, part in zip(self.texts, self.parts, strict=True):
+            found += cutter.push(text, part)
+        return found
+
+
+NO_TOKENS = ReplyTokens((), ())
+
+
+class PromptTokens(NamedTuple):
+    """How long the prompt was, and how much of it was not computed for this request."""
+
+    num_tokens: int
+    num_cached: int = 0
+
+
+class ReplyStream:
+    """What the clients of a turn read of it."""
+
+    def __init__(self, live: LiveTurn) -> None:
+        self.live = live
+
+    async def follow(
+        self,
+        conversations: Conversations,
+        write: Callable[[ReplyTokens], Awaitable[None]],
+    ) -> None:
+        """Have `write` deliver the tokens as they come, until the turn has ended; then there is `tail`."""
+
+        async def write_tokens(start: int, stop: int) -> None:
+            await write(self.tokens(start, stop))
+
+        await conversations.follow(self.live, write_tokens)
+
+    def tokens(self, start: int, stop: int) -> ReplyTokens:
+        live = self.live
+        return ReplyTokens(
+            live.token_ids[start:stop],
+            live.texts[start:stop],
+            parts=live.parts[start:stop],
+            logprobs=[live.logprobs[each] for each in range(start, stop)] if live.logprobs else (),
+        )
+
+    @property
+    def tail(self) -> ReplyTokens:
+        """The text that a cancelled turn had withheld."""
+        live = self.live
+        if not live.tail:
+            return NO_TOKENS
+        return ReplyTokens((), (live.tail,), parts=(live.parts[live.num_tokens - 1],))
+
+    def whole(self, finish: FinishReason | None = None, tail: str | None = None) -> ReplyTokens:
+        """Return the whole reply; `finish` and `tail` are given of a turn that is about to end."""
+        live = self.live
+        tail = live.tail if tail is None else tail
+        found = self.tokens(0, live.num_tokens)
+        texts = list(found.texts)
+        if tail and texts:
+            texts[-1] += tail
+        is_cut = (finish or live.finish) is FinishReason.LENGTH
+        finish = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        return ReplyTokens(found.token_ids, texts, finish, found.parts, found.logprobs)
+
+    @property
+    def prompt(self) -> PromptTokens:
+        """As the usage of an ended turn has it."""
+        figures = self.live.figures
+        num_cached = int(figures.get("device_tokens", 0)) + int(figures.get("host_tokens", 0))
+        return PromptTokens(int(figures.get("prompt_tokens", 0)), num_cached)

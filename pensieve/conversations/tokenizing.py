@@ -1,0 +1,38 @@
+"""Tokenize long texts in the text pool, at the expense of their tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from pensieve.conversations.admission import Admission
+from pensieve.conversations.draft import OutdatedTokens
+from pensieve.conversations.history import History
+from pensieve.conversations.threads import Threads
+from pensieve.errors import ContextFull
+
+T = TypeVar("T")
+
+
+class Tokenizing:
+    """Belongs to the loop."""
+
+    def __init__(self, history: History, threads: Threads, admission: Admission) -> None:
+        self._history, self._threads, self._admission = history, threads, admission
+
+    async def run(self, tenant: str, function: Callable[[], T]) -> T:
+        """Call it in the text pool; what is too long to fit was tokenized all the same, and is charged."""
+        try:
+            return await self._threads.in_text_pool(tenant, function)
+        except ContextFull as full:
+            self.charge(tenant, full.tokens)
+            raise
+
+    async def renew(self, outdated: OutdatedTokens) -> None:
+        """Tokenize a conversation again, whose tokens are of another tokenizer or template."""
+        tenant = outdated.conversation.tenant
+        tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
+        await self._threads.in_store(tenant, self._history.renew, outdated, tokens)
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        self._admission.charge(tenant, num_tokens, self._threads.loop.time())

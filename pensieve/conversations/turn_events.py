@@ -1,0 +1,79 @@
+"""The named events of a daemon, to which its parts subscribe.
+
+    of a turn      begun ──> admitted ──> first_token ──> ended          or refused, before it begins
+    of the engine  engine_up, engine_events, engine_down
+    of the daemon  serving, draining, closing, failed
+
+A feature subscribes when it is configured, or while it has something to do. A feature that is off is not
+entered. Subscribers are called on the loop, in the order in which they subscribed. An exception of a
+subscriber is the publisher's, so a subscriber whose work may fail catches its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Generic, ParamSpec
+
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.engine.messages import OfTurn
+from pensieve.errors import PensieveError
+
+P = ParamSpec("P")
+
+
+class Signal(Generic[P]):
+    """An event: calling it calls its subscribers."""
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[Callable[P, object], ...] = ()
+
+    def subscribe(self, subscriber: Callable[P, object]) -> None:
+        self._subscribers = (*self._subscribers, subscriber)
+
+    def unsubscribe(self, subscriber: Callable[P, object]) -> None:
+        self._subscribers = tuple(each for each in self._subscribers if each != subscriber)
+
+    def __call__(self, *arguments: P.args, **named: P.kwargs) -> None:
+        for subscriber in self._subscribers:
+            subscriber(*arguments, **named)
+
+
+class AwaitedSignal(Generic[P]):
+    """An event whose publisher waits for each subscriber."""
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[Callable[P, Awaitable[None]], ...] = ()
+
+    def subscribe(self, subscriber: Callable[P, Awaitable[None]]) -> None:
+        self._subscribers = (*self._subscribers, subscriber)
+
+    async def __call__(self, *arguments: P.args, **named: P.kwargs) -> None:
+        for subscriber in self._subscribers:
+            await subscriber(*arguments, **named)
+
+
+class TurnEvents:
+    def __init__(self) -> None:
+        # The store has the turn. The engine gets it once all subscribers have returned.
+        self.begun = AwaitedSignal[[LiveTurn]]()
+        # The engine has room for the turn, and has to compute so many tokens of its context.
+        self.admitted = Signal[[LiveTurn, int]]()
+        self.first_token = Signal[[LiveTurn]]()
+        # The end is stored and the readers can see it; with the loop's time.
+        self.ended = Signal[[LiveTurn, float]]()
+        # A turn or a warm was not admitted.
+        self.refused = Signal[[PensieveError]]()
+        # An engine is ready: the first one, or one that was started again. Its cache is empty.
+        self.engine_up = Signal[[]]()
+        # The engine is gone, and all turns with it; with the reason.
+        self.engine_down = Signal[[str]]()
+        # A frame of the engine's events, also of background turns.
+        self.engine_events = Signal[[list[OfTurn]]]()
+        # Whether new turns are taken may have changed.
+        self.serving = Signal[[bool]]()
+        # The daemon takes no new turns.
+        self.draining = Signal[[]]()
+        # The engine is about to be stopped.
+        self.closing = AwaitedSignal[[]]()
+        # An unforeseen exception: turns would wait without end, so the service must end.
+        self.failed = Signal[[BaseException]]()

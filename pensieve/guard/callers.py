@@ -1,0 +1,205 @@
+"""Who is calling: the token file, and which token lets a caller do what.
+
+With a token file, a call needs a token unless its method is open to anybody. A token is known by its SHA-256,
+which is compared in constant time. It names its tenant, and conversations of another tenant do not exist for
+it. A caller on the UNIX socket in the data folder is the operator.
+
+A peer is written as gRPC writes it: `ipv4:HOST:PORT`, `ipv6:[HOST]:PORT`, or `unix:` for the socket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import secrets
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN
+from pensieve.errors import ConfigError, PermissionDenied, Unauthenticated
+from pensieve.guard.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Limits
+from pensieve.store.records import ID_PATTERN
+
+KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
+SHOWN_DIGITS = 12  # of a digest, where a token has no name
+LOCAL_PREFIX = "unix:"  # of a peer; with its colon, no tenant's name
+
+
+class Access(Enum):
+    """Who may make a call."""
+
+    ANYBODY = auto()
+    CALLER = auto()  # anybody with a token, where there are tokens
+    REPLICA = auto()  # other daemons: an operator's token, where there are tokens
+    OPERATOR = auto()  # an operator's token, or the local socket
+
+
+@dataclass(frozen=True)
+class Token:
+    sha256: bytes
+    tenant: str = ""
+    admin: bool = False
+    limits: Limits = NO_LIMITS
+    priority_max: int = PRIORITY_MAX  # of its turns; a higher one is lowered to it
+    name: str = ""  # in the audit log
+
+    @property
+    def shown(self) -> str:
+        return self.name or self.sha256.hex()[:SHOWN_DIGITS]
+
+
+@dataclass(frozen=True)
+class Caller:
+    tenant: str = ""
+    admin: bool = False
+    known: bool = True  # by a token, or because none is needed
+    priority_max: int = PRIORITY_MAX
+    token: str = field(default="", compare=False)  # as people know it
+
+
+ANONYMOUS = Caller()
+_caller: ContextVar[Caller] = ContextVar("caller", default=ANONYMOUS)
+
+
+def caller() -> Caller:
+    return _caller.get()
+
+
+def set_caller(found: Caller) -> None:
+    _caller.set(found)
+
+
+def read_tokens(path: Path) -> tuple[Token, ...]:
+    """The token file: TOML, a `[[token]]` for each with sha256, tenant and admin."""
+    try:
+        text = path.read_bytes()
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    tokens = tokens_of(path, text)
+    check_mode(path, mode)
+    return tokens
+
+
+def check_mode(path: Path, mode: int) -> None:
+    """Only its owner may write to it.  Reading it helps nobody: it holds digests of random tokens."""
+    if mode & 0o022:
+        raise ConfigError(f"others can write to {path}; chmod 644 it")
+
+
+def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
+    """What a token file with this text says; `path` is named where it is wrong."""
+    try:
+        table = tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    tokens = []
+    entries = table.get("token", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path}: `token` is a list of tables, written [[token]]")
+    for number, entry in enumerate(entries, 1):
+        if unknown := set(entry) - KEYS:
+            raise ConfigError(f"{path}: token {number} has an unknown key {sorted(unknown)[0]!r}")
+        digest = str(entry.get("sha256", ""))
+        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+            raise ConfigError(f"{path}: the sha256 of token {number} is not 64 hexadecimal digits")
+        tenant = str(entry.get("tenant", ""))
+        name = str(entry.get("name", ""))
+        for key, word in (("tenant", tenant), ("name", name)):
+            if word and not ID_PATTERN.fullmatch(word):
+                raise ConfigError(f"{path}: the {key} of token {number} is no id")
+        limits = {key: entry[key] for key in LIMIT_NAMES if key in entry}
+        for key, value in limits.items():
+            kind: Any = int if key in WHOLE else int | float
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+                whole = "whole " if key in WHOLE else ""
+                raise ConfigError(
+                    f"{path}: {key} of token {number} is not a positive {whole}number"
+                )
+        priority = entry.get("priority_max", PRIORITY_MAX)
+        if type(priority) is not int or not PRIORITY_MIN <= priority <= PRIORITY_MAX:
+            raise ConfigError(
+                f"{path}: priority_max of token {number} is not in {PRIORITY_MIN}..{PRIORITY_MAX}"
+            )
+        admin = bool(entry.get("admin"))
+        tokens.append(Token(bytes.fromhex(digest), tenant, admin, Limits(**limits), priority, name))
+    if not tokens:
+        raise ConfigError(f"{path} names no token; `pensieve token` makes one")
+    return tuple(tokens)
+
+
+def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
+    """By tenant; all tokens of a tenant must say the same."""
+    found: dict[str, Limits] = {}
+    for token in tokens:
+        if found.setdefault(token.tenant, token.limits) != token.limits:
+            raise ConfigError(f"tenant {token.tenant!r} has two different limits")
+    return found
+
+
+class KnownTokens:
+    """The tokens that are in force."""
+
+    def __init__(self, tokens: Sequence[Token] = ()) -> None:
+        self._tokens = tuple(tokens)
+
+    def find(self, authorization: str | None) -> Token | None:
+        """Return the token of an `authorization` header."""
+        if not self._tokens or not authorization or not authorization.startswith("Bearer "):
+            return None
+        digest = hashlib.sha256(authorization[7:].encode()).digest()
+        found = None
+        for token in self._tokens:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(token.sha256, digest):
+                found = token
+        return found
+
+    def authenticate(self, access: Access, authorization: str | None, peer: str) -> Caller:
+        """Return the caller; Unauthenticated or PermissionDenied if this caller has no such access."""
+        is_local, token = is_local_peer(peer), self.find(authorization)
+        if access is Access.ANYBODY:
+            known = token is not None or is_local or not self._tokens
+            return Caller("" if token is None else token.tenant, known=known)
+        admin = is_local or (token is not None and token.admin)
+        if self._tokens and token is None and not is_local:
+            is_given = authorization is not None
+            problem = "the token is not known to this daemon" if is_given else "a token is needed"
+            raise Unauthenticated(problem)
+        if access is Access.OPERATOR and not admin:
+            raise PermissionDenied("an admin token is needed, or the socket in the data folder")
+        if access is Access.REPLICA and self._tokens and not admin:
+            raise PermissionDenied("an admin token is needed")
+        if token is None:
+            return Caller("", admin)
+        return Caller(token.tenant, admin, priority_max=token.priority_max, token=token.shown)
+
+
+def is_local_peer(peer: str) -> bool:
+    """Whether it is the socket in the data folder; check_exposure refuses any other UNIX socket."""
+    return peer.startswith(LOCAL_PREFIX)
+
+
+def group_of(by: Caller, peer: str) -> str:
+    """Return the name of the group of callers that share limits for request bodies."""
+    return LOCAL_PREFIX if is_local_peer(peer) else by.tenant
+
+
+def new_token(tenant: str, admin: bool, name: str = "", **limits: float | None) -> tuple[str, str]:
+    """A token for a client, and the entry for the token file; limits are named as in it."""
+    assert limits.keys() <= KEYS, limits
+    token = secrets.token_urlsafe(32)
+    lines: Mapping[str, str] = {
+        "sha256": f'"{hashlib.sha256(token.encode()).hexdigest()}"',
+        **({"name": f'"{name}"'} if name else {}),
+        "tenant": f'"{tenant}"',
+        "admin": str(admin).lower(),
+        **{name: str(value) for name, value in limits.items() if value is not None},
+    }
+    entry = "\n".join(["[[token]]", *(f"{name} = {value}" for name, value in lines.items())])
+    return token, entry + "\n"

@@ -1,0 +1,79 @@
+"""What a client is told of an error: its text, its details, and when to try again."""
+
+from __future__ import annotations
+
+from pensieve.errors import (
+    AddressInUse,
+    ConfigError,
+    ContextFull,
+    DeviceError,
+    DiskFull,
+    Loading,
+    ModelError,
+    OwnedElsewhere,
+    PensieveError,
+    QueueFull,
+    StaleRevision,
+    StoreError,
+    StoreUnavailable,
+    TurnRunning,
+    Unavailable,
+    shortened,
+)
+
+# Seconds, of the first class that fits. Clients add growing pauses of their own.
+RETRY_SECONDS = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
+TEXTS_OF_THE_MACHINE = {
+    StoreUnavailable: "the history cannot be read or written at present",
+    StoreError: "the history cannot be used as it is",
+    ModelError: "the model cannot do this",
+    DeviceError: "the device failed",
+    ConfigError: "the daemon is not set up for this",
+    AddressInUse: "the daemon is not set up for this",
+}
+DISK_FULL = (
+    "the disk of the history is full; conversations can be read and deleted, but not changed"
+)
+
+
+def client_text(error: PensieveError) -> str:
+    """Return one line, whatever the error quotes, without what only the operator may know."""
+    if is_of_the_machine(error):
+        if isinstance(error, DiskFull):
+            return DISK_FULL
+        texts = TEXTS_OF_THE_MACHINE.items()
+        text = next(text for kind, text in texts if isinstance(error, kind))
+        return f"{text}; the daemon's log says more"
+    return shortened(str(error))
+
+
+def is_of_the_machine(error: PensieveError) -> bool:
+    """Whether the error names files of this machine, so that its text is for the log alone."""
+    return isinstance(error, tuple(TEXTS_OF_THE_MACHINE))
+
+
+def retry_seconds(error: PensieveError) -> float | None:
+    """Return after how many seconds a retry may succeed; None if nobody knows."""
+    if error.retry_after_seconds is not None:
+        return error.retry_after_seconds
+    found = (seconds for kind, seconds in RETRY_SECONDS.items() if isinstance(error, kind))
+    return next(found, None)
+
+
+def details(error: PensieveError) -> dict[str, str]:
+    """Return what a program needs to act on the error, by name."""
+    if isinstance(error, TurnRunning):
+        return {"conversation_id": error.conversation_id, "turn_id": error.turn_id}
+    if isinstance(error, OwnedElsewhere):
+        return {
+            "conversation_id": error.conversation_id,
+            "replica": error.replica,
+            "address": error.address,
+        }
+    if isinstance(error, StaleRevision):
+        return {"expected": str(error.expected), "actual": str(error.actual)}
+    if isinstance(error, ContextFull):
+        return {"tokens": str(error.tokens), "tokens_max": str(error.tokens_max)}
+    if isinstance(error, QueueFull) and error.limit:
+        return {"limit": error.limit}
+    return {}

@@ -1,0 +1,103 @@
+"""Where a daemon listens, and who could reach it there."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pensieve.errors import ConfigError
+from pensieve.guard.callers import Token
+
+NO_HOSTS = ("unix", "unix-abstract", "vsock")  # with a colon, kinds of addresses of gRPC's own
+HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+
+
+@dataclass(frozen=True)
+class Listening:
+    address: str = "127.0.0.1:50051"  # "" for none: only the socket
+    socket: Path | None = None  # for the operator on this machine
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tokens: Sequence[Token] = ()
+    token_file: Path | None = None  # that they were read from, to be read again when it changes
+    audit_log: Path | None = None
+    insecure: bool = False
+    hand_over: bool = False  # offer KV to other daemons of a cluster
+    keepalive_seconds: float = 30.0  # between pings of a silent connection
+    ping_timeout_seconds: float = 10.0  # one that does not answer is closed
+    connections_max: int = 512  # to the address; the socket has as many of its own
+    http: str = ""  # HOST:PORT of the APIs over HTTP; "" for none
+    http_hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
+    http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
+    metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
+    peer_tokens: Sequence[Token] = ()  # of other daemons, where clients need tokens
+    peers: Any = None  # credentials for calls to other daemons; None: without TLS
+
+
+def check_exposure(listening: Listening) -> None:
+    """Refuse malformed addresses, incomplete TLS settings, and to serve strangers by accident."""
+    given = {"--tls-key": listening.tls_key, "--tls-client-ca": listening.tls_client_ca}
+    for flag, path in given.items():
+        if path is not None and listening.tls_cert is None:
+            raise ConfigError(
+                f"{flag} needs --tls-cert; without it, connections have no TLS at all"
+            )
+    if listening.tls_cert is not None and listening.tls_key is None:
+        raise ConfigError("--tls-cert needs --tls-key")
+    if listening.metrics:
+        host = _host_of("--metrics", listening.metrics)
+        if not is_loopback(host) and not listening.insecure:
+            raise ConfigError(
+                f"--metrics {listening.metrics} can be reached by others, and has no TLS: listen on "
+                "127.0.0.1, or say --insecure"
+            )
+    for flag, address in (("--address", listening.address), ("--http", listening.http)):
+        if address:
+            _check_address(flag, address, listening)
+
+
+def _check_address(flag: str, address: str, listening: Listening) -> None:
+    host = _host_of(flag, address)
+    if is_loopback(host) or listening.insecure:
+        return
+    if listening.tls_cert is None or not (listening.tokens or listening.tls_client_ca):
+        raise ConfigError(
+            f"{flag} {address} can be reached by others: give --tls-cert, --tls-key and "
+            "--token-file (or --tls-client-ca), or say --insecure"
+        )
+
+
+def _host_of(flag: str, address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not _is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
+        raise ConfigError(f"{flag} {address!r} is not HOST:PORT")
+    return host
+
+
+def _is_host(host: str) -> bool:
+    """Whether it is a name or an IP address, in brackets if it has colons.
+
+    gRPC would also take a UNIX socket. A peer on one is taken for the operator, so the only such socket is
+    the one in the data folder.
+    """
+    if host.startswith("["):
+        return host.endswith("]") and _ip_address(host) is not None
+    return HOST_PATTERN.fullmatch(host) is not None and host.lower() not in NO_HOSTS
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody on another machine can reach it. Of names, only localhost is known to be local."""
+    found = _ip_address(host)
+    return found.is_loopback if found is not None else host.lower() == "localhost"
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None

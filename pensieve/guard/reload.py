@@ -1,0 +1,108 @@
+"""Read tokens and certificates again when their files change.
+
+The token file is looked at every second, the files of TLS at every handshake. A file that has changed and
+cannot be used (half written, the key of another certificate, writable for others) is reported in the log, and
+what was read before stays in force. Tokens are tried again every second, whatever went wrong: a token that
+was taken out must not stay in force because the daemon lacked a file descriptor. If the watching itself ends,
+so does the daemon.
+
+A tenant's limits change with the tokens: what it has saved or owes stays, and running turns go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pensieve.errors import ConfigError, whole_line
+from pensieve.guard.callers import Token, read_tokens
+
+log = logging.getLogger("pensieve")
+LOOK_SECONDS = 1.0
+T = TypeVar("T")
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Watched:
+    """Files that may change."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._stamp: Stamp | None = ()
+
+    def has_changed(self) -> bool:
+        """Whether they have changed since the last call; True at the first."""
+        before, self._stamp = self._stamp, self._present()
+        return self._stamp != before
+
+    def _present(self) -> Stamp | None:
+        try:
+            found = [path.stat() for path in self._paths]
+        except OSError:
+            return None
+        return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
+
+
+async def watch_tokens(
+    path: Path,
+    before: Sequence[Token],
+    use: Callable[[Sequence[Token]], None],
+    on_reload: Callable[[int, str], None] = lambda num_tokens, problem: None,
+) -> None:
+    """Call `use` with the tokens whenever the file has changed; never returns.
+
+    `on_reload` is told how many tokens are in force then, and what was wrong with the file.
+    """
+    file = Watched(path)
+    problem = ""
+    while True:
+        has_changed = file.has_changed()
+        if has_changed or problem:
+            try:
+                tokens = read_tokens(path)
+                use(tokens)
+            except Exception as error:
+                reported, problem = problem, whole_line(error)
+                if has_changed or problem != reported:
+                    log.error("the tokens stay as they were: %s", problem)
+                    on_reload(len(before), problem)
+            else:
+                if tokens != before or problem:
+                    log.info("%d tokens are in force from now on", len(tokens))
+                    on_reload(len(tokens), "")
+                before, problem = tokens, ""
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+class Reloaded(Generic[T]):
+    """A value that is read from files, and read again when they change."""
+
+    def __init__(
+        self,
+        what: str,
+        files: Sequence[Path | None],
+        read: Callable[[], T],
+        on_reload: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        """`read` raises ConfigError; `on_reload` is told what was wrong with files that have changed."""
+        self._what, self._read, self._on_reload = what, read, on_reload
+        self._files = Watched(*(path for path in files if path is not None))
+        self._files.has_changed()
+        self.value = read()
+
+    def if_changed(self) -> T | None:
+        """Return the new value; None if nothing changed, or the new files cannot be used."""
+        if not self._files.has_changed():
+            return None
+        try:
+            self.value = self._read()
+        except ConfigError as error:
+            log.error("%s stays as it was: %s", self._what, error)
+            self._on_reload(whole_line(error))
+            return None
+        log.info("%s was read again", self._what)
+        self._on_reload("")
+        return self.value

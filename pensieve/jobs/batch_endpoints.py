@@ -1,0 +1,406 @@
+"""`/v1/files` and `/v1/batches`: batch jobs, as OpenAI's API has them.
+
+An uploaded file is a job that is only checked. So files are stored, limited, deleted and forgotten like jobs,
+and a client learns which requests are invalid before it creates a batch. A batch is a new job with a copy of
+the lines. One file may become several batches, and may be deleted while they run.
+
+    file-ID            an uploaded file: a job whose lines are only checked (`is_file`)
+    batch_ID           any other job, however it was created
+    file-input.JOB     the lines of a job that was created without an uploaded file
+    file-output.JOB    the job's answers so far; file-errors.JOB has its refusals
+
+The id of an upload is `file-` and hexadecimal digits, so no id stands for two things.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
+from pensieve.api.http.requests import ApiRequests
+from pensieve.api.http.uploads import Upload
+from pensieve.api.json_fields import Fields, Refusal
+from pensieve.api.openai.request import RequestKind
+from pensieve.errors import InvalidArgument, NotFound, WrongJobState
+from pensieve.guard.callers import Caller, group_of
+from pensieve.guard.limits import delivered
+from pensieve.jobs.job_records import JobOutcome, JobState, ResultBytes, ResultKind
+from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
+from pensieve.store.records import ID_PATTERN
+
+NAME_CHARACTERS_MAX = 128
+FILES_LISTED, BATCHES_LISTED = 100, 20  # where a client does not say how many
+FILES_LISTED_MAX, BATCHES_LISTED_MAX = 10_000, 100
+METADATA_MAX, KEY_CHARACTERS_MAX, VALUE_CHARACTERS_MAX = 16, 64, 512
+CHUNK_BYTES = 256 << 10
+SIZES_MAX = 1 << 16  # of jobs that have ended, remembered
+UPLOADED = re.compile(r"file-[0-9a-f]{24}")
+STATUSES = {
+    JobState.RECEIVING: "validating",
+    JobState.CHECKING: "validating",
+    JobState.WAITING: "in_progress",
+    JobState.RUNNING: "in_progress",
+    JobState.PAUSED: "in_progress",
+}
+OUTCOMES = {
+    JobOutcome.COMPLETED: "completed",
+    JobOutcome.CHECKED: "completed",
+    JobOutcome.CANCELLED: "cancelled",
+    JobOutcome.FAILED: "failed",
+}
+
+
+class _OfJobs:
+    def __init__(self, jobs: DaemonJobs | None) -> None:
+        """`jobs`: None of a daemon that has none."""
+        self._found = jobs
+
+    @property
+    def _jobs(self) -> DaemonJobs:
+        if self._found is None:
+            raise NotFound("this daemon takes no batches")
+        return self._found
+
+    async def _job(self, by: Caller, job_id: str) -> JobView:
+        if not ID_PATTERN.fullmatch(job_id):
+            raise NotFound("there is no such job")
+        return await self._jobs.get(by.tenant, job_id)
+
+
+class Files(_OfJobs):
+    def __init__(
+        self, requests: ApiRequests, jobs: DaemonJobs | None, stall_seconds: float
+    ) -> None:
+        super().__init__(jobs)
+        self._requests, self._stall_seconds = requests, stall_seconds
+        self._sizes: OrderedDict[tuple[object, ...], ResultBytes] = OrderedDict()
+
+    async def upload(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        jobs, incoming = self._jobs, self._requests.front.guard.incoming
+        upload = Upload(exchange, incoming, group_of(by, exchange.peer()))
+        await upload.find_file()
+        name = upload.filename.rpartition("/")[2][:NAME_CHARACTERS_MAX] or "upload"
+        header = JobHeader(f"file-{secrets.token_hex(12)}", name, check_only=True)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            async for each in upload.chunks():
+                yield each
+            _check_form(upload.fields)
+
+        view = await jobs.create(by.tenant, header, chunks())
+        return file_object(view, FileId(Content.UPLOAD, view.job_id), view.num_bytes)
+
+    async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        await exchange.no_body()  # from now on it is seen when the client leaves
+        query = Fields(query_of(exchange))
+        purpose, descending = query.text("purpose"), is_descending(query.text("order"))
+        limit = limit_of(query.text("limit"), FILES_LISTED, FILES_LISTED_MAX)
+        after = query.text("after")
+        query.end()
+        found: list[tuple[JobView, FileId]] = []
+        for view in await self._jobs.list(by.tenant):
+            if is_file(view) and purpose in (None, "batch"):
+                found.append((view, FileId(Content.UPLOAD, view.job_id)))
+            elif not is_file(view) and purpose in (None, "batch_output"):
+                found += [(view, each) for each in result_files(view)]
+        found.sort(key=lambda each: each[0].number, reverse=descending)
+        ids = [str(file_id) for _, file_id in found]
+        first = _place(ids, after)
+        shown = found[first : first + limit]
+        data = [await self._object(by, view, file_id) for view, file_id in shown]
+        return listed(data, has_more=first + limit < len(found))
+
+    async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        return await self._object(by, *await self._file(exchange, by))
+
+    async def content(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
+        view, file_id = await self._file(exchange, by)
+        await self._requests.front.body(exchange)  # from now on it is seen when the client leaves
+        kind = "application/octet-stream"
+        if exchange.method == "HEAD":
+            await exchange.answer_bytes(b"", kind)
+            return None
+        exchange.begin_bytes(kind)
+        async for chunk in _concatenated(self._lines(by, view.job_id, file_id.content)):
+            await delivered(self._stall_seconds, exchange.write(chunk))
+        await exchange.end_bytes()
+        return None
+
+    async def delete(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        view, file_id = await self._file(exchange, by)
+        if file_id.content is not Content.UPLOAD:
+            raise WrongJobState(
+                f"this file is a part of a batch: DELETE /v1/batches/{view.job_id} deletes all of it"
+            )
+        await self._jobs.delete(by.tenant, view.job_id)
+        return {"id": str(file_id), "object": "file", "deleted": True}
+
+    async def _file(self, exchange: Exchange, by: Caller) -> tuple[JobView, FileId]:
+        file_id = file_id_of(exchange.values["job_id"])
+        if file_id is None:
+            raise NotFound("there is no such file")
+        view = await self._job(by, file_id.job_id)
+        if is_file(view) != (file_id.content is Content.UPLOAD):
+            raise NotFound("there is no such file")
+        return view, file_id
+
+    async def _object(self, by: Caller, view: JobView, file_id: FileId) -> Mapping[str, Any]:
+        num_bytes = view.num_bytes
+        if file_id.content in (Content.OUTPUT, Content.ERRORS):
+            found = await self._result_bytes(by, view)
+            num_bytes = found.answers if file_id.content is Content.OUTPUT else found.errors
+        return file_object(view, file_id, num_bytes)
+
+    async def _result_bytes(self, by: Caller, view: JobView) -> ResultBytes:
+        """All results are read for it, but of a job that has ended only once."""
+        key = (by.tenant, view.job_id, view.number, view.num_answered, view.num_refused)
+        if (found := self._sizes.get(key)) is None:
+            found = await self._jobs.result_bytes(by.tenant, view.job_id)
+            if view.state is JobState.ENDED:
+                self._sizes[key] = found
+                while len(self._sizes) > SIZES_MAX:
+                    self._sizes.popitem(last=False)
+        return found
+
+    async def _lines(self, by: Caller, job_id: str, content: Content) -> AsyncIterator[bytes]:
+        if content in (Content.UPLOAD, Content.INPUT):
+            async for line in lines_of(self._jobs, by.tenant, job_id):
+                yield line
+            return
+        which = ResultKind.ANSWERS if content is Content.OUTPUT else ResultKind.ERRORS
+        async for results in self._jobs.results(by.tenant, job_id, which, 0):
+            for result in results:
+                yield result.text.removesuffix(b"\n") + b"\n"
+
+
+class Batches(_OfJobs):
+    def __init__(self, requests: ApiRequests, jobs: DaemonJobs | None) -> None:
+        super().__init__(jobs)
+        self._requests = requests
+
+    async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        jobs, fields = self._jobs, Fields(await self._requests.json(exchange, by))
+        given, endpoint = fields.needed_text("input_file_id"), fields.needed_text("endpoint")
+        if endpoint not in {kind.value for kind in RequestKind}:
+            known = ", ".join(kind.value for kind in RequestKind)
+            raise Refusal("endpoint", f"is not one of {known}")
+        if fields.needed_text("completion_window") != "24h":
+            raise Refusal("completion_window", "only '24h' is supported")
+        metadata = _metadata(fields)
+        fields.end()
+        file_id = file_id_of(given)
+        if file_id is None or file_id.content is not Content.UPLOAD:
+            raise Refusal("input_file_id", "is no file that was uploaded")
+        file = await self._job(by, file_id.job_id)
+        details = {"input_file_id": given, **({"metadata": metadata} if metadata else {})}
+        header = JobHeader(
+            f"batch_{secrets.token_hex(12)}", file.name, endpoint=endpoint, details=details
+        )
+        lines = _concatenated(lines_of(jobs, by.tenant, file.job_id))
+        return batch_object(await jobs.create(by.tenant, header, lines))
+
+    async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        query = Fields(query_of(exchange))
+        limit = limit_of(query.text("limit"), BATCHES_LISTED, BATCHES_LISTED_MAX)
+        after = query.text("after")
+        query.end()
+        found = [each for each in await self._jobs.list(by.tenant) if not is_file(each)]
+        found.sort(key=lambda each: -each.number)
+        first = _place([each.job_id for each in found], after)
+        data = [batch_object(each) for each in found[first : first + limit]]
+        return listed(data, has_more=first + limit < len(found))
+
+    async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        return batch_object(await self._batch(exchange, by))
+
+    async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        await self._requests.front.body(exchange)  # which says nothing
+        view = await self._batch(exchange, by)
+        return batch_object(await self._jobs.cancel(by.tenant, view.job_id))
+
+    async def delete(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        """What OpenAI's API lacks."""
+        view = await self._batch(exchange, by)
+        await self._jobs.delete(by.tenant, view.job_id)
+        return {"id": view.job_id, "object": "batch", "deleted": True}
+
+    async def _batch(self, exchange: Exchange, by: Caller) -> JobView:
+        view = await self._job(by, exchange.values["job_id"])
+        if is_file(view):
+            raise NotFound("this is a file, and no batch")
+        return view
+
+
+async def lines_of(jobs: DaemonJobs, tenant: str, job_id: str) -> AsyncIterator[bytes]:
+    """As in the file: blank lines were not kept, but each of the others has the number that it had."""
+    number = 0
+    async for page in jobs.lines(tenant, job_id):
+        for line in page:
+            yield b"\n" * (line.number - number - 1) + line.text + b"\n"
+            number = line.number
+
+
+async def _concatenated(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    piece = bytearray()
+    async for line in lines:
+        piece += line
+        if len(piece) >= CHUNK_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    if piece:
+        yield bytes(piece)
+
+
+def _check_form(fields: Mapping[str, str]) -> None:
+    if fields.get("purpose") != "batch":
+        raise InvalidArgument("purpose", "only 'batch' is supported")
+    for name in fields:
+        if name != "purpose":
+            raise Refusal(name[:80], "is not supported", "unsupported_parameter")
+
+
+def _place(ids: list[str], after: str | None) -> int:
+    if after is None:
+        return 0
+    if after not in ids:
+        raise Refusal("after", "is none of these")
+    return ids.index(after) + 1
+
+
+def _metadata(fields: Fields) -> Mapping[str, Any]:
+    found, where = fields.object("metadata") or {}, fields.where("metadata")
+    if len(found) > METADATA_MAX:
+        raise Refusal(where, f"has more than {METADATA_MAX} keys")
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise Refusal(where, "must hold strings", "invalid_type")
+        if len(key) > KEY_CHARACTERS_MAX or len(value) > VALUE_CHARACTERS_MAX:
+            problem = f"has a key of more than {KEY_CHARACTERS_MAX} characters, or a value of more"
+            raise Refusal(where, f"{problem} than {VALUE_CHARACTERS_MAX}")
+    return found
+
+
+class Content(StrEnum):
+    """What of a job a file holds."""
+
+    UPLOAD = "upload"
+    INPUT = "input"
+    OUTPUT = "output"
+    ERRORS = "errors"
+
+
+class FileId(NamedTuple):
+    """Which job a file belongs to, and what of it."""
+
+    content: Content
+    job_id: str
+
+    def __str__(self) -> str:
+        if self.content is Content.UPLOAD:
+            return self.job_id
+        return f"file-{self.content}.{self.job_id}"
+
+
+def file_id_of(text: str) -> FileId | None:
+    """None: no file is called so."""
+    if UPLOADED.fullmatch(text):
+        return FileId(Content.UPLOAD, text)
+    kind, _, job_id = text.removeprefix("file-").partition(".")
+    if text.startswith("file-") and job_id and kind in ("input", "output", "errors"):
+        return FileId(Content(kind), job_id)
+    return None
+
+
+def is_file(view: JobView) -> bool:
+    """Whether a job is there for its file alone."""
+    return view.check_only and UPLOADED.fullmatch(view.job_id) is not None
+
+
+def result_files(view: JobView) -> list[FileId]:
+    if view.state is not JobState.ENDED:
+        return []
+    counts = {Content.OUTPUT: view.num_answered, Content.ERRORS: view.num_refused}
+    return [FileId(content, view.job_id) for content, count in counts.items() if count]
+
+
+def file_object(view: JobView, file_id: FileId, num_bytes: int) -> dict[str, Any]:
+    is_result = file_id.content in (Content.OUTPUT, Content.ERRORS)
+    created_at = view.ended_at if is_result and view.ended_at is not None else view.created_at
+    name = f"{view.job_id}_{file_id.content}.jsonl" if is_result else view.name
+    return {
+        "id": str(file_id),
+        "object": "file",
+        "bytes": num_bytes,
+        "created_at": int(created_at),
+        "filename": name,
+        "purpose": "batch_output" if is_result else "batch",
+        "status": "processed",
+        "status_details": _status_details(view) if file_id.content is Content.UPLOAD else None,
+        "expires_at": None,
+    }
+
+
+def _status_details(view: JobView) -> str | None:
+    if not view.num_refused:
+        return None
+    return f"{view.num_refused:,} of {view.num_lines:,} requests cannot be answered"
+
+
+def batch_object(view: JobView) -> dict[str, Any]:
+    files = {each.content: str(each) for each in result_files(view)}
+    given = view.details.get("input_file_id")
+    ended_at = None if view.ended_at is None else int(view.ended_at)
+    status = STATUSES[view.state] if view.outcome is None else OUTCOMES[view.outcome]
+    ended = {f"{each}_at": ended_at if status == each else None for each in OUTCOMES.values()}
+    return {
+        "id": view.job_id,
+        "object": "batch",
+        "endpoint": view.endpoint,
+        "model": None,
+        "errors": _errors(view) if status == "failed" else None,
+        "input_file_id": given or str(FileId(Content.INPUT, view.job_id)),
+        "completion_window": "24h",
+        "status": status,
+        "output_file_id": files.get(Content.OUTPUT),
+        "error_file_id": files.get(Content.ERRORS),
+        "created_at": int(view.created_at),
+        "in_progress_at": None if view.started_at is None else int(view.started_at),
+        **ended,
+        "expires_at": None,
+        "expired_at": None,
+        "finalizing_at": None,
+        "cancelling_at": ended["cancelled_at"],
+        "request_counts": {
+            "total": view.num_lines,
+            "completed": view.num_answered,
+            "failed": view.num_refused,
+        },
+        "usage": {
+            "input_tokens": view.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": view.saved_tokens},
+            "output_tokens": view.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},  # of jobs they are not counted apart
+            "total_tokens": view.prompt_tokens + view.output_tokens,
+        },
+        "metadata": view.details.get("metadata"),
+    }
+
+
+def _errors(view: JobView) -> dict[str, Any]:
+    error = {"code": "job_failed", "message": view.problem, "line": None, "param": None}
+    return {"object": "list", "data": [error]}
+
+
+def listed(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
+    }

@@ -1,0 +1,492 @@
+"""Receive batch jobs, check them, run them and answer about them. Belongs to the event loop.
+
+    event loop      which job is at work, its run in the engine, who watches
+    jobs thread     the store of jobs (job_store.py), one call at a time
+    text pool       reading and tokenizing lines, writing answers
+
+At most two *activities* go on at a time: one checks the lines of a job in state `checking`, one runs a job in
+state `running` or `waiting`. Tenants take turns, and a tenant's jobs run in the order of their creation. The
+next job passes one that is paused, or that cannot continue for now because its file is locked or its tenant
+owes tokens.
+
+The store is the truth. An activity begins with the pending lines of its job. If it ends early (pause, cancel,
+deletion, the end of the daemon), the lines without a result are still pending. An operation on a job first
+*holds* the job: its activity is told to end, and no other begins until the operation is done.
+
+A job's turns are background turns: the scheduler gives them what interactive turns leave free. The job plans
+for `pages_share` of the device tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.daemon_config import Sources
+from pensieve.conversations.history import Texts
+from pensieve.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    QueueFull,
+    StorageFull,
+    Unavailable,
+    WrongJobState,
+    one_line,
+)
+from pensieve.jobs.batch_line import LINE_BYTES_MAX
+from pensieve.jobs.job_records import (
+    JobKey,
+    JobLine,
+    JobOutcome,
+    JobState,
+    NewJob,
+    Result,
+    ResultBytes,
+    ResultKind,
+    StoredJob,
+)
+from pensieve.jobs.job_run import JobRun
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.values import JobHeader, JobView
+from pensieve.jobs.worker import Activity, JobsConfig, StoreThread, Worker
+
+T = TypeVar("T")
+log = logging.getLogger("pensieve")
+JOBS_MAX = 100  # of a tenant, that have not ended
+RETRY_SECONDS = 2.0
+LOOK_SECONDS = 1.0
+FORGET_SECONDS = 3600.0
+PUT_OFF_SECONDS = 5.0  # of a job that cannot go on for now
+GOING_ON = {JobState.WAITING, JobState.RUNNING}
+ACTIVITIES = (JobState.CHECKING,), (JobState.RUNNING, JobState.WAITING)  # of jobs in these states
+FILE_BYTES_MAX = 2 << 30
+LINES_MAX = 100_000  # with a request
+NUMBERS_MAX = 200_000  # lines, blank ones included
+PAGE_BYTES, PAGE_LINES = 256 << 10, 1000  # of lines that are stored at once
+
+
+class BatchJobs:
+    def __init__(
+        self,
+        daemon: Daemon,
+        store: JobStore,
+        texts: Texts,
+        config: JobsConfig | None = None,
+        sources: Sources | None = None,
+    ) -> None:
+        self._daemon, self._now = daemon, (sources or Sources()).wall_clock
+        self._config = config or JobsConfig()
+        self._store = StoreThread(store)
+        self._worker = Worker(daemon, texts, self._store, self._config, self._now)
+        self._loop = asyncio.get_running_loop()
+        self._activities: dict[JobKey, Activity] = {}
+        self._held: set[JobKey] = set()
+        self._problems: dict[JobKey, str] = {}  # why a job does not go on
+        self._later: dict[JobKey, float] = {}  # jobs that cannot go on before, by the loop's clock
+        self._incoming: dict[JobKey, Receiving] = {}
+        self._turns: dict[tuple[bool, str], int] = {}  # when a tenant had its last check, and run
+        self._num_activities = 0
+        self._closing = False
+        self._news = [asyncio.Event() for _ in ACTIVITIES]  # a job may be there for it
+        self._tasks: list[asyncio.Task[None]] = []
+        events = daemon.events
+        events.engine_up.subscribe(self._engine_up)
+        events.engine_down.subscribe(self._engine_down)
+        events.draining.subscribe(self._drain)
+        events.closing.subscribe(self._close)
+
+    # -- the daemon's part --
+
+    def _engine_up(self) -> None:
+        self._worker.engine_up.set()
+        if not self._tasks:
+            work = [self._work(*each) for each in zip(ACTIVITIES, self._news, strict=True)]
+            self._tasks = [self._loop.create_task(each) for each in (*work, self._forget())]
+
+    def _engine_down(self, reason: str) -> None:
+        self._worker.engine_up.clear()
+        had_others = self._daemon.conversations.turns.num_live > 0
+        for run in self._runs():
+            run.engine_lost(had_others)
+
+    def _drain(self) -> None:
+        """End what goes on; the next daemon goes on with it."""
+        self._closing = True
+        for activity in self._activities.values():
+            activity.stop()
+        self._tell()
+
+    async def _close(self) -> None:
+        self._drain()
+        await asyncio.gather(*(each.ended.wait() for each in list(self._activities.values())))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._store.close()
+
+    # -- what clients ask --
+
+    async def create(self, tenant: str, header: JobHeader, chunks: AsyncIterator[bytes]) -> JobView:
+        key = JobKey(tenant, header.job_id)
+        jobs = await self._store.call(tenant, self._store.jobs.list_jobs, tenant)
+        if self._closing:
+            raise Unavailable("the daemon is shutting down")
+        receiving = self._incoming_of(key, header, jobs)
+        options: dict[str, Any] = {"endpoint": header.endpoint, "check_only": header.check_only}
+        if header.details:
+            options["details"] = dict(header.details)
+        in_thread = partial(self._daemon.threads.in_text_pool, tenant)
+        call, store = self._store.call, self._store.jobs
+        self._incoming[key] = receiving
+        try:
+            new = NewJob(key, header.name, header.sha256, options)
+            await call(tenant, store.create, new)
+            async for lines in receiving.lines(chunks, in_thread):
+                await call(tenant, store.append_lines, key, lines)
+            receiving.check()
+            options["num_bytes"] = receiving.num_bytes
+            job = await call(tenant, store.received, key, receiving.sha256, options)
+        except BaseException:
+            await asyncio.shield(call(tenant, store.discard, key))
+            raise
+        finally:
+            del self._incoming[key]
+        self._tell()
+        return self._view(job)
+
+    def _incoming_of(self, key: JobKey, header: JobHeader, jobs: Sequence[StoredJob]) -> Receiving:
+        """If the tenant may have another job, beside those that are on their way."""
+        if key in self._incoming or any(job.key == key for job in jobs):
+            raise AlreadyExists(f"there is a job {key.job_id!r} already")
+        others = [each for each in self._incoming if each.tenant == key.tenant]
+        unended = [job for job in jobs if job.state is not JobState.ENDED]
+        if len({job.key for job in unended} | set(others)) >= JOBS_MAX:
+            raise QueueFull(f"{JOBS_MAX} jobs have not ended; try again later")
+        allowed = self._daemon.allowance(key.tenant).limits.storage_bytes
+        if allowed is None:
+            return Receiving(header)
+        used = sum(job.num_bytes for job in jobs if job.key not in self._incoming)
+        used += sum(self._incoming[each].num_bytes_max for each in others)
+        if used + header.num_bytes >= allowed:
+            raise StorageFull(f"this tenant's jobs may take {allowed:,} bytes")
+        return Receiving(header, header.num_bytes or allowed - used)
+
+    async def get(self, tenant: str, job_id: str) -> JobView:
+        key = JobKey(tenant, job_id)
+        return self._view(await self._store.call(tenant, self._store.jobs.get, key))
+
+    async def list(self, tenant: str | None) -> Sequence[JobView]:
+        jobs = await self._store.call(tenant or "", self._store.jobs.list_jobs, tenant)
+        return [self._view(job) for job in jobs]
+
+    async def pause(self, tenant: str, job_id: str) -> JobView:
+        return await self._change(JobKey(tenant, job_id), JobState.PAUSED, GOING_ON)
+
+    async def resume(self, tenant: str, job_id: str) -> JobView:
+        key = JobKey(tenant, job_id)
+        job = await self._store.call(tenant, self._store.jobs.get, key)
+        if job.state in GOING_ON:
+            return self._view(job)
+        return await self._change(key, JobState.WAITING, {JobState.PAUSED})
+
+    async def cancel(self, tenant: str, job_id: str) -> JobView:
+        states = set(JobState) - {JobState.RECEIVING}
+        return await self._change(
+            JobKey(tenant, job_id), JobState.ENDED, states, JobOutcome.CANCELLED
+        )
+
+    async def delete(self, tenant: str, job_id: str) -> None:
+        key = JobKey(tenant, job_id)
+        await self._held_while(key, lambda: self._store.call(tenant, self._store.jobs.delete, key))
+        self._problems.pop(key, None)
+        self._later.pop(key, None)
+
+    async def results(
+        self, tenant: str, job_id: str, which: ResultKind, after: int
+    ) -> AsyncIterator[Sequence[Result]]:
+        key = JobKey(tenant, job_id)
+        while page := await self._store.call(
+            tenant, self._store.jobs.results, key, after, which=which
+        ):
+            yield page
+            after = page[-1].line
+
+    async def lines(self, tenant: str, job_id: str) -> AsyncIterator[Sequence[JobLine]]:
+        key, after = JobKey(tenant, job_id), 0
+        while page := await self._store.call(tenant, self._store.jobs.lines, key, after):
+            yield page
+            after = page[-1].number
+
+    async def result_bytes(self, tenant: str, job_id: str) -> ResultBytes:
+        key = JobKey(tenant, job_id)
+        return await self._store.call(tenant, self._store.jobs.result_bytes, key)
+
+    async def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
+        before: JobView | None = None
+        while True:
+            view = await self.get(tenant, job_id)
+            if view != before:
+                yield view
+            if view.state is JobState.ENDED:
+                return
+            before = view
+            await asyncio.sleep(LOOK_SECONDS)
+
+    # -- activities --
+
+    def _runs(self) -> Sequence[JobRun]:
+        return [each.run for each in self._activities.values() if each.run is not None]
+
+    async def _work(self, states: Sequence[JobState], news: asyncio.Event) -> None:
+        """One job after another that is in one of these states."""
+        while not self._closing:
+            news.clear()
+            retry_seconds: float | None = RETRY_SECONDS
+            try:
+                jobs = await self._store.call("", self._store.jobs.list_jobs)
+                jobs = [job for job in jobs if job.state in states]
+                if (job := self._next(jobs, states)) is not None:
+                    await self._act(job)
+                    continue
+                if not jobs:
+                    retry_seconds = None  # whatever makes one says so
+            except (
+                Exception
+            ) as error:  # whatever it is: jobs would stand still, and nobody would know
+                log.error("jobs cannot go on for now", exc_info=error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(retry_seconds):
+                    await news.wait()
+
+    def _next(self, jobs: Sequence[StoredJob], states: Sequence[JobState]) -> StoredJob | None:
+        """Of the tenant whose turn it is, one that runs already, else the oldest."""
+        now = self._loop.time()
+
+        def may_go(job: StoredJob) -> bool:
+            if job.key in self._held or self._later.get(job.key, 0) > now:
+                return False
+            return job.state is JobState.CHECKING or self._daemon.allowance(
+                job.key.tenant
+            ).has_spare(now)
+
+        return min(
+            filter(may_go, jobs),
+            key=lambda job: (
+                self._turns.get((job.state is JobState.CHECKING, job.key.tenant), 0),
+                states.index(job.state),
+                job.number,
+            ),
+            default=None,
+        )
+
+    async def _act(self, job: StoredJob) -> None:
+        key = job.key
+        if key in self._held or self._closing:
+            return
+        activity = self._activities[key] = Activity(key, self._loop.time())
+        self._num_activities += 1
+        is_checked = job.state is JobState.CHECKING
+        self._turns[is_checked, key.tenant] = self._num_activities
+        try:
+            if is_checked:
+                await self._worker.check(job, activity)
+            else:
+                await self._worker.run(job, activity)
+            self._problems.pop(key, None)
+        except Unavailable as error:
+            self._put_off(key, one_line(error))
+        except Exception as error:
+            log.error("the job %s of %r cannot go on", key.job_id, key.tenant, exc_info=error)
+            await self._give_up(key, one_line(error) or type(error).__name__)
+        finally:
+            activity.stop()
+            del self._activities[key]
+            activity.ended.set()
+            self._tell()
+
+    def _put_off(self, key: JobKey, problem: str) -> None:
+        log.warning("the job %s of %r waits: %s", key.job_id, key.tenant, problem)
+        self._problems[key] = problem
+        self._later[key] = self._loop.time() + PUT_OFF_SECONDS
+
+    async def _give_up(self, key: JobKey, problem: str) -> None:
+        ended, failed = JobState.ENDED, JobOutcome.FAILED
+        try:
+            await self._store.set_state(key, ended, failed, problem)
+        except Exception:
+            self._put_off(key, problem)
+
+    async def _forget(self) -> None:
+        while keep := self._config.keep_seconds:
+            try:
+                while await self._store.call("", self._store.jobs.forget_older, self._now() - keep):
+                    await asyncio.sleep(0.1)
+            except Exception as error:
+                log.warning("jobs that ended long ago cannot be deleted", exc_info=error)
+            await asyncio.sleep(FORGET_SECONDS)
+
+    # -- inside --
+
+    async def _change(
+        self,
+        key: JobKey,
+        state: JobState,
+        before: Collection[JobState],
+        outcome: JobOutcome | None = None,
+    ) -> JobView:
+        """WrongJobState, and nothing of the job is disturbed, if it is in none of the states `before`."""
+        job = await self._store.call(key.tenant, self._store.jobs.get, key)
+        if job.state is not state:
+            if job.state not in before:
+                raise WrongJobState(f"the job {key.job_id!r} is {job.state}, so not {state}")
+            job = await self._held_while(key, lambda: self._store.set_state(key, state, outcome))
+            self._later.pop(key, None)
+        return self._view(job)
+
+    async def _held_while(self, key: JobKey, operation: Callable[[], Awaitable[T]]) -> T:
+        if key in self._incoming:
+            raise WrongJobState(f"the file of the job {key.job_id!r} is on its way")
+        if key in self._held:
+            raise QueueFull("something else is being done with this job; try again in a moment")
+        self._held.add(key)
+        try:
+            if (activity := self._activities.get(key)) is not None:
+                activity.stop()
+                await activity.ended.wait()
+            return await operation()
+        finally:
+            self._held.discard(key)
+            self._tell()
+
+    def _tell(self) -> None:
+        for each in self._news:
+            each.set()
+
+    def _view(self, job: StoredJob) -> JobView:
+        activity, now = self._activities.get(job.key), self._loop.time()
+        problem = job.problem or self._problems.get(job.key, "")
+        run = activity.run if activity is not None else None
+        return JobView(
+            job.key.job_id,
+            job.key.tenant,
+            job.number,
+            job.name,
+            job.sha256,
+            int(job.options.get("num_bytes", 0)),
+            job.options.get("endpoint", ""),
+            bool(job.options.get("check_only")),
+            job.state,
+            job.outcome,
+            problem or (activity.problem if activity is not None else ""),
+            job.num_lines,
+            job.num_answered,
+            job.num_refused,
+            run.num_running if run is not None else 0,
+            *job.usage,
+            activity.tokens_per_second(now) if activity is not None else 0.0,
+            activity.seconds_left(job.num_pending, now) if activity is not None else None,
+            job.created_at,
+            job.started_at,
+            job.ended_at,
+            job.options.get("details", {}),
+        )
+
+
+class Receiving:
+    """The file of a job on its way in: pieces of any length become numbered lines, a few at a time.
+
+    A line that is longer than any may be is kept up to where that is certain, so it is refused by its number
+    and takes no memory.  Blank lines have a number and are not kept.
+    """
+
+    def __init__(self, header: JobHeader, bytes_left: int | None = None) -> None:
+        """`bytes_left`: of the tenant's storage; None: any number."""
+        self._header = header
+        self._bytes_left = bytes_left
+        self._digest = hashlib.sha256()
+        self._line = bytearray()  # the last one, so far
+        self._is_open = False  # it has begun
+        self._num_lines = self.num_bytes = self._num_requests = 0
+
+    @property
+    def num_bytes_max(self) -> int:
+        """That it has, or will have."""
+        return max(self._header.num_bytes, self.num_bytes)
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    async def lines(
+        self,
+        chunks: AsyncIterator[bytes],
+        in_thread: Callable[[Callable[[], list[JobLine]]], Awaitable[list[JobLine]]],
+    ) -> AsyncIterator[list[JobLine]]:
+        """Pages of them; what a chunk holds is found `in_thread`, for it may be a million lines."""
+        page: list[JobLine] = []
+        num_stored = 0  # bytes of the file, with those of blank lines
+        async for chunk in chunks:
+            self._take(chunk)
+            page += await in_thread(partial(self._split, chunk))
+            if len(page) >= PAGE_LINES or self.num_bytes - num_stored >= PAGE_BYTES:
+                num_stored = self.num_bytes
+                if page:
+                    yield page
+                page = []
+        if self._is_open and (line := self._end_line()) is not None:
+            page.append(line)
+        if page:
+            yield page
+
+    def _split(self, chunk: bytes) -> list[JobLine]:
+        *whole, rest = chunk.split(b"\n")
+        found = []
+        for each in whole:
+            self._add(each)
+            if (line := self._end_line()) is not None:
+                found.append(line)
+        if rest:
+            self._add(rest)
+        return found
+
+    def check(self) -> None:
+        """All of it is here, and it is what was said."""
+        header = self._header
+        if header.num_bytes and header.num_bytes != self.num_bytes:
+            raise InvalidArgument(
+                "num_bytes", f"{self.num_bytes:,} bytes arrived, not {header.num_bytes:,}"
+            )
+        if header.sha256 and header.sha256 != self.sha256:
+            raise InvalidArgument("sha256", "is not that of what arrived")
+        if not self._num_requests:
+            raise InvalidArgument("chunk", "the file has no line")
+
+    def _take(self, chunk: bytes) -> None:
+        self._digest.update(chunk)
+        self.num_bytes += len(chunk)
+        if self.num_bytes > FILE_BYTES_MAX:
+            raise InvalidArgument("chunk", f"a file has at most {FILE_BYTES_MAX:,} bytes")
+        if self._bytes_left is not None and self.num_bytes > self._bytes_left:
+            raise StorageFull(f"this tenant has room for {self._bytes_left:,} more bytes of jobs")
+
+    def _add(self, text: bytes) -> None:
+        self._is_open = True
+        self._line += text[: LINE_BYTES_MAX + 1 - len(self._line)]
+
+    def _end_line(self) -> JobLine | None:
+        self._num_lines += 1
+        if self._num_lines > NUMBERS_MAX:
+            raise InvalidArgument("chunk", f"a file has at most {NUMBERS_MAX:,} lines")
+        text, self._line, self._is_open = bytes(self._line), bytearray(), False
+        if not text.strip():
+            return None
+        self._num_requests += 1
+        if self._num_requests > LINES_MAX:
+            raise InvalidArgument("chunk", f"a file has at most {LINES_MAX:,} requests")
+        return JobLine(self._num_lines, text.removesuffix(b"\r"))

@@ -1,0 +1,176 @@
+"""Run lines of a job in one engine process, from tokens to the engine's answers. Belongs to the event loop.
+
+    go               put what the engine has to hear: after each frame of its events, and when lines may go on
+    engine_events    take a frame of the engine's events; a line whose choices have all ended is `ready`
+    over             all lines are ready, the engine is lost, or the run was stopped: `changed` is set
+
+Each choice of a line is a request of a `BatchRun` (engine/batch_run.py), so choices share their whole prompt.
+
+Any line that was in the engine when it died may have killed it. `begun` names those lines, so that they can
+be retried alone (worker.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
+from pensieve.core.group_feed import FeedConfig
+from pensieve.core.iteration import SampledToken
+from pensieve.core.turn import FinishReason, Usage
+from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
+from pensieve.engine.messages import Message, OfTurn, SubmitTurn, TurnAdmitted, TurnEnded
+from pensieve.errors import PensieveError
+from pensieve.jobs.prepared import PreparedLine
+
+
+class ReadyLine(NamedTuple):
+    prepared: PreparedLine
+    choices: Sequence[Finished]
+
+    @property
+    def num_tokens(self) -> int:
+        usages = [each.usage for each in self.choices]
+        computed = sum(each.new_tokens + each.recomputed_tokens for each in usages)
+        return computed + sum(len(each.samples) for each in self.choices)
+
+
+@dataclass(slots=True)
+class _Line:
+    prepared: PreparedLine
+    choices: dict[int, Finished] = field(default_factory=dict)
+
+
+class JobRun:
+    def __init__(
+        self,
+        name: str,
+        prepared: Sequence[PreparedLine],
+        feed: FeedConfig,
+        numbers: Callable[[], int],
+        share: str,
+        weight: float,
+        put: Callable[[Message], None],
+        sharing: Sharing = "groups",
+    ) -> None:
+        """Takes seconds for many lines; in any thread.  `name`: no other run of this engine has it."""
+        self._put = put
+        self.changed = asyncio.Event()
+        self.is_over = self.was_lost = self.had_others = False
+        self.begun: set[int] = set()  # lines that were in the engine when it died
+        self._lines = [_Line(each) for each in prepared]
+        self._requests = [
+            (index, choice)
+            for index, each in enumerate(prepared)
+            for choice in range(len(each.samplings))
+        ]
+        requests = [
+            BatchRequest(prepared[index].tokens, prepared[index].options(choice))
+            for index, choice in self._requests
+        ]
+        self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing)
+        self._ready: list[ReadyLine] = []
+        self.is_held = False  # nothing more is submitted for now; what runs goes on
+        self._admitted: dict[int, int] = {}  # line, by turn_id
+
+    # -- to the engine --
+
+    def go(self) -> None:
+        """What the engine does not take is tried again after its next event, or the next `go`."""
+        if self.is_over:
+            return
+        for message in self._batch.go(submits=not self.is_held):
+            try:
+                self._put(message)
+            except PensieveError:
+                if isinstance(message, SubmitTurn):
+                    self._not_taken(message)
+        self._see_the_end()
+
+    def stop(self) -> None:
+        """Leave nothing behind in the engine, and end."""
+        if self.is_over:
+            return
+        self._end()
+        for message in self._batch.stop():
+            try:
+                self._put(message)
+            except PensieveError:
+                return  # the engine is gone, or will be
+
+    # -- from the engine --
+
+    def engine_events(self, events: Sequence[OfTurn]) -> None:
+        """Take a frame, which may have events of other turns, and go on."""
+        for event in events:
+            if event.turn_id >= BACKGROUND_NUMBER_MIN:
+                self._take(event)
+        self.go()
+
+    def _take(self, event: OfTurn) -> None:
+        if not isinstance(event, SampledToken | TurnAdmitted | TurnEnded):
+            return
+        request = self._batch.request_of(event.turn_id)
+        if request is None:
+            return
+        index, choice = self._requests[request]
+        line = self._lines[index].prepared.line.line
+        if isinstance(event, TurnAdmitted):
+            self._admitted[event.turn_id] = line
+        elif isinstance(event, TurnEnded):
+            self._admitted.pop(event.turn_id, None)
+            if event.failure == "ENGINE_FAILED":
+                self.begun.add(line)
+        finished = self._batch.take(event)
+        if finished is not None:
+            self._finish(index, choice, finished)
+
+    def engine_lost(self, had_others: bool) -> None:
+        """The process is gone, and all that it had; with `had_others` it may have died of another turn."""
+        self.had_others = had_others
+        self.begun.update(self._admitted.values())
+        self.was_lost = True
+        self._end()
+
+    # -- reading --
+
+    def take_ready(self) -> list[ReadyLine]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it is in the engine."""
+        return not self._batch.num_active
+
+    @property
+    def num_running(self) -> int:
+        """Lines of which the engine has begun a choice."""
+        return len(set(self._admitted.values()))
+
+    # -- inside --
+
+    def _finish(self, index: int, choice: int, finished: Finished) -> None:
+        line = self._lines[index]
+        line.choices[choice] = finished
+        if len(line.choices) == len(line.prepared.samplings):
+            self._ready.append(
+                ReadyLine(line.prepared, [line.choices[n] for n in sorted(line.choices)])
+            )
+            self.changed.set()
+
+    def _not_taken(self, message: SubmitTurn) -> None:
+        failed, usage = FinishReason.FAILED, Usage()
+        ended = TurnEnded(message.turn_id, message.conversation_id, failed, usage, "QUEUE_FULL")
+        self._batch.take(ended)
+
+    def _see_the_end(self) -> None:
+        if self._batch.is_done:
+            self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self.changed.set()

@@ -1,0 +1,199 @@
+"""The gRPC JobService: each method translates, calls the jobs of the daemon, and translates back.
+
+A caller sees the jobs of its own tenant. An operator may name another tenant; the audit log records such
+calls. Only a few clients may watch at a time, and a reader that takes nothing for `stall_seconds` is dropped.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from pensieve.api.grpc.translate import page_of, timestamp
+from pensieve.errors import (
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+)
+from pensieve.guard.callers import caller
+from pensieve.guard.limits import Watchers, delivered
+from pensieve.jobs.job_records import JobOutcome, JobState, Result, ResultKind
+from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
+from pensieve.store.records import ID_PATTERN, check_id
+from pensieve.v1 import jobs_pb2 as pb
+from pensieve.v1 import jobs_pb2_grpc
+
+NAME_BYTES_MAX = 256
+SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
+CHUNK_BYTES = 256 << 10  # of a piece of results
+WATCHERS_MAX = 256  # of a tenant
+WATCHERS_OF_ALL_MAX = 1024
+STATES = {
+    JobState.RECEIVING: pb.JOB_STATE_RECEIVING,
+    JobState.CHECKING: pb.JOB_STATE_CHECKING,
+    JobState.WAITING: pb.JOB_STATE_WAITING,
+    JobState.RUNNING: pb.JOB_STATE_RUNNING,
+    JobState.PAUSED: pb.JOB_STATE_PAUSED,
+    JobState.ENDED: pb.JOB_STATE_ENDED,
+}
+OUTCOMES = {
+    None: pb.JOB_OUTCOME_UNSPECIFIED,
+    JobOutcome.COMPLETED: pb.JOB_OUTCOME_COMPLETED,
+    JobOutcome.CANCELLED: pb.JOB_OUTCOME_CANCELLED,
+    JobOutcome.FAILED: pb.JOB_OUTCOME_FAILED,
+    JobOutcome.CHECKED: pb.JOB_OUTCOME_CHECKED,
+}
+KINDS = {
+    pb.RESULT_KIND_UNSPECIFIED: ResultKind.ALL,
+    pb.RESULT_KIND_ANSWERS: ResultKind.ANSWERS,
+    pb.RESULT_KIND_ERRORS: ResultKind.ERRORS,
+}
+
+
+WIRE_NAMES = {each.name for each in pb.Job.DESCRIPTOR.fields} - {"state", "outcome"}
+SAME_NAMES = [each.name for each in fields(JobView) if each.name in WIRE_NAMES]
+
+
+class JobService(jobs_pb2_grpc.JobServiceServicer):
+    def __init__(self, jobs: DaemonJobs | None, stall_seconds: float) -> None:
+        """`jobs`: None of a daemon that has none."""
+        self._found = jobs
+        self._stall_seconds = stall_seconds
+        self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
+
+    @property
+    def _jobs(self) -> DaemonJobs:
+        if self._found is None:
+            raise NotFound("this daemon takes no jobs")
+        return self._found
+
+    async def CreateJob(
+        self, requests: AsyncIterator[pb.CreateJobRequest], context: Any
+    ) -> pb.CreateJobResponse:
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("part") != "header":
+            raise InvalidArgument("header", "is missing: the first message has it")
+        created = await self._jobs.create(caller().tenant, _header(first.header), _chunks(requests))
+        return pb.CreateJobResponse(job=_job(created))
+
+    async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
+        return pb.GetJobResponse(job=_job(await self._jobs.get(*_key(request))))
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
+        size, before = page_of(request)
+        by = caller()
+        if request.all_tenants and not by.admin:
+            raise PermissionDenied("only an operator sees the jobs of all tenants")
+        found = await self._jobs.list(None if request.all_tenants else by.tenant)
+        left = [each for each in found if not before or each.number < before]
+        left.sort(key=lambda each: -each.number)
+        page = pb.ListJobsResponse(jobs=map(_job, left[:size]))
+        if len(left) > size:
+            page.next_page_token = str(left[size - 1].number)
+        return page
+
+    async def PauseJob(self, request: pb.PauseJobRequest, context: Any) -> pb.PauseJobResponse:
+        return pb.PauseJobResponse(job=_job(await self._jobs.pause(*_key(request))))
+
+    async def ResumeJob(self, request: pb.ResumeJobRequest, context: Any) -> pb.ResumeJobResponse:
+        return pb.ResumeJobResponse(job=_job(await self._jobs.resume(*_key(request))))
+
+    async def CancelJob(self, request: pb.CancelJobRequest, context: Any) -> pb.CancelJobResponse:
+        return pb.CancelJobResponse(job=_job(await self._jobs.cancel(*_key(request))))
+
+    async def DeleteJob(self, request: pb.DeleteJobRequest, context: Any) -> pb.DeleteJobResponse:
+        await self._jobs.delete(*_key(request))
+        return pb.DeleteJobResponse()
+
+    async def GetResults(  # type: ignore[override]  # it writes to the context instead of yielding
+        self, request: pb.GetResultsRequest, context: Any
+    ) -> None:
+        which = KINDS.get(request.kind)
+        if which is None:
+            raise InvalidArgument("kind", "is none that this server knows")
+        if request.after_line < 0:
+            raise InvalidArgument("after_line", "must not be negative")
+        last_line = request.after_line
+        async for page in self._jobs.results(*_key(request), which, last_line):
+            for piece in _pieces(page, last_line):
+                await delivered(self._stall_seconds, context.write(piece))
+                last_line = piece.last_line
+
+    async def WatchJob(  # type: ignore[override]  # likewise
+        self, request: pb.WatchJobRequest, context: Any
+    ) -> None:
+        views = self._jobs.watch(*_key(request))
+        with self._watchers.enter(caller().tenant):
+            async for view in views:
+                response = pb.WatchJobResponse(job=_job(view))
+                await delivered(self._stall_seconds, context.write(response))
+
+
+def _key(request: Any) -> tuple[str, str]:
+    """Whose job is meant, and which; one that could not exist does not."""
+    by = caller()
+    if request.tenant and request.tenant != by.tenant and not by.admin:
+        raise PermissionDenied("only an operator may name another tenant")
+    if not request.job_id:
+        raise InvalidArgument("job_id", "is missing")
+    if not ID_PATTERN.fullmatch(request.job_id):
+        raise NotFound("there is no such job")
+    return request.tenant or by.tenant, request.job_id
+
+
+def _header(given: pb.JobHeader) -> JobHeader:
+    job_id = given.job_id or secrets.token_urlsafe(12).replace("-", "~")
+    check_id("job_id", job_id)
+    if len(given.name.encode()) > NAME_BYTES_MAX:
+        raise InvalidArgument("name", f"is longer than {NAME_BYTES_MAX} bytes")
+    if given.sha256 and not SHA256_PATTERN.fullmatch(given.sha256):
+        raise InvalidArgument("sha256", "is not 64 hexadecimal digits")
+    if given.num_bytes < 0:
+        raise InvalidArgument("num_bytes", "must not be negative")
+    return JobHeader(
+        job_id, given.name, given.sha256, given.num_bytes, given.endpoint, given.check_only
+    )
+
+
+async def _chunks(requests: AsyncIterator[pb.CreateJobRequest]) -> AsyncIterator[bytes]:
+    """Those of a file; the error of one that is not whole may be for nobody: its client may have left."""
+    async for each in requests:
+        part = each.WhichOneof("part")
+        if part == "complete":
+            return
+        if part != "chunk":
+            raise InvalidArgument("chunk", "is missing: what follows the header has one")
+        if each.chunk:
+            yield each.chunk
+    raise InvalidArgument("complete", "is missing: the file may not be whole")
+
+
+def _pieces(page: Sequence[Result], last_line: int) -> Iterator[pb.GetResultsResponse]:
+    """The results of a page as lines, in pieces of about CHUNK_BYTES; `last_line` came before them."""
+    piece = pb.GetResultsResponse(last_line=last_line)
+    for result in page:
+        text = result.text.removesuffix(b"\n") + b"\n"
+        for first in range(0, len(text), CHUNK_BYTES):
+            if len(piece.chunk) >= CHUNK_BYTES:
+                yield piece
+                piece = pb.GetResultsResponse(last_line=piece.last_line)
+            piece.chunk += text[first : first + CHUNK_BYTES]
+        piece.last_line = result.line
+    yield piece
+
+
+def _job(view: JobView) -> pb.Job:
+    given = pb.Job(
+        state=STATES[view.state],
+        outcome=OUTCOMES[view.outcome],
+        create_time=timestamp(view.created_at),
+        **{name: getattr(view, name) for name in SAME_NAMES},
+    )
+    if view.started_at is not None:
+        given.start_time.CopyFrom(timestamp(view.started_at))
+    if view.ended_at is not None:
+        given.end_time.CopyFrom(timestamp(view.ended_at))
+    return given

@@ -1,0 +1,636 @@
+"""Store batch jobs: the lines that were sent, and one result for each line.
+
+    create ──> receiving ──> checking ──> waiting <──> running
+                                 │           ^ │          │ ^
+                                 │           │ v          v │
+                                 │           └───paused─────┘
+                                 v                 v
+                               ended (completed | cancelled | failed | checked)      from each of these four
+
+Each job has a database of its own, `DIGEST.db` in the folder `jobs` of the data folder, named by a digest of
+tenant and id:
+
+* Deleting a job removes a file. That takes no space, so it works when the disk is full. It erases every byte,
+  however large the job was, and touches no other job.
+* A damaged file belongs to one job. It can be deleted like any other, and the other jobs continue.
+
+Invariants, whatever happens to the process or the disk:
+
+* Every public method is one transaction. Its effect is complete or absent, and it is on the disk when the
+  method returns (store/connection.py).
+* A line has one text, and one result or none. A second result is ignored and the first stays, so a caller
+  that does not know whether its write was committed can write again. An ended job takes no results.
+* The counts and sums of a job match its results: they are written in the same transaction.
+
+Tables:
+
+    job        one row: the job without its lines
+    lines      the lines of the file, as they came
+    names      which line has a custom_id, by the digest of the custom_id, which may be long
+    results    one row for each line that has a result; the line is the key, so there is never a second one
+
+Lines and results are apart, so writing a result rewrites no line. No row is ever deleted: a job is deleted
+with its file. Each text has a checksum, because disks lose bits.
+
+What a kill -9 leaves, and what the next `open` does with it:
+
+    before create returned, receiving     nothing was acknowledged: the file is removed
+    checking                              kept; the lines are checked again, with the same refusals
+    waiting, running, paused              kept, with the committed results; other lines are pending
+    ended                                 kept
+    deleting                              the database is removed first, then the files that SQLite keeps
+                                          beside it, which are removed if they were left
+
+A job's row is read once when the store is opened (some milliseconds each) and kept in memory. After a failed
+write it is read again, because nobody knows whether the write was committed. Only a few files are open at a
+time. This process must hold the data folder (store/folder.py). One thread at a time may use the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pensieve.errors import (
+    AlreadyExists,
+    NotFound,
+    PensieveError,
+    StoreCorrupt,
+    StoreError,
+    StoreUnavailable,
+    WrongJobState,
+    one_line,
+)
+from pensieve.jobs.job_records import (
+    JOB_TRANSITIONS,
+    Duplicate,
+    JobKey,
+    JobLine,
+    JobOutcome,
+    JobState,
+    JobUsage,
+    NewAnswer,
+    NewJob,
+    NewRefusal,
+    Result,
+    ResultBytes,
+    ResultKind,
+    StoredJob,
+)
+from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS
+from pensieve.store.bodies import canonical_json
+from pensieve.store.connection import WriterConnection, preferred_driver
+from pensieve.store.conversation_rows import digest
+from pensieve.store.durable import sync
+from pensieve.store.folder import JOBS_NAME
+from pensieve.store.migrations import migrate
+from pensieve.store.records import check_id
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+OPEN_MAX = 4  # files at a time
+PAGE_BYTES = 1 << 20  # of the texts of a page; one of a single text may be larger
+APPLICATION_ID = 0x50656E4A  # "PenJ"
+LAST_RESORT = "delete the job"
+OUR_FILE = re.compile(r"(?P<database>[0-9a-f]{32}\.db)(?P<beside>.*)")
+
+
+class JobFile:
+    """The database of one job, and the job as it was last read."""
+
+    def __init__(self, writer: WriterConnection) -> None:
+        self.writer = writer
+        self.job: StoredJob | None = None  # None before it was read
+        self.is_sure = False  # that it is what the disk has
+
+
+class JobStore:
+    """Open it with `JobStore.open`, and close it before the data folder is released."""
+
+    def __init__(
+        self,
+        path: Path,
+        now: Callable[[], float] = time.time,
+        driver: Any = preferred_driver,
+        busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
+        statement_seconds: float = STATEMENT_SECONDS,
+    ) -> None:
+        self.path = path
+        self.unreadable: dict[str, str] = {}  # files of jobs, by name, and what is wrong with them
+        self._now = now
+        self._driver = driver
+        self._busy_timeout_seconds = busy_timeout_seconds
+        self._statement_seconds = statement_seconds
+        self._files: dict[Path, JobFile] = {}  # of the jobs that can be read
+        self._open: dict[
+            Path, WriterConnection
+        ] = {}  # which may be open, the one used last at the end
+        self._look()
+
+    @classmethod
+    def open(cls, folder: Path, **options: Any) -> JobStore:
+        """The jobs of a data folder that this process holds; what a process that died has left is put right.
+
+        A file that cannot be read is in `unreadable`, and is tried again when jobs are listed.
+        """
+        path = folder / JOBS_NAME
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            sync(folder)
+            return cls(path, **options)
+        except OSError as error:
+            raise StoreUnavailable(f"{path} cannot be used: {error.strerror}") from error
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        for path in [*self._open]:
+            self._close(path)
+
+    def __enter__(self) -> JobStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- jobs --
+
+    def create(self, new: NewJob) -> StoredJob:
+        """A job without lines, which is `receiving`; AlreadyExists if its tenant has one of this id."""
+        check_id("job_id", new.key.job_id)
+        path = self._path(new.key)
+        with contextlib.suppress(NotFound):
+            self._require(new.key)
+            raise AlreadyExists(f"there is a job {new.key.job_id!r} already")
+        number = 1 + max((file.job.number for file in self._files.values() if file.job), default=0)
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise StoreUnavailable(f"{path} cannot be made: {error.strerror}") from error
+        file = JobFile(self._writer(path))
+        try:
+            with self._opened(path, file).writing() as conn:
+                conn.execute(
+                    "INSERT INTO job (number, tenant, job_id, name, sha256, options, state, created_at)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        number,
+                        *new.key,
+                        new.name,
+                        new.sha256,
+                        canonical_json(dict(new.options)).decode(),
+                        JobState.RECEIVING,
+                        self._now(),
+                    ),
+                )
+                file.job = _find_job(conn)
+            self._sync()
+        except BaseException:
+            self._remove(path)
+            raise
+        assert file.job is not None
+        file.is_sure = True
+        self._files[path] = file
+        return file.job
+
+    def get(self, key: JobKey) -> StoredJob:
+        return self._read(*self._require(key))
+
+    def list_jobs(self, tenant: str | None = None) -> list[StoredJob]:
+        """The jobs of a tenant, or of all of them, in the order of their creation.
+
+        One that cannot be read for now is as it was read last.
+        """
+        if self.unreadable:
+            self._look()
+        jobs = []
+        for path, file in self._files.items():
+            with contextlib.suppress(PensieveError):
+                self._read(path, file)
+            if file.job is not None and tenant in (None, file.job.key.tenant):
+                jobs.append(file.job)
+        return sorted(jobs, key=lambda job: job.number)
+
+    def stored_bytes(self, tenant: str) -> int:
+        """What the lines and results of a tenant's jobs take."""
+        return sum(job.num_bytes for job in self.list_jobs(tenant))
+
+    def set_state(
+        self,
+        key: JobKey,
+        state: JobState,
+        outcome: JobOutcome | None = None,
+        problem: str = "",
+    ) -> StoredJob:
+        """The job in another state; `outcome` is for `ended`, and only for that.
+
+        The state that it has already changes nothing, not even the outcome.  WrongJobState if the state may
+        not follow the present one, and if a job is to be completed that has pending lines.
+        """
+        assert (outcome is not None) == (state is JobState.ENDED)
+        with self._writing(key) as (conn, job):
+            if state is not job.state:
+                if state not in JOB_TRANSITIONS[job.state]:
+                    raise WrongJobState(f"the job {key.job_id!r} is {job.state}, so not {state}")
+                if outcome is JobOutcome.COMPLETED and job.num_pending:
+                    raise WrongJobState(
+                        f"{job.num_pending} lines of the job {key.job_id!r} have no result"
+                    )
+                _set_state(conn, state, outcome, problem, self._now())
+        return self.get(key)
+
+    def delete(self, key: JobKey) -> None:
+        """Leave nothing of the job on the disk, whatever its state is, also if it cannot be read."""
+        path = self._path(key)
+        if not path.exists():
+            raise NotFound(f"there is no job {key.job_id!r}")
+        self._remove(path)
+
+    def discard(self, key: JobKey) -> None:
+        """Delete a job that is `receiving` and was made by this process; any other is left as it is."""
+        path = self._path(key)
+        file = self._files.get(path)
+        if file is not None and file.job is not None and file.job.state is JobState.RECEIVING:
+            self._remove(path)
+
+    def forget_older(self, before: float, limit: int = 16) -> list[JobKey]:
+        """Delete jobs that ended before a time, at most so many; returns which."""
+        old = [
+            job.key
+            for job in self.list_jobs()
+            if job.ended_at is not None and job.ended_at < before
+        ]
+        for key in old[:limit]:
+            self.delete(key)
+        return old[:limit]
+
+    # -- lines --
+
+    def append_lines(self, key: JobKey, lines: Sequence[JobLine]) -> StoredJob:
+        """More lines of a job that is `receiving`; one that it has keeps its text."""
+        num_lines = num_bytes = 0
+        with self._writing(key, JobState.RECEIVING) as (conn, _):
+            for line in lines:
+                inserted = conn.execute(
+                    "INSERT INTO lines VALUES (?, ?, ?) ON CONFLICT (line) DO NOTHING",
+                    (line.number, zlib.crc32(line.text), line.text),
+                ).rowcount
+                num_lines += inserted
+                num_bytes += inserted * len(line.text)
+            conn.execute(
+                "UPDATE job SET num_lines = num_lines + ?, num_bytes = num_bytes + ?",
+                (num_lines, num_bytes),
+            )
+        return self.get(key)
+
+    def received(
+        self, key: JobKey, sha256: str = "", options: Mapping[str, Any] | None = None
+    ) -> StoredJob:
+        """All lines are there: the job is `checking`, and stays if the process is killed.
+
+        `sha256` and `options`, if given, are known only now, and take the place of those before.
+        """
+        with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, job):
+            if job.state is JobState.RECEIVING:
+                known = canonical_json(dict(job.options if options is None else options)).decode()
+                conn.execute(
+                    "UPDATE job SET sha256 = ?, options = ?", (sha256 or job.sha256, known)
+                )
+                _set_state(conn, JobState.CHECKING, None, "", self._now())
+        return self.get(key)
+
+    def name_lines(self, key: JobKey, names: Sequence[tuple[int, str]]) -> list[Duplicate]:
+        """Give lines their custom_ids, in their order; returns those whose custom_id an earlier line has.
+
+        The same again returns the same.
+        """
+        duplicates = []
+        with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, _):
+            for line, custom_id in names:
+                name = digest(custom_id)
+                conn.execute("INSERT OR IGNORE INTO names VALUES (?, ?)", (name, line))
+                found = conn.execute("SELECT line FROM names WHERE key = ?", (name,))
+                (first,) = found.fetchone()
+                if first != line:
+                    duplicates.append(Duplicate(line, custom_id, first))
+        return duplicates
+
+    def pending_lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
+        """Lines without a result behind the line `after`, in order, about a MiB of them; empty at the end."""
+        pending = " AND NOT EXISTS (SELECT 1 FROM results r WHERE r.line = l.line)"
+        return self._lines(key, after, limit, pending)
+
+    def lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
+        """Likewise, whether they have a result or not."""
+        return self._lines(key, after, limit)
+
+    # -- results --
+
+    def answer(self, key: JobKey, answers: Sequence[NewAnswer]) -> StoredJob:
+        """Answers of lines; a line that has a result keeps that one."""
+        return self._insert(key, answers)
+
+    def refuse(self, key: JobKey, refusals: Sequence[NewRefusal]) -> StoredJob:
+        """What is wrong with lines; a line that has a result keeps that one."""
+        return self._insert(key, refusals)
+
+    def results(
+        self, key: JobKey, after: int = 0, limit: int = 1000, which: ResultKind = ResultKind.ALL
+    ) -> list[Result]:
+        """Results of lines behind the line `after`, in the order of lines, about a MiB of them.
+
+        Empty if there are no more by now.
+        """
+        page = self._page(
+            key,
+            "SELECT line, crc, text, is_answer FROM results WHERE line > ? AND is_answer IN (?, ?)"
+            " ORDER BY line LIMIT ?",
+            (after, which is not ResultKind.ERRORS, which is ResultKind.ANSWERS, limit),
+        )
+        return [Result(line, text, bool(is_answer)) for line, _, text, is_answer in page]
+
+    def result_bytes(self, key: JobKey) -> ResultBytes:
+        """As the files of answers and of errors that they are fetched as."""
+        with self._reading(key) as conn:
+            rows = conn.execute(
+                "SELECT is_answer, sum(length(text) + 1) FROM results GROUP BY is_answer"
+            ).fetchall()
+        found = {bool(is_answer): int(num_bytes) for is_answer, num_bytes in rows}
+        return ResultBytes(found.get(True, 0), found.get(False, 0))
+
+    # -- inside --
+
+    def _insert(self, key: JobKey, results: Sequence[NewAnswer | NewRefusal]) -> StoredJob:
+        states = set(JobState) - {JobState.RECEIVING, JobState.ENDED}
+        num_answered = num_refused = num_bytes = prompt = saved = output = 0
+        with self._writing(key, *states) as (conn, _):
+            for result in results:
+                is_answer = isinstance(result, NewAnswer)
+                inserted = conn.execute(
+                    "INSERT INTO results VALUES (?, ?, ?, ?) ON CONFLICT (line) DO NOTHING",
+                    (result.line, is_answer, zlib.crc32(result.text), result.text),
+                )
+                if not inserted.rowcount:
+                    continue
+                num_bytes += len(result.text)
+                if isinstance(result, NewAnswer):
+                    num_answered += 1
+                    prompt += result.usage.prompt_tokens
+                    saved += result.usage.saved_tokens
+                    output += result.usage.output_tokens
+                else:
+                    num_refused += 1
+            conn.execute(
+                "UPDATE job SET num_answered = num_answered + ?, num_refused = num_refused + ?,"
+                " num_bytes = num_bytes + ?, prompt_tokens = prompt_tokens + ?,"
+                " saved_tokens = saved_tokens + ?, output_tokens = output_tokens + ?",
+                (num_answered, num_refused, num_bytes, prompt, saved, output),
+            )
+        return self.get(key)
+
+    def _lines(self, key: JobKey, after: int, limit: int, where: str = "") -> list[JobLine]:
+        query = f"SELECT line, crc, text FROM lines l WHERE line > ?{where} ORDER BY line LIMIT ?"
+        return [JobLine(line, text) for line, _, text in self._page(key, query, (after, limit))]
+
+    def _page(self, key: JobKey, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The rows (line, crc, text, …) of a query, checked, as many as fit into a page."""
+        page: list[tuple[Any, ...]] = []
+        num_bytes = 0
+        with self._reading(key) as conn:
+            rows = conn.execute(query, values)
+            for row in rows:
+                line, crc, text = row[:3]
+                num_bytes += len(text)
+                if page and num_bytes > PAGE_BYTES:
+                    break
+                if zlib.crc32(text) != crc:
+                    raise StoreCorrupt(f"the job {key.job_id!r}: line {line} fails its checksum")
+                page.append(row)
+            rows.close()
+        return page
+
+    @contextlib.contextmanager
+    def _writing(self, key: JobKey, *states: JobState) -> Iterator[tuple[Connection, StoredJob]]:
+        """One transaction on a job that is in one of these states."""
+        path, file = self._require(key)
+        job = self._read(path, file)
+        if states and job.state not in states:
+            raise WrongJobState(f"the job {key.job_id!r} is {job.state}")
+        file.is_sure = False
+        with self._opened(path, file).writing() as conn:
+            yield conn, job
+            changed = _find_job(conn)
+        file.job, file.is_sure = changed, True
+
+    @contextlib.contextmanager
+    def _reading(self, key: JobKey) -> Iterator[Connection]:
+        path, file = self._require(key)
+        with self._opened(path, file).reading() as conn:
+            yield conn
+
+    def _read(self, path: Path, file: JobFile) -> StoredJob:
+        """The job, from the disk unless what is known is sure."""
+        if not file.is_sure:
+            with self._opened(path, file).reading() as conn:
+                file.job = _find_job(conn) or file.job
+            file.is_sure = True
+        assert file.job is not None
+        return file.job
+
+    def _require(self, key: JobKey) -> tuple[Path, JobFile]:
+        path = self._path(key)
+        if path not in self._files:
+            if not path.exists():
+                raise NotFound(f"there is no job {key.job_id!r}")
+            file = self._load(path)
+            if file is None:
+                raise NotFound(f"there is no job {key.job_id!r}")
+            self._files[path] = file
+        return path, self._files[path]
+
+    def _path(self, key: JobKey) -> Path:
+        return self.path / f"{digest(key.tenant, key.job_id).hex()}.db"
+
+    def _look(self) -> None:
+        """Find the jobs that are not known yet, and remove what is none."""
+        self.unreadable.clear()
+        for path in sorted(self.path.iterdir()):
+            if (ours := OUR_FILE.fullmatch(path.name)) is None or path in self._files:
+                continue
+            if ours["beside"]:
+                if not path.with_name(ours["database"]).exists():
+                    path.unlink(missing_ok=True)  # it was being deleted
+                continue
+            try:
+                file = self._load(path)
+            except PensieveError as error:
+                self.unreadable[path.name] = one_line(error)
+                continue
+            if file is not None:
+                self._files[path] = file
+                self._close(path)
+
+    def _load(self, path: Path) -> JobFile | None:
+        """A job that an earlier process made; None, and its file is removed, if it was being received."""
+        file = JobFile(self._writer(path))
+        with self._opened(path, file).reading() as conn:
+            file.job = _find_job(conn)
+        if file.job is None or file.job.state is JobState.RECEIVING:
+            self._remove(path)
+            return None
+        if self._path(file.job.key) != path:
+            self._close(path)
+            raise StoreError(f"{path} is not where its job belongs")
+        file.is_sure = True
+        return file
+
+    def _writer(self, path: Path) -> WriterConnection:
+        return WriterConnection(
+            path,
+            lambda db: migrate(db, path, STEPS, APPLICATION_ID, LAST_RESORT),
+            self._driver,
+            self._busy_timeout_seconds,
+            self._statement_seconds,
+            noun="the job",
+        )
+
+    def _opened(self, path: Path, file: JobFile) -> WriterConnection:
+        """A writer that is about to be used; beyond OPEN_MAX, the one that was used longest ago is closed."""
+        self._open.pop(path, None)
+        while len(self._open) >= OPEN_MAX:
+            self._close(next(iter(self._open)))
+        self._open[path] = file.writer
+        return file.writer
+
+    def _close(self, path: Path) -> None:
+        writer = self._open.pop(path, None)
+        if writer is not None:
+            with contextlib.suppress(
+                PensieveError
+            ):  # the log stays, and is read at the next opening
+                writer.close()
+
+    def _remove(self, path: Path) -> None:
+        """The database first: what is left without it is no job, and is removed when the store is opened."""
+        self._close(path)
+        self._files.pop(path, None)
+        self.unreadable.pop(path.name, None)
+        try:
+            path.unlink(missing_ok=True)
+            self._sync()
+            for beside in self.path.glob(f"{path.name}*"):
+                beside.unlink(missing_ok=True)
+            self._sync()
+        except OSError as error:
+            raise StoreUnavailable(f"{path} cannot be removed: {error.strerror}") from error
+
+    def _sync(self) -> None:
+        try:
+            sync(self.path)
+        except OSError as error:
+            raise StoreUnavailable(f"{self.path} cannot be used: {error.strerror}") from error
+
+
+def _find_job(conn: Connection) -> StoredJob | None:
+    """The job of a database; None of one that was just made."""
+    row = conn.execute(
+        "SELECT number, tenant, job_id, name, sha256, options, state, outcome, problem, num_lines,"
+        " num_answered, num_refused, prompt_tokens, saved_tokens, output_tokens, num_bytes,"
+        " created_at, started_at, ended_at FROM job"
+    ).fetchone()
+    if row is None:
+        return None
+    try:
+        options, state = json.loads(row[5]), JobState(row[6])
+        outcome = JobOutcome(row[7]) if row[7] else None
+        if not isinstance(options, dict):
+            raise ValueError("options are no object")
+    except ValueError as error:
+        raise StoreCorrupt(f"a job's row is damaged: {error}") from error
+    return StoredJob(
+        number=row[0],
+        key=JobKey(row[1], row[2]),
+        name=row[3],
+        sha256=row[4],
+        options=options,
+        state=state,
+        outcome=outcome,
+        problem=row[8],
+        num_lines=row[9],
+        num_answered=row[10],
+        num_refused=row[11],
+        usage=JobUsage(*row[12:15]),
+        num_bytes=row[15],
+        created_at=row[16],
+        started_at=row[17],
+        ended_at=row[18],
+    )
+
+
+def _set_state(
+    conn: Connection, state: JobState, outcome: JobOutcome | None, problem: str, now: float
+) -> None:
+    conn.execute(
+        "UPDATE job SET state = ?, outcome = ?, problem = ?,"
+        " started_at = CASE WHEN ? = 'running' THEN coalesce(started_at, ?) ELSE started_at END,"
+        " ended_at = CASE WHEN ? = 'ended' THEN ? ELSE NULL END",
+        (state, outcome, problem, state, now, state, now),
+    )
+
+
+STEPS = {
+    "m001_initial": (
+        f"PRAGMA application_id = {APPLICATION_ID}",
+        """
+        CREATE TABLE job (
+            number INTEGER NOT NULL,
+            tenant TEXT NOT NULL,
+            job_id TEXT NOT NULL,
+            name TEXT NOT NULL,
+            sha256 TEXT NOT NULL,
+            options TEXT NOT NULL,
+            state TEXT NOT NULL,
+            outcome TEXT,
+            problem TEXT NOT NULL DEFAULT '',
+            num_lines INTEGER NOT NULL DEFAULT 0,
+            num_answered INTEGER NOT NULL DEFAULT 0,
+            num_refused INTEGER NOT NULL DEFAULT 0,
+            prompt_tokens INTEGER NOT NULL DEFAULT 0,
+            saved_tokens INTEGER NOT NULL DEFAULT 0,
+            output_tokens INTEGER NOT NULL DEFAULT 0,
+            num_bytes INTEGER NOT NULL DEFAULT 0,
+            created_at REAL NOT NULL,
+            started_at REAL,
+            ended_at REAL
+        ) STRICT
+        """,
+        """
+        CREATE TABLE lines (
+            line INTEGER PRIMARY KEY,
+            crc INTEGER NOT NULL,
+            text BLOB NOT NULL
+        ) STRICT
+        """,
+        """
+        CREATE TABLE names (
+            key BLOB PRIMARY KEY,
+            line INTEGER NOT NULL REFERENCES lines
+        ) STRICT, WITHOUT ROWID
+        """,
+        """
+        CREATE TABLE results (
+            line INTEGER PRIMARY KEY REFERENCES lines,
+            is_answer INTEGER NOT NULL,
+            crc INTEGER NOT NULL,
+            text BLOB NOT NULL
+        ) STRICT
+        """,
+    ),
+}

@@ -1,0 +1,352 @@
+"""Check the lines of a job and run it, in activities that end with the job or when they are told to stop.
+
+**Checking** looks at each line before anything is computed.
+
+**Running** gives the pending lines to the engine (job_run.py). If the engine dies, the next run begins when
+the engine is back. Lines that the engine had begun are retried alone. A line with which the engine died alone
+DEATHS_MAX times is refused. So a request that kills the engine costs a few restarts, and an engine that is
+killed from outside costs no answer.
+
+**A tenant in debt** (guard/limits.py) gets nothing more submitted. Once the engine has nothing of the job,
+its activity ends, and another tenant's job may run. The job continues when half of the possible savings are
+there.
+
+**A full disk.** Nothing more is submitted until the answers are written. The job's `problem` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+from pensieve.api.openai.request import Served
+from pensieve.conversations.constraints import ConstraintChecker
+from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.history import Texts
+from pensieve.conversations.threads import FairPool
+from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
+from pensieve.core.group_feed import FeedConfig
+from pensieve.errors import Unavailable, one_line
+from pensieve.jobs.batch_line import LineError
+from pensieve.jobs.job_records import (
+    JobKey,
+    JobLine,
+    JobOutcome,
+    JobState,
+    NewAnswer,
+    NewRefusal,
+    StoredJob,
+)
+from pensieve.jobs.job_run import JobRun, ReadyLine
+from pensieve.jobs.job_store import JobStore
+from pensieve.jobs.prepared import LineReader, PreparedLine, ResultWriter, failed, refusal
+from pensieve.text import CallStyle
+
+TURNS_MAX = 64  # of a job at once
+WINDOW_TOKENS = 16 << 20  # of prompts, that are in memory at once
+LINES_A_HOP = 32  # that are read in the text pool, until others may
+DEATHS_MAX = 2  # of the engine, with a line alone
+RETRY_SECONDS = 2.0
+LOOK_SECONDS = 1.0
+FORGET_SECONDS = 3600.0
+KEEP_SECONDS = 30 * 86_400.0
+T = TypeVar("T")
+RATE_SECONDS = 30.0  # over which tokens per second are counted
+
+
+@dataclass(frozen=True)
+class JobsConfig:
+    pages_share: float = 0.5  # of the device tier, that a job may plan for
+    turns_max: int = TURNS_MAX
+    keep_seconds: float = KEEP_SECONDS  # that a job is kept after its end; 0: for ever
+    call_style: CallStyle | None = None  # how the model writes calls of tools; None: they are text
+
+
+class StoreThread:
+    """The store of jobs in a thread of its own, so that no job keeps a conversation's commit waiting."""
+
+    def __init__(self, jobs: JobStore) -> None:
+        self.jobs = jobs  # whose methods are for `call`
+        self._pool = FairPool(asyncio.get_running_loop(), 1, "jobs")
+
+    async def call(
+        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
+    ) -> T:
+        return await self._pool.run(tenant, lambda: function(*arguments, **named))
+
+    async def set_state(
+        self, key: JobKey, state: JobState, outcome: JobOutcome | None = None, problem: str = ""
+    ) -> StoredJob:
+        return await self.call(key.tenant, self.jobs.set_state, key, state, outcome, problem)
+
+    async def close(self) -> None:
+        """Wait for what was called; no more is taken."""
+        await asyncio.to_thread(self._pool.close)
+        self.jobs.close()
+
+
+@dataclass
+class Activity:
+    """A job is being checked, or run.  Whoever finds `stopping` set leaves at once."""
+
+    key: JobKey
+    began_at: float
+    stopping: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    run: JobRun | None = None
+    problem: str = ""
+    num_done: int = 0  # lines that have their answers since it began
+    num_tokens: int = 0  # that these took
+    _before: deque[tuple[float, int]] = field(default_factory=deque)  # when, and `num_tokens` then
+
+    def stop(self) -> None:
+        self.stopping = True
+        if self.run is not None:
+            self.run.stop()
+
+    def done(self, num_lines: int, num_tokens: int, now: float) -> None:
+        self.num_done += num_lines
+        self.num_tokens += num_tokens
+        self._before.append((now, self.num_tokens))
+        while self._before[0][0] < now - RATE_SECONDS:
+            self._before.popleft()
+
+    def tokens_per_second(self, now: float) -> float:
+        since = max(self.began_at, now - RATE_SECONDS)
+        counted = [tokens for at, tokens in self._before if at >= since]
+        if not counted or now <= since:
+            return 0.0
+        before = 0 if self._before[0][0] - self.began_at < RATE_SECONDS else counted[0]
+        return (counted[-1] - before) / (now - since)
+
+    def seconds_left(self, num_pending: int, now: float) -> float | None:
+        if not self.num_done:
+            return None
+        return num_pending * (now - self.began_at) / self.num_done
+
+
+class Worker:
+    def __init__(
+        self,
+        daemon: Daemon,
+        texts: Texts,
+        store: StoreThread,
+        config: JobsConfig,
+        now: Callable[[], float],
+    ) -> None:
+        """`now` is the clock of the records."""
+        self._daemon, self._texts, self._store, self._now = daemon, texts, store, now
+        self._config = config
+        self._constraints = ConstraintChecker(texts.template.tokenizer)
+        self._loop = asyncio.get_running_loop()
+        self._numbers = count(BACKGROUND_NUMBER_MIN)
+        self._names = count(1)
+        self.engine_up = asyncio.Event()
+
+    async def check(self, job: StoredJob, activity: Activity) -> None:
+        """Look at each line before anything is computed: what is wrong is known at once, by line."""
+        reader, after, key = self._reader(job), 0, job.key
+        while pending := await self._pending(job, after):
+            after = pending[-1].number
+            found = await self._read(reader, pending, activity)
+            if activity.stopping:
+                return
+            lines = [each.line if isinstance(each, PreparedLine) else each for each in found]
+            names = [(each.line, each.custom_id) for each in lines if each.custom_id is not None]
+            again = await self._store.call(key.tenant, self._store.jobs.name_lines, key, names)
+            wrong = {each.line: each for each in found if isinstance(each, LineError)}
+            for line, custom_id, first in again:
+                text = f"custom_id: line {first} has the same"
+                error = LineError(line, custom_id, "duplicate_custom_id", text, "custom_id")
+                wrong.setdefault(line, error)
+            await self._refuse(job, [wrong[line] for line in sorted(wrong)])
+        if job.options.get("check_only"):
+            await self._store.set_state(key, JobState.ENDED, JobOutcome.CHECKED)
+        else:
+            await self._store.set_state(key, JobState.WAITING)
+
+    async def run(self, job: StoredJob, activity: Activity) -> None:
+        """Window by window, until no line is left or its tenant has to let others pass."""
+        await self._store.set_state(job.key, JobState.RUNNING)
+        while left := await self._window(job, activity):
+            await self._run_window(left, job, activity)
+            if activity.stopping or left:
+                return
+        if not activity.stopping:
+            await self._store.set_state(job.key, JobState.ENDED, JobOutcome.COMPLETED)
+
+    async def _run_window(
+        self, left: dict[int, PreparedLine], job: StoredJob, activity: Activity
+    ) -> None:
+        deaths: dict[int, int] = {}  # of lines, alone
+        suspects: list[int] = []  # lines that may have killed the engine
+        while left and not activity.stopping:
+            await self._until_up(activity)
+            suspects = [each for each in suspects if each in left]
+            some = [left[suspects[0]]] if suspects else list(left.values())
+            run = await self._made(job.key, some)
+            if not await self._follow(run, job, activity, left):
+                return
+            if run.was_lost:
+                suspects = self._suspects(run, suspects, deaths)
+                for line in [each for each in suspects if deaths.get(each) == DEATHS_MAX]:
+                    if line in left:
+                        await self._refuse(job, [failed(left.pop(line).line, "ENGINE_DIED")])
+
+    @staticmethod
+    def _suspects(run: JobRun, before: list[int], deaths: dict[int, int]) -> list[int]:
+        """Lines to be tried alone, one that was alone when the engine died at the end."""
+        if not before:
+            return sorted(run.begun)
+        for line in run.begun if not run.had_others else ():
+            deaths[line] = deaths.get(line, 0) + 1
+        return [*(each for each in before if each not in run.begun), *run.begun]
+
+    async def _made(self, key: JobKey, some: Sequence[PreparedLine]) -> JobRun:
+        ready = self._daemon.engine.ready
+        if ready is None:
+            raise Unavailable("the engine is starting")
+        pages = max(int(ready.device_pages * self._config.pages_share), 1)
+        feed = FeedConfig(pages, ready.chunk_tokens, self._config.turns_max)
+        share, weight = f"~batch/{key.tenant}", self._daemon.allowance(key.tenant).limits.weight
+        name = f"{next(self._names)}"
+        numbers, put = self._numbers.__next__, self._daemon.engine.put
+        return await self._daemon.threads.in_text_pool(
+            key.tenant, lambda: JobRun(name, some, feed, numbers, share, weight, put)
+        )
+
+    async def _follow(
+        self, run: JobRun, job: StoredJob, activity: Activity, left: dict[int, PreparedLine]
+    ) -> bool:
+        """Until it is over; what is answered meanwhile is written, many lines in one transaction.
+
+        False: its tenant has no tokens to spare, and others may pass.
+        """
+        if activity.stopping or not self.engine_up.is_set():
+            return True
+        activity.run, tenant = run, job.key.tenant
+        engine_events = self._daemon.events.engine_events
+        engine_events.subscribe(run.engine_events)
+        try:
+            while True:
+                run.changed.clear()
+                allowance, now = self._daemon.allowance(tenant), self._loop.time()
+                if allowance.in_debt(now) is not None:
+                    run.is_held = True
+                elif allowance.has_spare(now):
+                    run.is_held = False
+                run.go()
+                if ready := run.take_ready():
+                    await self._write(ready, run, job, activity)
+                    for each in ready:
+                        left.pop(each.prepared.line.line, None)
+                elif run.is_over:
+                    return True
+                elif run.is_idle and run.is_held:
+                    return False
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_SECONDS):
+                            await run.changed.wait()
+        finally:
+            engine_events.unsubscribe(run.engine_events)
+            run.stop()  # of one that is over there is nothing
+            activity.run = None
+
+    async def _write(
+        self, ready: Sequence[ReadyLine], run: JobRun, job: StoredJob, activity: Activity
+    ) -> None:
+        """The results of lines, until the disk takes them; nothing more is submitted meanwhile."""
+        tenant = job.key.tenant
+        model, style = self._daemon.engine.model_name, self._config.call_style
+        writer = ResultWriter(self._texts.template, model, self._now(), style)
+        results = await self._daemon.threads.in_text_pool(
+            tenant, lambda: [writer.result(each.prepared, each.choices) for each in ready]
+        )
+        num_tokens = sum(each.num_tokens for each in ready)
+        while not activity.stopping:
+            try:
+                await self._put(job, results)
+            except Unavailable as error:
+                activity.problem = one_line(error)
+                run.is_held = True
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                activity.problem = ""
+                self._daemon.admission.charge(tenant, num_tokens, self._loop.time())
+                activity.done(len(ready), num_tokens, self._loop.time())
+                return
+
+    async def _put(self, job: StoredJob, results: Sequence[NewAnswer | NewRefusal]) -> None:
+        answers = [each for each in results if isinstance(each, NewAnswer)]
+        refusals = [each for each in results if isinstance(each, NewRefusal)]
+        if answers:
+            await self._store.call(job.key.tenant, self._store.jobs.answer, job.key, answers)
+        if refusals:
+            await self._store.call(job.key.tenant, self._store.jobs.refuse, job.key, refusals)
+
+    async def _window(self, job: StoredJob, activity: Activity) -> dict[int, PreparedLine]:
+        """Lines without a result, by number, as many as are in memory at once.
+
+        One that cannot be read any more is refused.
+        """
+        found: dict[int, PreparedLine] = {}
+        reader, after, num_tokens = self._reader(job), 0, 0
+        while num_tokens < WINDOW_TOKENS and (lines := await self._pending(job, after)):
+            after = lines[-1].number
+            read = await self._read(reader, lines, activity)
+            await self._refuse(job, [each for each in read if isinstance(each, LineError)])
+            for each in read:
+                if isinstance(each, PreparedLine):
+                    found[each.line.line] = each
+                    num_tokens += len(each.tokens)
+            if activity.stopping:
+                break
+        return found
+
+    async def _pending(self, job: StoredJob, after: int) -> list[JobLine]:
+        return await self._store.call(
+            job.key.tenant, self._store.jobs.pending_lines, job.key, after
+        )
+
+    async def _read(
+        self, reader: LineReader, lines: Sequence[JobLine], activity: Activity
+    ) -> list[PreparedLine | LineError]:
+        found: list[PreparedLine | LineError] = []
+        for first in range(0, len(lines), LINES_A_HOP):
+            if activity.stopping:
+                break
+            some = lines[first : first + LINES_A_HOP]
+            found += await self._daemon.threads.in_text_pool(
+                reader.job.key.tenant, partial(reader.read_all, some)
+            )
+        return found
+
+    async def _refuse(self, job: StoredJob, errors: Sequence[LineError]) -> None:
+        await self._put(job, [refusal(each) for each in errors])
+
+    def _reader(self, job: StoredJob) -> LineReader:
+        daemon = self._daemon
+        name = daemon.engine.model_name
+        served = Served(
+            daemon.defaults,
+            {name, name.rpartition("/")[2]},
+            daemon.engine.ready.vocab_size if daemon.engine.ready is not None else None,
+            self._texts.template.options,
+            self._config.call_style,
+            self._texts.template.knows_developer,
+        )
+        template = self._texts.template
+        return LineReader(job, served, template, daemon.context_max, self._constraints)
+
+    async def _until_up(self, activity: Activity) -> None:
+        while not (self.engine_up.is_set() or activity.stopping):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self.engine_up.wait()
