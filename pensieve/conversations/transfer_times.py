@@ -5,7 +5,7 @@ KV is fetched from its end on, because the end costs most to recompute. Each par
     seconds to compute its tokens after those before it  >  its bytes / bytes per second of the link
 
 and a transfer is worth beginning if its parts save more than the latency. The time to compute is the engine's
-own prediction (core/cost.py) times the pace of recent prompts (admission.py).
+own prediction times the pace of recent prompts (admission.py).
 
 The speed of a link is a moving average over the latest transfers from its address, each counting a quarter.
 For an unknown link, or after KNOWN_SECONDS, LATENCY_SECONDS and BYTES_PER_SECOND are assumed. If that
