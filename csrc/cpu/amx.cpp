@@ -206,7 +206,7 @@ bool attention_agrees() {
     part.pages = pages;
     part.end_page = kPages;
     part.position = kWritten - part.num_tokens;
-    part.scaling = 1.0f;
+    part.kind.scaling = 1.0f;
     Partial with{largest[0], sum[0], weighted[0]}, without{largest[1], sum[1], weighted[1]};
     attend_in_tiles(part, with, scratch);
     attend<uint16_t>(part, without, scratch);

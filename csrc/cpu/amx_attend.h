@@ -194,7 +194,7 @@ inline void attend_block(const Part& part, int row, int num_rows, int page, int 
   }
   for (int column = 0; column < num_rows; column += LANES)
     soften_columns(scratch, row + column, column, page * kSlots, num_pages,
-                   part.scaling * kLog2E, ahead);
+                   part.kind.scaling * kLog2E, ahead);
   float* const weighted = scratch.weighted + row * head_size;
   for (int r = 0; r < num_rows; ++r) {
     const float rescale = scratch.rescale[r];
@@ -216,7 +216,7 @@ inline void attend_block(const Part& part, int row, int num_rows, int page, int 
 }
 
 void attend_in_tiles(const Part& part, Partial& partial, void* memory) {
-  if (!(part.scaling > 0.0f)) return attend<uint16_t>(part, partial, memory);  // the largest product would not do
+  if (!(part.kind.scaling > 0.0f)) return attend<uint16_t>(part, partial, memory);  // the largest product would not do
   TileScratch& scratch = *static_cast<TileScratch*>(memory);
   const int head_size = part.head_size, num_rows = part.num_tokens * part.group;
   const int padded = (num_rows + LANES - 1) / LANES * LANES;

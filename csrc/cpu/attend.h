@@ -387,7 +387,7 @@ void attend(const Part& part, Partial& partial, void* memory) {
     memset(partial.weighted, 0, sizeof(float) * num_rows * head_size);
   }
 
-  const float factor = part.scaling * kLog2E;
+  const float factor = part.kind.scaling * kLog2E;
   for (float& each : scratch.factors) each = factor;
   const int tile_bytes = kSlots * row_of<Stored>(head_size) * int(sizeof(Stored));
   const int end_position = part.position + part.num_tokens;

@@ -25,6 +25,11 @@ enum class Stored : int32_t { kElements = 0,
                               kCodes = 1 };
 constexpr int kScaleBytes = 4;
 
+// How a layer's queries weigh keys; kernels/attention/input.py has the fields, kernels/attention/cpu.py mirrors them.
+struct AttentionKind {
+  float scaling;  // of the scores
+};
+
 struct Part {
   const void* query;        // of the item's first row; with `rows`, of the batch's first row
   const int32_t* rows;      // of the item's tokens, in the batch; null: one after another
@@ -41,7 +46,7 @@ struct Part {
   int32_t num_tokens;       // of the item
   int32_t group;            // query heads of this KV head
   int32_t head_size;
-  float scaling;
+  AttentionKind kind;
 };
 
 // A part's result for each row: the largest score (base 2), the sum of 2^(score - largest), and the
@@ -119,7 +124,7 @@ int32_t pensieve_multi_token_attention(
     int64_t kv_head_stride, int64_t num_pages, const int32_t* page_table, int64_t pages_max,
     const int32_t* slice_offsets, const int32_t* slice_turns, const int32_t* slice_starts,
     const int32_t* slice_groups, const int32_t* group_pages, int32_t num_groups, int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
-    float scaling, void* out, int64_t out_token_stride, int64_t out_head_stride,
+    const pensieve::AttentionKind* kind, void* out, int64_t out_token_stride, int64_t out_head_stride,
     int32_t num_threads);
 int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const char* key,
                           int64_t key_token_stride, int64_t key_head_stride, const char* value,

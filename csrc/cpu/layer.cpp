@@ -116,7 +116,7 @@ struct Layer {
   Norm attention_before, query_norm, key_norm, attention_after, mlp_before, mlp_after;
   Linear attention_in, attention_out, mlp_in, mlp_out;
   float factor;  // of what is added to the residual
-  float scaling;
+  AttentionKind kind;
   const Linear* then;  // the product that is computed after this layer; null: not known
   const Experts* experts;  // in the place of mlp_in and mlp_out; null: there are none
   int32_t parallel;  // the MLP is beside the attention: mlp_before is the norm of the layer's own residual
@@ -303,7 +303,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
       only, layer->type, int32_t(pages->stored), query, width, size, keys, values, 2 * half, head, pages->num_pages,
       pages->page_table, pages->pages_max, pages->slice_offsets, pages->slice_turns,
       pages->slice_starts, pages->slice_groups, pages->group_pages, int32_t(pages->num_groups), pages->num_slices, layer->num_heads, layer->num_kv_heads, pages->slots,
-      layer->head_size, layer->scaling, buffers->attended, layer->num_heads * size, size,
+      layer->head_size, &layer->kind, buffers->attended, layer->num_heads * size, size,
       pages->num_threads);
   if (answer) return answer;
   laps.lap(Stage::kAttend);

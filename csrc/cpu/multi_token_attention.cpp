@@ -86,7 +86,7 @@ struct Call {
   const int32_t *slice_groups, *group_pages;  // which group a slice is in, or -1; pages that a group shares
   int32_t num_groups;
   int32_t num_slices, num_heads, num_kv_heads, head_size;
-  float scaling;
+  AttentionKind kind;
   void* out;
   int64_t out_token_stride, out_head_stride;
   int32_t num_threads;
@@ -126,7 +126,7 @@ Part part_of(const Call& call, const Item& item, int first_page, int end_page) {
   part.num_tokens = item.num_tokens;
   part.group = group;
   part.head_size = call.head_size;
-  part.scaling = call.scaling;
+  part.kind = call.kind;
   return part;
 }
 
@@ -423,7 +423,7 @@ int32_t pensieve_multi_token_attention(
     int64_t kv_head_stride, int64_t num_pages, const int32_t* page_table, int64_t pages_max,
     const int32_t* slice_offsets, const int32_t* slice_turns, const int32_t* slice_starts,
     const int32_t* slice_groups, const int32_t* group_pages, int32_t num_groups, int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
-    float scaling, void* out, int64_t out_token_stride, int64_t out_head_stride,
+    const AttentionKind* kind, void* out, int64_t out_token_stride, int64_t out_head_stride,
     int32_t num_threads) {
   const Kernel* kernel = kernel_for(head_size, only);
   if (!kernel || slots != kSlots || head_size > kHeadMax || num_heads / num_kv_heads > kRowsMax)
@@ -432,7 +432,7 @@ int32_t pensieve_multi_token_attention(
                   keys, values, page_stride, kv_head_stride,
                   page_table, pages_max, slice_offsets, slice_turns,
                   slice_starts, slice_groups, group_pages, num_groups, num_slices, num_heads, num_kv_heads,
-                  head_size, scaling, out, out_token_stride,
+                  head_size, *kind, out, out_token_stride,
                   out_head_stride, num_threads < 1 ? 1 : num_threads};
   if (!within(call, num_pages)) return 2;
   try {

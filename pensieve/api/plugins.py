@@ -20,8 +20,8 @@ class Plugin(Protocol):
         """Add the service to a gRPC server."""
         ...
 
-    def routes(self, bodies: Any) -> Sequence[Any]:
-        """Return the endpoints, as `api/http/routes.py` has them; `bodies` reads the bodies of requests."""
+    def routes(self, requests: Any) -> Sequence[Any]:
+        """Return the endpoints, as `api/http/routes.py` has them; `requests` is an `ApiRequests`."""
         ...
 
     @property

@@ -32,6 +32,7 @@ from pensieve.bench.report import Report, machine, progress
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.kernels import cpu_library, multi_token_attention
 from pensieve.kernels.attention import reference
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex
 from pensieve.kernels.kv_format import dequantised, quantised
 
 SLOTS = 32
@@ -156,18 +157,25 @@ class Inputs:
         arena = torch.randn(
             (num_pages, 2, shape.kv_heads, SLOTS, shape.head_size), generator=draw
         ).to(dtype)
-        self.key_pages, self.value_pages = arena[:, 0], arena[:, 1]
         self.int8_pages = quantised(arena)
         order = torch.randperm(num_pages, generator=draw)
-        self.page_table = order.view(batch, per_turn).int()
-        self.offsets = torch.arange(batch + 1, dtype=torch.int32) * length
+        page_table = order.view(batch, per_turn).int()
+        offsets = torch.arange(batch + 1, dtype=torch.int32) * length
         self.turns = torch.arange(batch, dtype=torch.int32)
-        self.starts = torch.full((batch,), context - length, dtype=torch.int32)
+        starts = torch.full((batch,), context - length, dtype=torch.int32)
         rows = (batch * length, shape.heads, shape.head_size)
         self.query = torch.randn(rows, generator=draw).to(dtype)
         self.scaling: float = shape.head_size**-0.5
         self.out = torch.empty_like(self.query)
-        gathered = arena[self.page_table.long()]  # (batch, pages, 2, kv_heads, slots, head_size)
+        self.inputs = AttentionInput(
+            *(self.query, arena[:, 0], arena[:, 1]),
+            PageIndex(page_table, offsets, self.turns, starts),
+            AttentionKind(self.scaling),
+        )
+        self.int8_inputs = self.inputs._replace(
+            key_pages=self.int8_pages[:, 0], value_pages=self.int8_pages[:, 1]
+        )
+        gathered = arena[page_table.long()]  # (batch, pages, 2, kv_heads, slots, head_size)
         tail = (batch, shape.kv_heads, per_turn * SLOTS, shape.head_size)
         whole = gathered.permute(2, 0, 3, 1, 4, 5).reshape(2, *tail)[:, :, :, :context]
         self.keys, self.values = whole[0].contiguous(), whole[1].contiguous()
@@ -176,45 +184,28 @@ class Inputs:
         self.mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
         repeats = shape.heads // shape.kv_heads
         self.folded_mask = self.mask.repeat(repeats, 1)
-        ones = torch.arange(batch * length + 1, dtype=torch.int32)
-        self.single_offsets = ones
-        self.single_turns = self.turns.repeat_interleave(length)
-        self.single_starts = (context - length + torch.arange(length)).repeat(batch).int()
+        single = PageIndex(
+            page_table,
+            torch.arange(batch * length + 1, dtype=torch.int32),
+            self.turns.repeat_interleave(length),
+            (context - length + torch.arange(length)).repeat(batch).int(),
+        )
+        self.single_inputs = self.inputs._replace(page_index=single)
 
     def here(self) -> torch.Tensor:
-        multi_token_attention(
-            *(self.query, self.key_pages, self.value_pages),
-            *(self.page_table, self.offsets, self.turns, self.starts),
-            self.scaling,
-            self.out,
-        )
+        multi_token_attention(self.inputs, self.out)
         return self.out
 
     def token_by_token(self) -> torch.Tensor:
-        multi_token_attention(
-            *(self.query, self.key_pages, self.value_pages, self.page_table),
-            *(self.single_offsets, self.single_turns, self.single_starts),
-            self.scaling,
-            self.out,
-        )
+        multi_token_attention(self.single_inputs, self.out)
         return self.out
 
     def int8_kv(self) -> torch.Tensor:
-        multi_token_attention(
-            *(self.query, self.int8_pages[:, 0], self.int8_pages[:, 1]),
-            *(self.page_table, self.offsets, self.turns, self.starts),
-            self.scaling,
-            self.out,
-        )
+        multi_token_attention(self.int8_inputs, self.out)
         return self.out
 
     def copy_out(self) -> torch.Tensor:
-        reference.multi_token_attention(
-            *(self.query, self.key_pages, self.value_pages),
-            *(self.page_table, self.offsets, self.turns, self.starts),
-            self.scaling,
-            self.out,
-        )
+        reference.multi_token_attention(self.inputs, self.out)
         return self.out
 
     def _grouped(self, first: int, last: int) -> torch.Tensor:
@@ -258,15 +249,11 @@ class Inputs:
     def right(self, name: str = "") -> torch.Tensor:
         """What each of them has to answer; that of int8_kv is over what its rows hold."""
         out = torch.empty_like(self.query, dtype=torch.float32)
-        keys, values = self.key_pages.float(), self.value_pages.float()
+        keys, values = self.inputs.key_pages.float(), self.inputs.value_pages.float()
         if name == "int8_kv":
             keys, values = dequantised(self.int8_pages).unbind(1)
-        reference.multi_token_attention(
-            *(self.query.float(), keys, values),
-            *(self.page_table, self.offsets, self.turns, self.starts),
-            self.scaling,
-            out,
-        )
+        inputs = self.inputs._replace(query=self.query.float(), key_pages=keys, value_pages=values)
+        reference.multi_token_attention(inputs, out)
         return out
 
 

@@ -36,10 +36,10 @@ from typing import Any, NamedTuple
 
 from pensieve import gc_pause
 from pensieve.bench.bench_daemon import BenchDaemon, serving
-from pensieve.bench.capacity_load import Figures, Load, Played, play
+from pensieve.bench.capacity_load import Figures, OfferedLoad, Played, play
 from pensieve.bench.capacity_report import (
+    CapacityResult,
     CapacityRow,
-    Found,
     in_time,
     in_words,
     line_of,
@@ -68,7 +68,7 @@ WAYS = {"ours": OURS, "whole": MIXED, "first": FIRST}  # by what a person types
 @dataclass(frozen=True)
 class CapacityOptions:
     model: str  # "" for random weights
-    load: Load
+    load: OfferedLoad
     tbt: float  # the objective for P99 between tokens; 0: two, measured
     ttft: float  # the objective for the median first token; 0: none
     rate: float  # conversations per second; 0: search for the highest
@@ -141,7 +141,7 @@ def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
             )
         gc_pause.freeze()  # a pass over torch's objects would be a gap of every client
         rows: list[CapacityRow] = []
-        found: list[Found] = []
+        found: list[CapacityResult] = []
         aim = 1.0 if options.rate else AIM
         for scheduling, limits in daemons(options.ways, objectives, aim):
             with trials(folder, scheduling, options) as trial:
@@ -237,7 +237,7 @@ def noted(
 
 class Searched(NamedTuple):
     rows: list[CapacityRow]
-    found: list[Found]
+    found: list[CapacityResult]
 
 
 def search(
@@ -274,10 +274,10 @@ def search(
                 rate_least=rate_least * 1.01,
             )
         except Impossible as error:
-            found.append(Found(str(scheduling), objective, 0.0, None, str(error)))
+            found.append(CapacityResult(str(scheduling), objective, 0.0, None, str(error)))
             continue
         figures = Figures.of(played[rate], warm, objective)
-        found.append(Found(str(scheduling), objective, min(rate, RATE_MOST), figures))
+        found.append(CapacityResult(str(scheduling), objective, min(rate, RATE_MOST), figures))
     rows = [
         CapacityRow(
             str(scheduling), objective, rate, options.seed, Figures.of(each, warm, objective)

@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 from pensieve.bench.random_model import words
 from pensieve.bench.report import percentile
-from pensieve.bench.workload import NUM_WORDS, Message, Script
+from pensieve.bench.workload import NUM_WORDS, Script, ScriptedMessage
 from pensieve.client.aio import AsyncClient, AsyncConversation
 from pensieve.client.values import Delta
 
 
 @dataclass(frozen=True)
-class Load:
+class OfferedLoad:
     """Conversations, but for how many come."""
 
     turns: int = 3
@@ -51,7 +51,7 @@ class Load:
                     length = round(self.document_tokens * draw.uniform(0.5, 1.5))
                 text = "".join(draw.choices(known, k=length)).strip()
                 think = draw.expovariate(1.0) * self.think_seconds if number else 0.0
-                turns.append(Message(text, think))
+                turns.append(ScriptedMessage(text, think))
             scripts.append(Script(at / rate, tuple(turns)))
         return scripts
 
@@ -64,7 +64,7 @@ class Load:
 
 
 @dataclass
-class Seen:
+class ObservedTurn:
     """What a client saw of one turn."""
 
     began: float  # since the load began
@@ -78,7 +78,7 @@ class Seen:
 class Played(NamedTuple):
     """What came of one load."""
 
-    turns: list[Seen]
+    turns: list[ObservedTurn]
     seconds: float  # to the last reply, or to the cut
 
 
@@ -89,12 +89,12 @@ async def play(
 
     What the clients still waited for then counts as waited for so far.
     """
-    turns: list[Seen] = []
+    turns: list[ObservedTurn] = []
     began = time.perf_counter()
 
     async def say(conversation: AsyncConversation, text: str) -> None:
         sent = time.perf_counter()
-        seen = Seen(sent - began)
+        seen = ObservedTurn(sent - began)
         turns.append(seen)
         arrived: list[float] = []
         num_tokens = 0

@@ -31,7 +31,7 @@ class CapacityRow:
 
 
 @dataclass(frozen=True)
-class Found:
+class CapacityResult:
     """What one way to schedule carries within one objective."""
 
     scheduling: str
@@ -57,14 +57,14 @@ def line_of(figures: Figures) -> str:
     )
 
 
-def in_words(found: Found) -> str:
+def in_words(found: CapacityResult) -> str:
     what = f"{found.scheduling} within {in_time(found.objective)}"
     if found.figures is None:
         return f"{what}: none ({found.why})"
     return f"{what}: {found.rate:.3g} conversations/s; {line_of(found.figures)}"
 
 
-def show_found(found: Sequence[Found], report: Report) -> None:
+def show_found(found: Sequence[CapacityResult], report: Report) -> None:
     rows = []
     for each in found:
         figures = each.figures

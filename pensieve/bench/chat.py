@@ -29,7 +29,7 @@ from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.plot_scale import plain, time_unit
 from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, machine, percentile
-from pensieve.bench.workload import Script, Shape, scripts_of
+from pensieve.bench.workload import Script, WorkloadShape, scripts_of
 from pensieve.client.admin import Admin
 from pensieve.client.aio import AsyncClient
 from pensieve.errors import PensieveError
@@ -39,7 +39,7 @@ DEFAULT_MODEL = "0.37B"  # random weights of that shape
 
 @dataclass(frozen=True)
 class ChatOptions:
-    shape: Shape
+    shape: WorkloadShape
     seed: int
     model: str  # "" for random weights
     address: str  # of a daemon; "" starts one
@@ -62,7 +62,7 @@ class ChatOptions:
 
 
 @dataclass
-class Turn:
+class MeasuredTurn:
     """What a client saw of one turn."""
 
     number: int  # in its conversation
@@ -102,7 +102,7 @@ class ChatFigures:
     reused_share: float | None  # of what earlier turns left
 
 
-def run(options: ChatOptions, report: Report) -> list[Turn]:
+def run(options: ChatOptions, report: Report) -> list[MeasuredTurn]:
     shape = options.shape
     scripts = scripts_of(shape, options.seed)
     with contextlib.ExitStack() as stack:
@@ -152,7 +152,7 @@ async def about(options: ChatOptions, address: str) -> list[str]:
 
 async def check(address: str, admin_address: str, seed: int) -> None:
     """The same replies with and without cached KV; of a daemon started elsewhere, the same twice."""
-    shape = Shape(1, 2, 40, 12)
+    shape = WorkloadShape(1, 2, 40, 12)
     (script,) = scripts_of(shape, seed + 1)
     replies = []
     async with AsyncClient(address) as client:
@@ -173,8 +173,8 @@ async def check(address: str, admin_address: str, seed: int) -> None:
         raise PensieveError("a conversation gets another reply once its KV was evicted")
 
 
-async def replay(address: str, scripts: Sequence[Script], output_tokens: int) -> list[Turn]:
-    turns: list[Turn] = []
+async def replay(address: str, scripts: Sequence[Script], output_tokens: int) -> list[MeasuredTurn]:
+    turns: list[MeasuredTurn] = []
 
     async def hold(client: AsyncClient, number: int, script: Script) -> None:
         await asyncio.sleep(script.arrives_at)
@@ -193,7 +193,7 @@ async def replay(address: str, scripts: Sequence[Script], output_tokens: int) ->
             ended = time.perf_counter()  # a reply may consist of what is no text
             usage = (await turn.reply()).usage
             turns.append(
-                Turn(
+                MeasuredTurn(
                     number=index,
                     first_token_seconds=(arrived or [ended])[0] - began,
                     total_seconds=time.perf_counter() - began,
@@ -214,7 +214,7 @@ async def replay(address: str, scripts: Sequence[Script], output_tokens: int) ->
     return turns
 
 
-def figures_of(turns: Sequence[Turn], seconds: float) -> ChatFigures:
+def figures_of(turns: Sequence[MeasuredTurn], seconds: float) -> ChatFigures:
     first = [turn.first_token_seconds for turn in turns if turn.number == 0]
     later = [turn.first_token_seconds for turn in turns if turn.number > 0]
     gaps = [gap for turn in turns for gap in turn.gaps]
@@ -262,7 +262,7 @@ def lines_of(figures: ChatFigures) -> list[str]:
     ]
 
 
-def plot(turns: Sequence[Turn], path: Path, facts: Sequence[str]) -> None:
+def plot(turns: Sequence[MeasuredTurn], path: Path, facts: Sequence[str]) -> None:
     """Distributions of the time to first token and of the gaps, one below the other."""
     kinds = {
         "First token, first turns": [t.first_token_seconds for t in turns if t.number == 0],

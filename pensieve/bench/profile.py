@@ -31,7 +31,7 @@ from pensieve.bench.profile_driver import (
     Measured,
     measured,
 )
-from pensieve.bench.profile_points import CHUNKS, DECODES, Limits, Point, points_of
+from pensieve.bench.profile_points import CHUNKS, DECODES, IterationLimits, ProfilePoint, points_of
 from pensieve.bench.report import Report, machine, progress
 from pensieve.config import Settings
 from pensieve.errors import ModelError
@@ -90,7 +90,7 @@ def run(settings: Settings, options: ProfileOptions, report: Report) -> Profile:
             f"{key.measured_with['dtype']}, KV in {key.measured_with['kv_dtype']}, "
             f"{settings.weights} weights, {model.flat.form}",
         )
-        limits = Limits(
+        limits = IterationLimits(
             turns=min(TURNS_MAX, turns_max(settings, built.tiers.pages.device)),
             tokens=settings.token_budget,
             context=model.shape.context_max,
@@ -139,8 +139,8 @@ def about_machine(layers: int, kv_bytes_per_token: int, source: str) -> CostMode
 
 def profiled(
     driver: Driver,
-    points: Sequence[Point],
-    limits: Limits,
+    points: Sequence[ProfilePoint],
+    limits: IterationLimits,
     about: CostModel,
     host_pages: int,
     quick: bool = False,
@@ -171,7 +171,7 @@ def profiled(
     return Profile(cost, errors_of(cost, unseen), found, copies, len(points) - len(found))
 
 
-def objectives(cost: CostModel, limits: Limits) -> dict[str, float]:
+def objectives(cost: CostModel, limits: IterationLimits) -> dict[str, float]:
     """Sarathi's for the time between two tokens: multiples of an iteration of turns that generate."""
     context = min(BASE_CONTEXT, limits.context)
     base = cost.decode_seconds(BASE_TURNS, context)
@@ -223,7 +223,7 @@ def _progress_bar() -> Iterator[Any]:
 
 
 def _print(
-    profile: Profile, limits: Limits, path: Path, options: ProfileOptions, report: Report
+    profile: Profile, limits: IterationLimits, path: Path, options: ProfileOptions, report: Report
 ) -> None:
     cost, copies = profile.cost, profile.copies
     fitted = sum(not each.point.held_out for each in profile.points)

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pensieve.bench.profile_points import Limits, Point, longest
+from pensieve.bench.profile_points import IterationLimits, ProfilePoint, longest
 from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut, TurnStart
 from pensieve.engine.ports import Executor
 from pensieve.errors import PensieveError
@@ -48,9 +48,9 @@ class Driver:
     def __init__(
         self,
         executor: Executor,
-        limits: Limits,
+        limits: IterationLimits,
         vocab_size: int,
-        points: Sequence[Point],
+        points: Sequence[ProfilePoint],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._executor, self._limits, self.clock = executor, limits, clock
@@ -63,14 +63,14 @@ class Driver:
         sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=1 << 30)
         turns = range(1, limits.turns + PIECES_MAX + 1)
         self._started = tuple(TurnStart(turn_id, tokens, sampling) for turn_id in turns)
-        self._made: dict[Point, tuple[Slice, ...]] = {}
+        self._made: dict[ProfilePoint, tuple[Slice, ...]] = {}
         self._fill()
 
-    def seconds(self, point: Point) -> float:
+    def seconds(self, point: ProfilePoint) -> float:
         """What this iteration takes, once."""
         return self._run(self._slices(point))
 
-    def copies(self, point: Point, host_pages: int, repeats: int) -> list[CopyTimes]:
+    def copies(self, point: ProfilePoint, host_pages: int, repeats: int) -> list[CopyTimes]:
         """Pages each way, both at once, and inward beside the iteration of that point."""
         slices = self._slices(point)
         busy = {page for each in slices for page in each.page_table}
@@ -107,7 +107,7 @@ class Driver:
             self._run((), copies)
             num_computed += len(copies)
 
-    def _slices(self, point: Point) -> tuple[Slice, ...]:
+    def _slices(self, point: ProfilePoint) -> tuple[Slice, ...]:
         if point not in self._made:
             made, first_page, num_pieces = list[Slice](), 0, 0
             for start, stop in point.spans:
@@ -170,7 +170,7 @@ class Driver:
 
 
 class Measured(NamedTuple):
-    point: Point
+    point: ProfilePoint
     seconds: float  # lower quartile
     times: int
     spread: float  # from the least to the most over `seconds`, without a tenth at both ends
@@ -178,7 +178,7 @@ class Measured(NamedTuple):
 
 def measured(
     driver: Driver,
-    points: Sequence[Point],
+    points: Sequence[ProfilePoint],
     seconds_max: float,
     rounds: tuple[int, int],
     done: Callable[[float], None] = lambda share: None,
@@ -198,13 +198,13 @@ def measured(
     Returned in the order of the points, without those that are left out; `done` is told how far it is.
     """
     began, draw = clock(), random.Random(0)
-    first: dict[Point, float] = {}
+    first: dict[ProfilePoint, float] = {}
     for point in sorted(points, key=_dearness):
         if first and clock() - began > FIRST_SHARE * seconds_max:
             break
         first[point] = driver.seconds(point)
         done(min((clock() - began) / seconds_max, 1.0))
-    times: dict[Point, list[float]] = {point: [] for point in first}
+    times: dict[ProfilePoint, list[float]] = {point: [] for point in first}
     order = list(first)
     for turn in range(rounds[1]):
         draw.shuffle(order)
@@ -220,12 +220,12 @@ def measured(
     return [_of(point, times[point]) for point in points if times.get(point)]
 
 
-def _of(point: Point, times: Sequence[float]) -> Measured:
+def _of(point: ProfilePoint, times: Sequence[float]) -> Measured:
     ordered, tenth = sorted(times), len(times) // 10
     seconds = ordered[(len(times) - 1) // 4]
     return Measured(point, seconds, len(times), (ordered[-1 - tenth] - ordered[tenth]) / seconds)
 
 
-def _dearness(point: Point) -> float:
+def _dearness(point: ProfilePoint) -> float:
     work = point.work
     return 1000 * work.tokens + work.pairs + work.keys

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pensieve.core.iteration_cost import Work, work_of
+from pensieve.core.cost import Work, work_of
 from pensieve.sim.observed import Observation
 
 CONTEXT_MIN = 64
@@ -30,7 +30,7 @@ CHUNKS = "chunks"
 
 
 @dataclass(frozen=True)
-class Point:
+class ProfilePoint:
     kind: str
     spans: tuple[tuple[int, int], ...]
     held_out: bool = False
@@ -45,7 +45,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Limits:
+class IterationLimits:
     """What an iteration of this engine may have."""
 
     turns: int
@@ -54,7 +54,7 @@ class Limits:
     pages: int  # of the device tier
     chunk_tokens: int
 
-    def allow(self, point: Point) -> bool:
+    def allow(self, point: ProfilePoint) -> bool:
         spans = point.spans
         return (
             bool(spans)
@@ -64,7 +64,7 @@ class Limits:
             and self.pages_of(point) <= self.pages
         )
 
-    def pages_of(self, point: Point) -> int:
+    def pages_of(self, point: ProfilePoint) -> int:
         return sum(-(-stop // self.chunk_tokens) for _, stop in point.spans)
 
     @property
@@ -72,7 +72,7 @@ class Limits:
         return min(self.context, CONTEXT_MOST, self.pages * self.chunk_tokens)
 
 
-def points_of(limits: Limits, quick: bool, seed: int = 0) -> list[Point]:
+def points_of(limits: IterationLimits, quick: bool, seed: int = 0) -> list[ProfilePoint]:
     """All of them, each once."""
     num_held_out = 12 if quick else 36
     every = [*_designed(limits, quick), *_chunks(limits)]
@@ -80,43 +80,45 @@ def points_of(limits: Limits, quick: bool, seed: int = 0) -> list[Point]:
     return [*fitting, *held_out(limits, num_held_out, seed)]
 
 
-def held_out(limits: Limits, count: int, seed: int) -> list[Point]:
+def held_out(limits: IterationLimits, count: int, seed: int) -> list[ProfilePoint]:
     """A third of each kind."""
-    draw, found = random.Random(seed), list[Point]()
+    draw, found = random.Random(seed), list[ProfilePoint]()
     for index in range(count):
         kind = (DECODES, MIXES, PROMPTS)[index % 3]
         for _ in range(100):
-            point = Point(kind, tuple(_drawn(limits, kind, draw)), held_out=True)
+            point = ProfilePoint(kind, tuple(_drawn(limits, kind, draw)), held_out=True)
             if limits.allow(point):
                 found.append(point)
                 break
     return found
 
 
-def _designed(limits: Limits, quick: bool) -> Iterator[Point]:
+def _designed(limits: IterationLimits, quick: bool) -> Iterator[ProfilePoint]:
     contexts = _powers(CONTEXT_MIN, limits.context_most, 16 if quick else 4)
     batches = _powers(1, limits.turns, 4 if quick else 2)
     for context in contexts:
         for batch in batches:
-            yield Point(DECODES, _decodes(batch, context))
+            yield ProfilePoint(DECODES, _decodes(batch, context))
     pieces = [each for each in (*PIECES, limits.tokens) if each <= min(limits.tokens, 512)]
     starts = [0, *contexts[1:]]
     for start in starts:
         for piece in pieces[:: 2 if start else 1]:
-            yield Point(PROMPTS, ((start, start + piece),))
-        yield Point(PROMPTS, ((start, start + pieces[-1]),))
+            yield ProfilePoint(PROMPTS, ((start, start + piece),))
+        yield ProfilePoint(PROMPTS, ((start, start + pieces[-1]),))
     for batch in batches[1::2]:
         for piece in BESIDE:
             for context in contexts[:2]:
-                yield Point(MIXES, (*_decodes(batch, context), (0, piece)))
-                yield Point(MIXES, (*_decodes(batch, CONTEXT_MIN), (context, context + piece)))
+                yield ProfilePoint(MIXES, (*_decodes(batch, context), (0, piece)))
+                yield ProfilePoint(
+                    MIXES, (*_decodes(batch, CONTEXT_MIN), (context, context + piece))
+                )
 
 
-def _chunks(limits: Limits) -> Iterator[Point]:
+def _chunks(limits: IterationLimits) -> Iterator[ProfilePoint]:
     size = limits.chunk_tokens
     if size > 1:
         for context in _powers(32, limits.context_most - size, 2):
-            yield Point(CHUNKS, ((context, context + size),))
+            yield ProfilePoint(CHUNKS, ((context, context + size),))
 
 
 def _decodes(batch: int, context: int) -> tuple[tuple[int, int], ...]:
@@ -131,7 +133,7 @@ def _powers(first: int, most: int, factor: int) -> list[int]:
     return found
 
 
-def _drawn(limits: Limits, kind: str, draw: random.Random) -> Iterator[tuple[int, int]]:
+def _drawn(limits: IterationLimits, kind: str, draw: random.Random) -> Iterator[tuple[int, int]]:
     def log_uniform(least: int, most: int) -> int:
         return max(least, min(most, round(least * math.pow(most / least, draw.random()))))
 
@@ -149,5 +151,5 @@ def _drawn(limits: Limits, kind: str, draw: random.Random) -> Iterator[tuple[int
             yield start, start + piece
 
 
-def longest(points: Sequence[Point]) -> int:
+def longest(points: Sequence[ProfilePoint]) -> int:
     return max(stop for point in points for _, stop in point.spans)

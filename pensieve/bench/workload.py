@@ -13,7 +13,7 @@ TEMPLATE_TOKENS = 16  # of a turn, beside its messages
 
 
 @dataclass(frozen=True)
-class Shape:
+class WorkloadShape:
     """How long the conversations of a bench are, and when they come."""
 
     conversations: int
@@ -35,14 +35,14 @@ class Shape:
 
 
 SHAPES = {
-    "short": Shape(16, 4, 64, 64),
-    "long": Shape(8, 6, 256, 96),
-    "crowd": Shape(20, 2, 64, 200, device_share=0.1),
-    "pressure": Shape(24, 6, 256, 96, rate=8.0, think_seconds=1.5, device_share=0.25),
+    "short": WorkloadShape(16, 4, 64, 64),
+    "long": WorkloadShape(8, 6, 256, 96),
+    "crowd": WorkloadShape(20, 2, 64, 200, device_share=0.1),
+    "pressure": WorkloadShape(24, 6, 256, 96, rate=8.0, think_seconds=1.5, device_share=0.25),
 }
 
 
-class Message(NamedTuple):
+class ScriptedMessage(NamedTuple):
     text: str
     think_seconds: float  # before it
 
@@ -51,10 +51,10 @@ class Script(NamedTuple):
     """One conversation."""
 
     arrives_at: float
-    turns: tuple[Message, ...]
+    turns: tuple[ScriptedMessage, ...]
 
 
-def scripts_of(shape: Shape, seed: int) -> list[Script]:
+def scripts_of(shape: WorkloadShape, seed: int) -> list[Script]:
     """Texts of words that the tokenizer of scripts/make_random_model knows as one token each."""
     draw = random.Random(seed)
     known = words()[:NUM_WORDS]
@@ -62,7 +62,7 @@ def scripts_of(shape: Shape, seed: int) -> list[Script]:
     for _ in range(shape.conversations):
         now += draw.expovariate(shape.rate) if shape.rate else 0.0
         turns = [
-            Message(
+            ScriptedMessage(
                 "".join(draw.choices(known, k=shape.input_tokens)).strip(),
                 draw.expovariate(1 / shape.think_seconds)
                 if shape.think_seconds and number

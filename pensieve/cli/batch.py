@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     requests = _requests(arguments.file)
     output, errors = _targets(arguments)
     with CtrlC() as ctrl_c, contextlib.ExitStack() as stack:
-        progress = stack.enter_context(Progress(sys.stderr))
+        progress = stack.enter_context(ProgressLine(sys.stderr))
         daemon = _reach(stack, resolved, progress, ctrl_c)
         ctrl_c.check()
         job_id = _job_id(arguments, requests)
@@ -183,7 +183,7 @@ def _job_id(arguments: argparse.Namespace, requests: Requests) -> str:
 
 
 def _reach(
-    stack: contextlib.ExitStack, resolved: Resolved, progress: Progress, ctrl_c: CtrlC
+    stack: contextlib.ExitStack, resolved: Resolved, progress: ProgressLine, ctrl_c: CtrlC
 ) -> Reached:
     from pensieve.client import Client, Retry
 
@@ -217,7 +217,7 @@ def _found_or_created(
     job_id: str,
     requests: Requests,
     check_only: bool,
-    progress: Progress,
+    progress: ProgressLine,
     ctrl_c: CtrlC,
 ) -> Job:
     """The job of this file; one whose file is on its way, by another process, is waited for."""
@@ -253,7 +253,7 @@ def _found_or_created(
         return job
 
 
-def _ended(client: Client, job: Job, progress: Progress, ctrl_c: CtrlC) -> Job:
+def _ended(client: Client, job: Job, progress: ProgressLine, ctrl_c: CtrlC) -> Job:
     """The job, once it has ended."""
     pause, most = LOOK_SECONDS
     while job.state != "ended":
@@ -355,7 +355,7 @@ def _say(
     print(f"{summary_of(job)}; answers in {output}" + (f", errors in {errors}" if shown else ""))
 
 
-class Progress:
+class ProgressLine:
     """A context manager: in the end, nothing of the changing line is left."""
 
     def __init__(self, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pensieve.bench import plots
 from pensieve.bench.report import Report
-from pensieve.bench.workload import SHAPES, Shape
+from pensieve.bench.workload import SHAPES, WorkloadShape
 from pensieve.errors import InvalidArgument
 
 CHAT = """\
@@ -153,7 +153,7 @@ def chat(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _shape_of(arguments: argparse.Namespace) -> Shape:
+def _shape_of(arguments: argparse.Namespace) -> WorkloadShape:
     named = SHAPES[arguments.shape]
     changes = {
         name: value
@@ -226,12 +226,12 @@ def capacity_parser(kinds: Any) -> None:
 def capacity(arguments: argparse.Namespace) -> int:
     from pensieve.bench import capacity as bench
     from pensieve.bench import capacity_report
-    from pensieve.bench.capacity_load import Load
+    from pensieve.bench.capacity_load import OfferedLoad
 
     names = arguments.schedulings.split(",")
     if unknown := [name for name in names if name not in bench.WAYS]:
         raise InvalidArgument("schedulings", f"{unknown[0]!r} is none of {', '.join(bench.WAYS)}")
-    load = Load(
+    load = OfferedLoad(
         arguments.turns,
         arguments.input_tokens,
         arguments.output_tokens,

@@ -21,7 +21,7 @@ from pensieve.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from pensieve.cli.chat_screen import Screen
-    from pensieve.cli.chat_terminal import Chat
+    from pensieve.cli.chat_terminal import ChatTerminal
     from pensieve.client import Client, ServerInfo
     from pensieve.client.admin import Admin
 
@@ -96,16 +96,16 @@ def _standard_input() -> str:
 
 def _with_daemon_here(
     stack: contextlib.ExitStack, resolved: Resolved, quiet: bool, ctrl_c: CtrlC
-) -> tuple[Chat, str]:
+) -> tuple[ChatTerminal, str]:
     """A daemon is started in this process; the chat, and what it talks to."""
     daemon = start_daemon(stack, resolved, "pensieve chat", quiet, ctrl_c)
     from pensieve.cli.chat_screen import Screen
-    from pensieve.cli.chat_terminal import Waiting
+    from pensieve.cli.chat_terminal import RetryNotice
     from pensieve.client import Client
     from pensieve.client.admin import Admin
 
     screen = Screen(bool(resolved.settings.plain))
-    waiting = Waiting(ctrl_c, screen, "the engine")
+    waiting = RetryNotice(ctrl_c, screen, "the engine")
     client = stack.enter_context(Client(daemon.address, sleep=waiting))
     info = client.server_info()
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
@@ -117,9 +117,9 @@ def _with_daemon_here(
 
 def _with_daemon_at(
     stack: contextlib.ExitStack, resolved: Resolved, address: str, quiet: bool, ctrl_c: CtrlC
-) -> tuple[Chat, str]:
+) -> tuple[ChatTerminal, str]:
     from pensieve.cli.chat_screen import Screen
-    from pensieve.cli.chat_terminal import Waiting
+    from pensieve.cli.chat_terminal import RetryNotice
     from pensieve.client import Client, Retry
     from pensieve.client.admin import Admin
 
@@ -129,7 +129,7 @@ def _with_daemon_at(
         info = reached(first)
     check_whose(resolved, address, info)
     screen = Screen(bool(resolved.settings.plain))
-    waiting = Waiting(ctrl_c, screen, address)
+    waiting = RetryNotice(ctrl_c, screen, address)
     client = stack.enter_context(
         Client(address, token=token, tls=tls, retry=Retry(retries=12), sleep=waiting)
     )
@@ -152,13 +152,13 @@ def _chat(
     ended: Callable[[], bool],
     ctrl_c: CtrlC,
     screen: Screen,
-) -> Chat:
+) -> ChatTerminal:
     from pensieve.cli.chat_sampling import ChatSampling
     from pensieve.cli.chat_talk import Manner
-    from pensieve.cli.chat_terminal import Chat
+    from pensieve.cli.chat_terminal import ChatTerminal
 
     settings = resolved.settings
     of_the_model = info.sampling if info is not None else None
     sampling = ChatSampling(resolved, of_the_model, is_talk=not quiet)
     manner = Manner(sampling, settings.system or "", bool(settings.stats))
-    return Chat(client, admin, manner, ended, ctrl_c, screen)
+    return ChatTerminal(client, admin, manner, ended, ctrl_c, screen)

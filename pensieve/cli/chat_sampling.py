@@ -16,6 +16,7 @@ from pensieve.config import TALK, Resolved, settings_for
 from pensieve.errors import InvalidArgument
 
 SETTINGS = {each.name: each for each in settings_for(TALK) if each.group == "sampling"}
+WIDTH = max(map(len, SETTINGS))
 UNSET = {
     "max_tokens": "1024, the daemon's default",
     "seed": "another one for each reply",
@@ -68,9 +69,11 @@ class ChatSampling:
                 (self._of_the_model.get(name), OF_THE_MODEL),
             ):
                 if value is not None:
-                    return f"{name:<12} {value!s:<12} ({source})"
-            return f"{name:<12} {UNSET.get(name, OF_THE_MODEL)}"
-        return f"{name:<12} {value!s:<12} ({SETTINGS[name].flag if source == 'flag' else source})"
+                    return f"{name:<{WIDTH}} {value!s:<12} ({source})"
+            return f"{name:<{WIDTH}} {UNSET.get(name, OF_THE_MODEL)}"
+        return (
+            f"{name:<{WIDTH}} {value!s:<12} ({SETTINGS[name].flag if source == 'flag' else source})"
+        )
 
     def lines(self) -> list[str]:
         return [self.line(name) for name in SETTINGS]

@@ -265,7 +265,7 @@ class Commands:
             self._screen.line(f"{name.replace('_', ' '):<32} {value:>14,.6g}")
 
 
-class Waiting:
+class RetryNotice:
     """How the client waits between two tries: a line says so, and Ctrl-C gives up."""
 
     def __init__(self, ctrl_c: CtrlC, screen: Screen, name: str) -> None:
@@ -284,7 +284,7 @@ class Waiting:
         raise Unavailable(f"{self._name} cannot answer yet")
 
 
-class Chat:
+class ChatTerminal:
     """One terminal, one conversation at a time."""
 
     def __init__(

@@ -99,7 +99,7 @@ class CtrlC:
     @contextlib.contextmanager
     def stopping(self, stop: Action, give_up: Action) -> Iterator[None]:
         """A first press calls `stop`, and one that comes PATIENCE_SECONDS later `give_up`; in a thread."""
-        self._stop = _Stop(stop, give_up)
+        self._stop = _StopPresses(stop, give_up)
         if self.pressed:
             self._to_call.put(self._stop)
         try:
@@ -150,7 +150,7 @@ def _wake(number: int, frame: FrameType | None) -> None:
     """Nothing; that it was called lets other handlers run."""
 
 
-class _Stop:
+class _StopPresses:
     """What the presses during one reply do; calls may overlap, and the first of them counts."""
 
     def __init__(self, stop: Action, give_up: Action) -> None:

@@ -21,8 +21,8 @@ from pensieve.sim.workload import HABITS
 
 if TYPE_CHECKING:
     from pensieve.sim.cost import CostModel, HardwarePreset
-    from pensieve.sim.simulator import Counts
-    from pensieve.sim.sweep import Point, Setting, Source
+    from pensieve.sim.simulator import SimulationFigures
+    from pensieve.sim.sweep import Source, SweepPoint, SweepSettings
     from pensieve.sim.trace import Problems
 
 
@@ -77,12 +77,12 @@ def command(arguments: argparse.Namespace) -> int:
     return _sweep(arguments, _points(arguments))
 
 
-def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
+def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
     from pensieve.bench import plots, simulate_sheet
     from pensieve.core.scheduler_config import SchedulerConfig
     from pensieve.sim import report
     from pensieve.sim.cost import instant
-    from pensieve.sim.sweep import Setting
+    from pensieve.sim.sweep import SweepSettings
     from pensieve.sim.trace import Problems
 
     if arguments.plot is not None:
@@ -91,7 +91,7 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
     timeless = arguments.cost is None and arguments.hardware == INSTANT
     recompute = instant(CHUNK_TOKENS)[1] if timeless else cost.recompute(CHUNK_TOKENS)
     drawn_until = arguments.seconds if arguments.workload is not None else None
-    setting = Setting(
+    setting = SweepSettings(
         source=_source(arguments),
         cost=cost,
         recompute=recompute,
@@ -143,7 +143,7 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
 
 
 def _simulated(
-    setting: Setting, point: Point, problems: Problems, name: str, record: Path | None
+    setting: SweepSettings, point: SweepPoint, problems: Problems, name: str, record: Path | None
 ) -> dict[str, Any]:
     """The row of one point; with `record` its journal is written, too."""
     from pensieve.sim.sweep import recorded
@@ -200,7 +200,7 @@ def _hardware(arguments: argparse.Namespace) -> HardwarePreset:
     return replace(HARDWARE[arguments.hardware], devices=arguments.devices)
 
 
-def _points(arguments: argparse.Namespace) -> list[Point]:
+def _points(arguments: argparse.Namespace) -> list[SweepPoint]:
     """Every combination of options with several values."""
     from pensieve.sim.sweep import points
 
@@ -239,11 +239,11 @@ def _report(problems: Problems) -> None:
         print(f"{problems.count} lines were not understood: {shown}{more}", file=sys.stderr)
 
 
-def _progress(name: str) -> Callable[[float, Counts], None]:
+def _progress(name: str) -> Callable[[float, SimulationFigures], None]:
     """Reports on stderr, now and then, how far a long run is."""
     last = time.monotonic()
 
-    def report(now: float, counts: Counts) -> None:
+    def report(now: float, counts: SimulationFigures) -> None:
         nonlocal last
         if time.monotonic() - last >= REPORT_SECONDS:
             last = time.monotonic()

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pensieve.engine.attainment import PredictionErrors
     from pensieve.engine.journal import JournalError, NotAJournal, Replay
+    from pensieve.engine.metrics import PredictionErrors
     from pensieve.sim.observed import Observations
 
     path = arguments.journal

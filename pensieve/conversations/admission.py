@@ -1,32 +1,29 @@
-"""Whether a turn may begin now: decided before anything of it is read or written.
+"""Decide whether a turn may begin now, before anything of it is read or written. Belongs to the event loop.
 
-The reasons to refuse it, in this order: the daemon is shutting down, there is no engine, too many turns are
-in flight, the tenant has used up its limits, or the present queue would miss the request's deadline or the
-objective for the first token (`--ttft`).  Where there are several tenants, each may have as many turns as
-ROOM_SHARE times the places that are left, so a tenant that floods leaves a ninth of them to others.
+A turn is refused for one of these reasons, in this order: the daemon is shutting down, there is no engine,
+too many turns are in flight, the tenant has used up its limits, or the present queue would miss the request's
+deadline or the objective for the first token (`--ttft`). If there are several tenants, each may have as many
+turns as ROOM_SHARE times the places left, so a tenant that floods leaves a ninth of the places to others.
 
 **The wait** until a turn's own prompt is computed is the longest of
 
-* the seconds that the prompts ahead take as the engine's cost model predicts, times the pace;
+* the predicted seconds of the prompts ahead, times the pace;
 * the average time between two admissions of the engine while turns waited, times the turns ahead that wait
   for room;
-* where any of them waits for room, the time since the engine admitted the last one.
+* if any of them waits for room, the time since the engine admitted the last turn.
 
-With nothing ahead there is no wait, so an idle engine refuses nobody.  The turn's own prompt does not count:
-it would take no less later.  A refusal says when the wait will be within the objective, if no more turns
-come.
+With nothing ahead there is no wait, so an idle engine refuses nobody. The turn's own prompt does not count:
+it would take as long later. A refusal says when the wait will be within the objective if no more turns come.
 
-**Ahead** of a turn are the turns without a token that the engine would serve first: of its own tenant, those
-that have begun, and those of no lower priority; of another tenant, what fair queueing (core/fair_queue.py)
-gives that one meanwhile, by their weights.  Turns that are about to begin count too, or a burst would find
-nothing ahead; their tokens are estimated from their characters.  Of a prompt that has begun, what was
-computed meanwhile is taken off.
+**Ahead** of a turn are the turns without a token that the engine would serve first. Of the same tenant, these
+are the turns that have begun and those of no lower priority. Of another tenant, they are the turns that fair
+queueing (core/fair_queue.py) serves meanwhile, by the tenants' weights. Turns that are about to begin count
+too, or a burst would find nothing ahead; their tokens are estimated from their characters. The part of a
+begun prompt that was computed meanwhile is subtracted.
 
-**The pace** is the time in which any prompt was being computed, over the predicted seconds of the prompts
-that came to an end, the latest counting an eighth.  While it is not known nothing is predicted, and nobody
-refused.
-
-All of it belongs to the loop.
+**The pace** is the time in which any prompt was being computed, divided by the predicted seconds of the
+prompts that were completed. The latest prompt counts an eighth. While the pace is unknown, nothing is
+predicted and no turn is refused.
 """
 
 from __future__ import annotations
@@ -35,9 +32,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.errors import DeadlineExceeded, Loading, PensieveError, QueueFull, Unavailable
 from pensieve.guard.limits import Allowances, Limits
 
@@ -49,23 +46,23 @@ CHARACTERS_MAX = 32 << 20  # of a tenant's turns that are about to begin
 LATEST_SHARE = 1 / 8
 
 
-class Ahead(NamedTuple):
+class WorkAhead(NamedTuple):
     num_turns: float = 0.0  # that wait for room
     seconds: float = 0.0  # of prompts, as predicted
 
 
-NOTHING = Ahead()
+NOTHING = WorkAhead()
 
 
 @dataclass(frozen=True)
-class Load:
+class DaemonLoad:
     """What the daemon is carrying when somebody wants another turn."""
 
     is_draining: bool
     engine_serves: bool
     num_turns: int  # begun or about to, and not ended; with warms
     num_turns_of_tenant: int  # with its warms
-    ahead: Callable[[], Ahead] = lambda: NOTHING  # of this turn
+    ahead: Callable[[], WorkAhead] = lambda: NOTHING  # of this turn
     waiting_since: float | None = None  # the first turn for which the engine has no room yet
     num_characters_of_tenant: int = 0  # of its turns that are about to begin
 
@@ -76,7 +73,7 @@ class Admission:
     ) -> None:
         """`ttft_seconds`: what no turn may wait for longer; 0: without limit."""
         self.ttft_seconds = ttft_seconds
-        self.prompts = Prompts()
+        self.prompts = PromptTimes()
         self.num_refused_for_ttft = 0
         self._seconds_per_admission = 0.0
         self._admitted_at = now  # the latest
@@ -84,7 +81,7 @@ class Admission:
         self.allowances = Allowances(limits, now)
 
     def refusal(
-        self, tenant: str, load: Load, seconds_left: float | None, now: float
+        self, tenant: str, load: DaemonLoad, seconds_left: float | None, now: float
     ) -> PensieveError | None:
         """Why a turn of this tenant may not begin; None if it may."""
         if load.is_draining:
@@ -115,7 +112,7 @@ class Admission:
             refusal.retry_after_seconds = max(wait - allowed, RETRY_SECONDS_MIN)
         return refusal
 
-    def exceeded(self, tenant: str, load: Load, now: float) -> QueueFull | None:
+    def exceeded(self, tenant: str, load: DaemonLoad, now: float) -> QueueFull | None:
         """Which limit another turn or warm of this tenant would exceed; None if it would not."""
         if load.num_turns >= self._turns_max:
             return QueueFull(f"{load.num_turns} turns are waiting or running; try again later")
@@ -130,7 +127,7 @@ class Admission:
         allowance = self.allowances.of(tenant, now)
         return allowance.exceeded(load.num_turns_of_tenant, now) or allowance.calls_exceeded()
 
-    def wait_seconds(self, load: Load, now: float) -> float:
+    def wait_seconds(self, load: DaemonLoad, now: float) -> float:
         """How long a turn that came now would wait until its own prompt is computed."""
         ahead = load.ahead()
         wait = self.prompts.wait_seconds(ahead)
@@ -143,14 +140,16 @@ class Admission:
     def ahead(
         self,
         turns: Sequence[LiveTurn],
-        arriving: Iterable[Ask],
+        arriving: Iterable[TurnRequest],
         tenant: str,
         priority: int,
         now: float,
-    ) -> Ahead:
+    ) -> WorkAhead:
         """Of a new turn of this tenant; `turns` are those without a token, as they came."""
         known = [waiting(live) for live in turns]
-        known += [self.prompts.arriving(ask, self._weight_of(ask.tenant)) for ask in arriving]
+        known += [
+            self.prompts.arriving(request, self._weight_of(request.tenant)) for request in arriving
+        ]
         served = self.prompts.pace.served_since(now)
         return ahead_of(known, tenant, self._weight_of(tenant), priority, served)
 
@@ -171,13 +170,17 @@ class Admission:
     def charge(self, tenant: str, num_tokens: int, now: float) -> None:
         self.allowances.of(tenant, now).spend(num_tokens, now)
 
+    def engine_started(self, cost: IterationCost | None) -> None:
+        """`cost`: what its iterations take; None if that is not known."""
+        self.prompts.cost = cost
+
     def engine_lost(self) -> None:
         """The next one may be faster."""
         self._seconds_per_admission = 0.0
         self.prompts.engine_lost()
 
 
-class Waiting(NamedTuple):
+class WaitingTurn(NamedTuple):
     """What is asked of a turn without a token."""
 
     tenant: str
@@ -192,16 +195,16 @@ class _Share:
         self.weight = 1.0
         self.num_waiting = 0
         self.seconds = 0.0
-        self.begun: list[Waiting] = []
+        self.begun: list[WaitingTurn] = []
 
 
 def ahead_of(
-    turns: Sequence[Waiting],
+    turns: Sequence[WaitingTurn],
     tenant: str,
     weight: float,
     priority: int,
     seconds_served: float = 0.0,
-) -> Ahead:
+) -> WorkAhead:
     """What is ahead of a new turn; `turns` are those without a token, in the order in which they came.
 
     `seconds_served`: of prompts that have begun and not ended, predicted seconds that were computed already.
@@ -229,15 +232,15 @@ def ahead_of(
             served = min(other.seconds, own.seconds * other.weight / weight)
             seconds += served
             num_turns += other.num_waiting * served / other.seconds
-    return Ahead(num_turns, seconds)
+    return WorkAhead(num_turns, seconds)
 
 
-def waiting(live: LiveTurn) -> Waiting:
+def waiting(live: LiveTurn) -> WaitingTurn:
     """A turn that has begun, and has no token yet."""
-    return Waiting(live.tenant, live.weight, live.priority, live.prompt_seconds, live.admitted)
+    return WaitingTurn(live.tenant, live.weight, live.priority, live.prompt_seconds, live.admitted)
 
 
-class Pace:
+class PromptPace:
     """Seconds that predicted seconds of prompts take."""
 
     def __init__(self) -> None:
@@ -267,27 +270,27 @@ class Pace:
         return (now - self._since) / ratio if self._since is not None and ratio else 0.0
 
 
-class Prompts:
+class PromptTimes:
     """Predicts what the prompts of live turns take, and learns what they took."""
 
     def __init__(self) -> None:
         self.cost: IterationCost | None = None  # of the present engine
-        self.pace = Pace()
+        self.pace = PromptPace()
         self._characters = self._tokens = 0.0  # of the latest prompts
 
     def submitted(self, live: LiveTurn) -> None:
         live.prompt_seconds = self._seconds(live, live.prompt_tokens)
-        if live.ask is not None:
-            self._characters += (live.ask.num_characters - self._characters) * LATEST_SHARE
+        if live.request is not None:
+            self._characters += (live.request.num_characters - self._characters) * LATEST_SHARE
             self._tokens += (live.prompt_tokens - self._tokens) * LATEST_SHARE
 
-    def arriving(self, ask: Ask, weight: float) -> Waiting:
+    def arriving(self, request: TurnRequest, weight: float) -> WaitingTurn:
         """A turn that is about to begin; 0 seconds while nothing is known of the tokens."""
         seconds = 0.0
         if self.cost is not None and self._characters:
-            num_tokens = round(ask.num_characters * self._tokens / self._characters)
+            num_tokens = round(request.num_characters * self._tokens / self._characters)
             seconds = self.cost.iteration_seconds([(0, num_tokens)])
-        return Waiting(ask.tenant, weight, ask.options.priority, seconds)
+        return WaitingTurn(request.tenant, weight, request.options.priority, seconds)
 
     def admitted(self, live: LiveTurn, missing_tokens: int, now: float, is_only: bool) -> None:
         """The engine begins with it, and has so many tokens to compute."""
@@ -298,13 +301,13 @@ class Prompts:
         """Its first token is there."""
         self.pace.ended(live.prompt_seconds, now)
 
-    def wait_seconds(self, ahead: Ahead) -> float:
+    def wait_seconds(self, ahead: WorkAhead) -> float:
         """What these prompts take, by what others took; 0 while nothing is known."""
         return ahead.seconds * (self.pace.ratio or 0.0)
 
     def engine_lost(self) -> None:
         """The next one may be faster."""
-        self.cost, self.pace = None, Pace()
+        self.cost, self.pace = None, PromptPace()
 
     def _seconds(self, live: LiveTurn, num_tokens: int) -> float:
         """Of an iteration with the last tokens of a turn's context, as the engine predicts it."""

@@ -1,14 +1,14 @@
-"""A client ends a turn, says how much of its reply stays, and hears how much did.
+"""End a turn for its client, and tell the client how the turn ended.
 
-    keep_tokens      what stays of the turn
+    keep_tokens      what is kept of the reply
     not given        all that the readers were sent until now
-    n > 0            the first n tokens of the reply: what the client has taken
-    0                nothing; the same request_id would begin it again
+    n > 0            the first n tokens: those that the client has received
+    0                nothing; the same request_id would begin the turn again
 
-The answer comes when the turn has ended in the store.  A turn whose end was on its way to the store ends as
-it was going to, and the answer says how.  A client may name the request instead of the turn; one that is
-about to begin is waited for.  Repeating a cancel does no harm: a turn that has ended is looked up in the
-store.
+The answer comes when the store has the end of the turn. If the end was already on its way to the store, the
+turn ends as planned, and the answer says how. A client may name the request instead of the turn; a request
+that is about to begin its turn is waited for. Repeating a cancel is harmless: the store knows how a turn
+ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pensieve.store.remote.remote_store import Reader
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelRequest:
     """Which turn to end: by its id, by its request's, or (neither given) the one that runs."""
 
     conversation_id: str
@@ -36,25 +36,25 @@ class Cancel:
     tenant: str = ""
 
 
-class Cancelled(NamedTuple):
+class CancelResult(NamedTuple):
     was_running: bool
     finish_reason: str  # of the reply that is in the history; empty: nothing of the turn is
 
 
 async def cancel_turn(
-    conversations: Conversations | None, reader: Reader, threads: Threads, cancel: Cancel
-) -> Cancelled:
+    conversations: Conversations | None, reader: Reader, threads: Threads, cancel: CancelRequest
+) -> CancelResult:
     """End a turn; returns when it has ended.  NotFound if there is no such conversation.
 
     `conversations` is None while no turn may run yet.
     """
     if conversations is None:
-        return Cancelled(False, await _stored_finish(reader, threads, cancel))
+        return CancelResult(False, await _stored_finish(reader, threads, cancel))
     names = cancel.tenant, cancel.conversation_id, cancel.request_id
     await conversations.arriving.gone(*names)
     live = _live(conversations, cancel)
     if live is None:
-        return Cancelled(False, await _stored_finish(reader, threads, cancel))
+        return CancelResult(False, await _stored_finish(reader, threads, cancel))
     keep = cancel.keep_tokens
     if cancel.attempt not in (0, live.attempt):
         keep = 0
@@ -67,10 +67,10 @@ async def cancel_turn(
     if isinstance(live.failure, StoreError | StoreUnavailable):
         raise live.failure  # whether it is in the history is not known
     kept = live.finish is not None and live.failure is None
-    return Cancelled(True, live.finish.value if kept and live.finish else "")
+    return CancelResult(True, live.finish.value if kept and live.finish else "")
 
 
-def _live(conversations: Conversations, cancel: Cancel) -> LiveTurn | None:
+def _live(conversations: Conversations, cancel: CancelRequest) -> LiveTurn | None:
     turns = conversations.turns
     if cancel.request_id:
         return turns.of_request_id(cancel.tenant, cancel.conversation_id, cancel.request_id)
@@ -80,7 +80,7 @@ def _live(conversations: Conversations, cancel: Cancel) -> LiveTurn | None:
     return live
 
 
-async def _stored_finish(reader: Reader, threads: Threads, cancel: Cancel) -> str:
+async def _stored_finish(reader: Reader, threads: Threads, cancel: CancelRequest) -> str:
     """Why the reply of a turn that does not run ended, if it is in the history."""
     tenant, conversation_id = cancel.tenant, cancel.conversation_id
     await threads.in_reader(tenant, reader.get_conversation, conversation_id, tenant=tenant)

@@ -1,11 +1,8 @@
-"""Constraints as clients give them: compiled once before a turn begins, so that a hopeless one is refused.
+"""Compile a constraint before its turn begins, so that a request that cannot work is refused. Thread-safe.
 
-The engine process compiles a constraint again before its turn starts, which takes no longer than here and
-delays nobody else's turn (engine/held_turns.py).  Nor does what is checked here, in the text pool: the text
-is bounded (core/constraint.py), fuel bounds what is made of it (text/grammars.py), and `knows` tells what
-was checked before.
-
-Any thread may call it.
+The engine process compiles the constraint again before the turn starts (engine/held_turns.py). Checks run in
+the text pool and take a bounded time: core/constraint.py bounds the text, and text/grammars.py bounds the
+work of compiling it. `knows` tells which constraints were checked before.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ KNOWN_MAX = 1024
 FIELD = "constraint"
 
 
-class Constraints:
+class ConstraintChecker:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._grammars = Grammars(vocabulary)
         self._known: OrderedDict[tuple[str, str], None] = OrderedDict()  # kinds and digests

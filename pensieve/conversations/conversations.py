@@ -1,19 +1,20 @@
-"""What clients do with conversations, step by step between the loop and the store thread; on the loop.
+"""Run conversations' operations, step by step between the event loop and the store thread.
 
-A coroutine here sends a job to the store thread (history.py), and acts on its result before it waits for
-anything else.  So the loop acts in the order of the store's jobs (threads.py).  Where that matters:
+A coroutine here sends a job to the store thread (history.py) and acts on the result before it waits for
+anything else. So the loop acts in the order of the store's jobs (threads.py). This order matters:
 
-* **A turn begins** in the store; then it is live, and its Submit is put.  Should that fail, another job
-  interrupts it.  A second request with the same request_id finds the turn `running` and live; if it is not
-  live any more, it ended meanwhile, and the request is drafted again.
-* **A turn ends** in the store; then `finish` is set and its readers are woken.
-* **A deletion** interrupts the running turn and deletes in one job.  Then the live turn is ended and
-  DeleteConversation is put, before the Submit of any later turn in a conversation of the same id.  If the
-  turn's own end is on its way to the store, that job finds the turn gone.  DeleteConversation is never
-  refused.
-* **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  Lost,
-  it does no harm: a turn says how long its log is, and the engine asks for what it lacks.
-* **Events** with a number that is not live are ignored: of warms, and of attempts that were given up.
+* **A turn begins** in the store. Then it is live, and its SubmitTurn goes to the engine. If the engine does
+  not take it, another job interrupts the turn. A retry with the same request_id finds the turn `running` and
+  live. If the turn is no longer live, it ended meanwhile, and the request is drafted again.
+* **A turn ends** in the store. Then `finish` is set and its readers wake.
+* **A deletion** interrupts the running turn and deletes, in one job. Then the live turn ends, and
+  DeleteConversation goes to the engine before the SubmitTurn of any later turn with the same conversation id.
+  If the end of the turn is on its way to the store, its job finds the turn gone. The engine's client never
+  refuses a DeleteConversation.
+* **A fork or a rewind** goes to the engine after its job, and before the SubmitTurn of any turn that begins
+  after it. If the message is lost, nothing breaks: a turn says how long its log is, and the engine asks for
+  the tokens that it lacks.
+* **Events** whose number is not live are ignored: they are of warms, or of attempts that were given up.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from typing import Any
 from pensieve.conversations.admission import Admission
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
 from pensieve.conversations.declared_prefixes import DeclaredPrefixes, Warming
-from pensieve.conversations.draft import Ask, Draft, Outdated
+from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.housekeeping import erased
 from pensieve.conversations.live_turn import (
-    Begun,
-    Committed,
-    Known,
+    CommittedReply,
+    KnownTurn,
     LiveTurn,
-    Phase,
-    Reply,
+    StartedTurn,
+    TurnPhase,
+    TurnReply,
     cache_key,
     names_of,
     packed_logprobs,
@@ -51,7 +52,7 @@ from pensieve.conversations.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.conversations.threads import Threads
 from pensieve.conversations.tokenizing import Tokenizing
 from pensieve.conversations.turn_events import TurnEvents
-from pensieve.conversations.turns import Ending, Turns, failure_of
+from pensieve.conversations.turns import TurnEnding, Turns, failure_of
 from pensieve.conversations.unstored import UnstoredTurns
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason
@@ -94,7 +95,7 @@ async def take_nothing(start: int, stop: int) -> None:
     """Of the tokens, as a reader that waits for the end alone."""
 
 
-class Arriving:
+class ArrivingTurns:
     """Turns that are about to begin: drafted, tokenized, or waiting for the store thread.
 
     They count towards the limits of the daemon and of their tenant, and so do their characters.
@@ -105,24 +106,24 @@ class Arriving:
         self._of_tenant = Counts[str]()
         self.num_characters = Counts[str]()  # that wait to be tokenized or stored, by tenant
         self._of_request = Counts[tuple[str, str, str]]()
-        self._asks: dict[int, Ask] = {}  # as they came, by their identity
+        self._requests: dict[int, TurnRequest] = {}  # as they came, by their identity
         self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
 
-    def add(self, ask: Ask) -> None:
+    def add(self, request: TurnRequest) -> None:
         self.num_turns += 1
-        self._asks[id(ask)] = ask
-        self._of_tenant[ask.tenant] += 1
-        self.num_characters[ask.tenant] += ask.num_characters
-        self._of_request[_request(ask)] += 1
+        self._requests[id(request)] = request
+        self._of_tenant[request.tenant] += 1
+        self.num_characters[request.tenant] += request.num_characters
+        self._of_request[_identity(request)] += 1
 
-    def remove(self, ask: Ask) -> None:
+    def remove(self, request: TurnRequest) -> None:
         self.num_turns -= 1
-        self._asks.pop(id(ask), None)
-        self._of_tenant[ask.tenant] -= 1
-        self.num_characters[ask.tenant] -= ask.num_characters
-        self._of_request[_request(ask)] -= 1
-        if not self._of_request[_request(ask)]:
-            for waiting in self._waiting.pop(_request(ask), ()):
+        self._requests.pop(id(request), None)
+        self._of_tenant[request.tenant] -= 1
+        self.num_characters[request.tenant] -= request.num_characters
+        self._of_request[_identity(request)] -= 1
+        if not self._of_request[_identity(request)]:
+            for waiting in self._waiting.pop(_identity(request), ()):
                 if not waiting.done():
                     waiting.set_result(None)
 
@@ -133,9 +134,9 @@ class Arriving:
             self._waiting.setdefault((tenant, conversation_id, request_id), []).append(waiting)
             await waiting
 
-    def asks(self) -> Collection[Ask]:
+    def requests(self) -> Collection[TurnRequest]:
         """In the order in which they came."""
-        return self._asks.values()
+        return self._requests.values()
 
     def num_of_tenant(self, tenant: str) -> int:
         return self._of_tenant[tenant]
@@ -144,8 +145,8 @@ class Arriving:
         return self._of_request[tenant, conversation_id, request_id] > 0
 
 
-def _request(ask: Ask) -> tuple[str, str, str]:
-    return ask.tenant, ask.conversation_id, ask.request_id
+def _identity(request: TurnRequest) -> tuple[str, str, str]:
+    return request.tenant, request.conversation_id, request.request_id
 
 
 class Conversations:
@@ -161,7 +162,7 @@ class Conversations:
     ) -> None:
         self.turns = Turns(history.tokenizer, sources.wall_clock())
         self.latencies = Latencies()
-        self.arriving = Arriving()
+        self.arriving = ArrivingTurns()
         self.readers = Readers(
             threads.loop,
             ReaderLimits(config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max),
@@ -190,7 +191,7 @@ class Conversations:
         self.tokenizing.charge(settings.tenant, num_tokens)
         while True:
             found = await self._threads.in_store(settings.tenant, self._history.create, settings)
-            if not isinstance(found, Outdated):
+            if not isinstance(found, OutdatedTokens):
                 return found
             await self.tokenizing.renew(found)  # its declared prefix
 
@@ -298,89 +299,93 @@ class Conversations:
 
     # -- a turn begins, is followed, and is cancelled --
 
-    async def begin(self, ask: Ask) -> LiveTurn:
+    async def begin(self, request: TurnRequest) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
-        self.arriving.add(ask)
-        return await self._threads.whole(self._begin(ask, self._threads.loop.time()))
+        self.arriving.add(request)
+        return await self._threads.whole(self._begin(request, self._threads.loop.time()))
 
-    def attach(self, ask: Ask) -> LiveTurn | None:
+    def attach(self, request: TurnRequest) -> LiveTurn | None:
         """The live turn of this very request; it has a reader in a moment."""
-        live = self.turns.of_request(ask) if ask.request_id else None
+        live = self.turns.of_request(request) if request.request_id else None
         if live is not None:
             self.readers.start_grace(live)
         return live
 
-    async def known(self, ask: Ask) -> LiveTurn | None:
+    async def known(self, request: TurnRequest) -> LiveTurn | None:
         """The turn of a request that came before, if it runs or has its reply."""
-        if not ask.request_id or self._num_lookups[ask.tenant] == LOOKUPS_MAX:
+        if not request.request_id or self._num_lookups[request.tenant] == LOOKUPS_MAX:
             return None
-        self._num_lookups[ask.tenant] += 1
+        self._num_lookups[request.tenant] += 1
         try:
-            known = await self._threads.in_store(ask.tenant, self._history.known, ask)
+            known = await self._threads.in_store(request.tenant, self._history.known, request)
         except NotFound:
             return None
         finally:
-            self._num_lookups[ask.tenant] -= 1
+            self._num_lookups[request.tenant] -= 1
         if known is None:
             return None
-        return replayed(known.turn, known.reply) if known.reply is not None else self.attach(ask)
+        return (
+            replayed(known.turn, known.reply) if known.reply is not None else self.attach(request)
+        )
 
-    async def _begin(self, ask: Ask, arrived_at: float) -> LiveTurn:
+    async def _begin(self, request: TurnRequest, arrived_at: float) -> LiveTurn:
         try:
-            live = await self._begun_or_known(ask, arrived_at)
+            live = await self._begun_or_known(request, arrived_at)
         finally:
-            self.arriving.remove(ask)
+            self.arriving.remove(request)
         self.readers.start_grace(live)  # until its first reader comes
         return live
 
-    async def _begun_or_known(self, ask: Ask, arrived_at: float) -> LiveTurn:
+    async def _begun_or_known(self, request: TurnRequest, arrived_at: float) -> LiveTurn:
         num_drafts = 0
         while True:
             try:
-                found = await self._in_store(ask)
+                found = await self._in_store(request)
             except StaleRevision:
-                if ask.expected_revision is not None:
+                if request.expected_revision is not None:
                     raise
                 continue  # another turn or rewind came between; look again
             live = self.turns.of_turn(found.turn.turn_id)
-            if isinstance(found, Begun):
+            if isinstance(found, StartedTurn):
                 if (
                     live is None or live.attempt != found.turn.attempts
                 ):  # else known; its answer was lost
                     return await self._submit(found, arrived_at)
             elif found.reply is not None:
                 return replayed(found.turn, found.reply)
-            if live is not None and live.phase is not Phase.INTERRUPTING:
+            if live is not None and live.phase is not TurnPhase.INTERRUPTING:
                 return live
             num_drafts += 1
             if num_drafts == DRAFTS_MAX:
                 raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
 
-    async def _in_store(self, ask: Ask) -> Begun | Known:
+    async def _in_store(self, request: TurnRequest) -> StartedTurn | KnownTurn:
         """One hop where there is little to tokenize; else that is done between two."""
         history, threads = self._history, self._threads
         while True:
-            found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
-            if not isinstance(found, Outdated):
+            found = await threads.in_store(
+                request.tenant, history.start, request, self._short_characters
+            )
+            if not isinstance(found, OutdatedTokens):
                 break
             await self.tokenizing.renew(found)
         if not isinstance(found, Draft):
             return found
-        prompt = await self.tokenizing.run(ask.tenant, found.prompt)
+        prompt = await self.tokenizing.run(request.tenant, found.prompt)
         try:
-            return await threads.in_store(ask.tenant, history.begin, found, prompt)
+            return await threads.in_store(request.tenant, history.begin, found, prompt)
         except ContextFull:
-            self.tokenizing.charge(ask.tenant, sum(map(len, prompt)))
+            self.tokenizing.charge(request.tenant, sum(map(len, prompt)))
             raise
 
-    async def _submit(self, begun: Begun, arrived_at: float) -> LiveTurn:
+    async def _submit(self, begun: StartedTurn, arrived_at: float) -> LiveTurn:
         now = self._threads.loop.time()
         weight = self._admission.weight_of(begun.turn.tenant, now)
         live, submit = self.turns.begin(begun, now, weight)
         live.arrived_at = arrived_at
         try:
             await self._events.begun(live)
-            if live.phase is Phase.RUNNING:
+            if live.phase is TurnPhase.RUNNING:
                 self._admission.prompts.submitted(live)
                 self.turns.check_suspect(live)
                 self._engine.put(submit)
@@ -468,7 +473,7 @@ class Conversations:
 
     def _dies_of(self, live: LiveTurn | None) -> bool:
         """The engine died and had this turn: whether that was once too often."""
-        if live is None or live.phase is not Phase.RUNNING:
+        if live is None or live.phase is not TurnPhase.RUNNING:
             return False
         if not self.turns.suspects.engine_died(live):
             return False
@@ -490,7 +495,7 @@ class Conversations:
             else:
                 self._engine.tell(CancelTurn(needed.turn_id, 0))  # a warm
 
-    async def _commit(self, ending: Ending) -> None:
+    async def _commit(self, ending: TurnEnding) -> None:
         """The engine has ended a turn: so does the store, and then its readers see it."""
         live, reply = ending.live, ending.reply
         try:
@@ -514,10 +519,10 @@ class Conversations:
         if live.figures:  # a turn that failed costs nothing
             self._charge(live)
 
-    async def _store_reply(self, live: LiveTurn, reply: Reply) -> Committed:
+    async def _store_reply(self, live: LiveTurn, reply: TurnReply) -> CommittedReply:
         """Append the reply to the log, in one transaction; of an unstored turn nothing is stored."""
         if not live.is_stored:
-            return Committed(NO_REVISION, await self._withheld(live, reply))
+            return CommittedReply(NO_REVISION, await self._withheld(live, reply))
         if live.logprobs:  # so many that packing them would hold everybody up
             packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
             reply = replace(reply, logprobs=packed)
@@ -529,17 +534,17 @@ class Conversations:
         reply = replace(reply, response=await self._response(live, reply))
         return await self._threads.in_store(live.tenant, self._history.finish, reply)
 
-    async def _response(self, live: LiveTurn, reply: Reply) -> StoredResponse | None:
+    async def _response(self, live: LiveTurn, reply: TurnReply) -> StoredResponse | None:
         """What the store keeps of the turn beside the history, in the same transaction."""
-        if live.ask is None or live.ask.response is None:
+        if live.request is None or live.request.response is None:
             return None
         try:
-            return live.ask.response(live, reply.finish, await self._withheld(live, reply))
+            return live.request.response(live, reply.finish, await self._withheld(live, reply))
         except Exception:  # a fault of ours; the turn is kept
             log.exception("a response could not be made", extra=ids_of(live))
             return None
 
-    async def _withheld(self, live: LiveTurn, reply: Reply) -> str:
+    async def _withheld(self, live: LiveTurn, reply: TurnReply) -> str:
         """What a cancel has cut: text of its tokens that its readers were not given."""
         if not reply.is_cut:
             return ""

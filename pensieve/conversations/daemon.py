@@ -1,14 +1,14 @@
 """The service process between its sockets and the engine process: how it starts, serves and ends.
 
-    start    the engine process loads the model; then turns may come
-    serve    calls go to `Conversations` (what clients do) and to the engine (what operators ask)
-    down     the engine died: its turns fail, and another process is started in its place; what kills one
-             after the other is not tried for ever (`turns.Suspects`)
-    drain    no new turns; the running ones end, or are interrupted
-    close    the engine, then the sequences that calls began, then the backup, then the history
+    start    the engine process loads the model; then turns may begin
+    serve    clients' calls go to `Conversations`, operators' queries to the engine
+    down     the engine died: its turns fail, and another process starts. A turn that kills one engine after
+             another is not retried for ever (`turns.Suspects`)
+    drain    no new turns; running turns end or are interrupted
+    close    the engine, then sequences that calls began, then the backup, then the history
 
-Admission is decided before anything of a turn is read or written (admission.py).  A `Daemon` belongs to
-the loop; what runs elsewhere is said in threads.py.
+Admission is decided before anything of a turn is read or written (admission.py). Other parts of the process
+subscribe to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs elsewhere.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from pensieve import gc_pause
-from pensieve.conversations.admission import Admission, Load
+from pensieve.conversations.admission import Admission, DaemonLoad
 from pensieve.conversations.backing_up import BackingUp
-from pensieve.conversations.cancelling import Cancel, Cancelled, cancel_turn
+from pensieve.conversations.cancelling import CancelRequest, CancelResult, cancel_turn
 from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.engine_client import GONE, EngineClient, EngineProgram, Patience
 from pensieve.conversations.history import History, Texts
 from pensieve.conversations.housekeeping import (
@@ -36,7 +36,7 @@ from pensieve.conversations.housekeeping import (
 )
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
-from pensieve.conversations.owning import Ownership, SharedThreads
+from pensieve.conversations.ownership import SharedThreads, StaleConversations
 from pensieve.conversations.readers import ids_of
 from pensieve.conversations.threads import Threads, aside
 from pensieve.conversations.turn_events import TurnEvents
@@ -149,7 +149,7 @@ class Daemon:
             self._sources,
         )
         if isinstance(store, RemoteStore):
-            Ownership(store, history, of, self.threads, self.engine)
+            StaleConversations(store, history, of, self.threads, self.engine)
         if self.config.keep_warm_seconds:
             of.prefixes.keep_warm(
                 self.config.keep_warm_seconds, lambda: self.draining or bool(self.damage.problems)
@@ -230,17 +230,19 @@ class Daemon:
 
     # -- turns --
 
-    async def begin(self, ask: Ask, seconds_left: float | None = None) -> LiveTurn:
+    async def begin(self, request: TurnRequest, seconds_left: float | None = None) -> LiveTurn:
         """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
         conversations = self.conversations
-        await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
-        if (live := conversations.attach(ask)) is not None:
+        await conversations.arriving.gone(
+            request.tenant, request.conversation_id, request.request_id
+        )
+        if (live := conversations.attach(request)) is not None:
             return live
-        named = ask.tenant, ask.conversation_id, ask.options.priority
+        named = request.tenant, request.conversation_id, request.options.priority
         refusal = self.refusal(*named, seconds_left)
         if refusal is None:
-            return await conversations.begin(ask)
-        if (live := await conversations.known(ask)) is not None:
+            return await conversations.begin(request)
+        if (live := await conversations.known(request)) is not None:
             return live
         self.events.refused(refusal)
         raise refusal
@@ -283,19 +285,21 @@ class Daemon:
         """How long a turn that came now would wait until the engine has room for it."""
         return self.admission.wait_seconds(self._load(), self._loop.time())
 
-    def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> Load:
+    def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> DaemonLoad:
         conversations, admission, now = self.conversations, self.admission, self._loop.time()
         turns, arriving = conversations.turns, conversations.arriving
-        return Load(
+        return DaemonLoad(
             *(self.draining, self.engine.serving),
             self.num_turns + turns.num_warms,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
-            lambda: admission.ahead(turns.without_token(), arriving.asks(), tenant, priority, now),
+            lambda: admission.ahead(
+                turns.without_token(), arriving.requests(), tenant, priority, now
+            ),
             turns.waiting_since,
             arriving.num_characters[tenant],
         )
 
-    async def cancel_turn(self, cancel: Cancel) -> Cancelled:
+    async def cancel_turn(self, cancel: CancelRequest) -> CancelResult:
         """End a turn because its client wants that; what became of it."""
         return await cancel_turn(self._conversations, self.reader, self.threads, cancel)
 
@@ -344,7 +348,7 @@ class Daemon:
     def _on_up(self) -> None:
         ready = self.engine.ready
         assert ready is not None
-        self.admission.prompts.cost = ready.cost
+        self.admission.engine_started(ready.cost)
         self.conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.conversations.prefixes.warm_soon()

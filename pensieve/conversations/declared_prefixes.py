@@ -1,10 +1,9 @@
-"""Declared prefixes, those that are kept warm, and warms of any conversation; on the loop.
+"""Create declared prefixes, keep some of them warm, and warm any conversation. Belongs to the event loop.
 
-A prefix is tokenized in the text pool and then stored; from then on conversations may begin under it.  Its KV
-is computed by the first of them, and stays as long as the engine keeps it.  A prefix to be *kept warm* is
-warmed by the daemon: when it is declared, when an engine has started, and every `keep_warm_seconds`.  Such a
-warm waits behind turns like any other, its tenant pays for what it computes, and a tenant in debt is passed
-over.
+A prefix is tokenized in the text pool and stored. From then on conversations may begin under it. The first of
+them computes its KV, which stays as long as the engine keeps it. The daemon warms a prefix with `keep_warm`
+when the prefix is declared, when an engine has started, and at intervals. Such a warm waits behind turns like
+any other. Its tenant pays for the tokens computed, and a tenant in debt is skipped.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pensieve.conversations.admission import Admission
-from pensieve.conversations.draft import Outdated
+from pensieve.conversations.draft import OutdatedTokens
 from pensieve.conversations.engine_client import EngineClient
-from pensieve.conversations.heads import Begins, ConversationSettings, PrefixSettings
+from pensieve.conversations.heads import BeginningSettings, ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.threads import Threads
 from pensieve.conversations.tokenizing import Tokenizing
@@ -63,7 +62,7 @@ class Warming:
                     found = await self._threads.in_store(
                         tenant, self._history.warm, conversation_id, number, tenant=tenant
                     )
-                    if not isinstance(found, Outdated):
+                    if not isinstance(found, OutdatedTokens):
                         break
                     await self._tokenizing.renew(found)
                 if found is not None:
@@ -112,7 +111,7 @@ class DeclaredPrefixes:
             tenant, self._history.declared.begin_with_history, settings, tokens, template_time
         )
 
-    async def _tokens(self, settings: Begins, template_time: float) -> list[list[int]]:
+    async def _tokens(self, settings: BeginningSettings, template_time: float) -> list[list[int]]:
         tokens: list[list[int]] = await self._tokenizing.run(
             settings.tenant, lambda: self._history.heads.declared(settings, template_time)
         )

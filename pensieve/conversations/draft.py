@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pensieve.conversations.binding.chain import ChainEnd
-from pensieve.conversations.constraints import Constraints
+from pensieve.conversations.constraints import ConstraintChecker
 from pensieve.conversations.heads import (
     ConversationSettings,
-    Heads,
+    PromptHeads,
     check_fits,
     check_length,
     first_messages,
@@ -31,13 +31,13 @@ from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.store import records
 from pensieve.store.bodies import canonical_json
 from pensieve.store.responses import StoredResponse
-from pensieve.text import ChatTemplate, Message, Setting
+from pensieve.text import ChatTemplate, Message, TemplateSetting
 
 CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TurnRequest:
     """A turn as its client asks for it."""
 
     conversation_id: str
@@ -76,7 +76,7 @@ class Ask:
     def num_characters(self) -> int:
         return sum(each.num_characters for each in self.messages)
 
-    def says_the_same_as(self, other: Ask) -> bool:
+    def says_the_same_as(self, other: TurnRequest) -> bool:
         return (self.messages, self.sampling_given, self.metadata) == (
             other.messages,
             other.sampling_given,
@@ -91,20 +91,20 @@ class Draft:
     `prompt` may be called in any thread; it takes as long as the text is long.
     """
 
-    ask: Ask
+    request: TurnRequest
     conversation: records.Conversation
     log_end: array[int]  # its last tokens, as long as the conversation's revision is what it was
     head: Sequence[records.Message]  # what it begins with, before its first turn; else empty
     template: ChatTemplate
-    heads: Heads
-    constraints: Constraints
+    heads: PromptHeads
+    constraints: ConstraintChecker
     new: records.NewConversation | None = None  # the conversation, where the turn creates it
 
     @property
     def num_characters(self) -> int:
         """That `prompt` has to render and tokenize."""
-        conversation, messages = self.conversation, self.ask.messages
-        num_characters = self.ask.num_characters + CHARACTERS_OF_MESSAGE * len(messages)
+        conversation, messages = self.conversation, self.request.messages
+        num_characters = self.request.num_characters + CHARACTERS_OF_MESSAGE * len(messages)
         if self.log_end and (not self.head or self._knows_head):
             return num_characters
         tools = sum(len(str(each)) for each in conversation.tools)
@@ -113,18 +113,18 @@ class Draft:
 
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message; before that, the constraint is checked."""
-        if self.ask.options.constraint is not None:
-            self.constraints.check(self.ask.options)
+        if self.request.options.constraint is not None:
+            self.constraints.check(self.request.options)
         setting = setting_of(self.conversation)
         if self.head:
             head = head_of(self.heads, self.head, self.conversation)
             check_fits(head, self.conversation, self.log_end)
             first = first_messages(self.head)
-            return first_turn(self.template, head, first, self.ask.messages, setting)
+            return first_turn(self.template, head, first, self.request.messages, setting)
         if self.log_end:
-            delta = self.template.delta(self.ask.messages, self.log_end[-1], setting)
+            delta = self.template.delta(self.request.messages, self.log_end[-1], setting)
             return [delta.token_ids[start:stop] for start, stop in delta.spans]
-        return opening(self.template, self.ask.messages, setting)
+        return opening(self.template, self.request.messages, setting)
 
     @property
     def _knows_head(self) -> bool:
@@ -140,12 +140,12 @@ def check_settings(template: ChatTemplate, context_max: int, settings: Conversat
     if not (head or settings.tools or options):
         return 0
     # A dry run shows at once whether the template takes them.
-    setting = Setting(settings.tools, options)
+    setting = TemplateSetting(settings.tools, options)
     return len(template.opening([*head, Message("user", "?")], setting).token_ids)
 
 
 def opening(
-    template: ChatTemplate, messages: Sequence[Message], setting: Setting
+    template: ChatTemplate, messages: Sequence[Message], setting: TemplateSetting
 ) -> list[list[int]]:
     """A system prompt that leads has no tokens of its own: they belong to what follows it."""
     delta = template.opening(messages, setting)
@@ -156,7 +156,7 @@ def opening(
 
 
 @dataclass(frozen=True, slots=True)
-class Outdated:
+class OutdatedTokens:
     """A conversation whose tokens are those of another tokenizer or template, and what new ones take.
 
     `tokens` may be called in any thread; it takes as long as the history is long.
@@ -165,7 +165,7 @@ class Outdated:
     conversation: records.Conversation
     messages: Sequence[records.Message]
     template: ChatTemplate
-    heads: Heads
+    heads: PromptHeads
 
     def tokens(self) -> list[list[int]]:
         """Of each message."""
@@ -185,7 +185,7 @@ class Outdated:
 def _tokenized_again(
     template: ChatTemplate,
     stored: Sequence[records.Message],
-    setting: Setting,
+    setting: TemplateSetting,
     begin: Callable[[Sequence[Message]], list[list[int]]] | None = None,
 ) -> list[list[int]]:
     """`begin` makes the tokens of the first turn's messages, if they open no log."""

@@ -1,21 +1,21 @@
-"""The engine process as the service sees it: started, written to, and started again when it dies.
+"""The engine process as the service sees it: started, written to, and restarted when it dies.
 
     STOPPED ──start──> STARTING ──ready──> SERVING ──pipe ends──> DOWN ──after a pause──> STARTING
-                           └──it dies before it was ever ready: the error is the caller's
+                           └──it dies before it was ever ready: the caller gets the error
 
-A process that SERVES and hangs (`Heartbeat`) is killed.  One that is STARTING may take as long as its model
-does.  The pause doubles while processes die without having published anything.
+A process that SERVES and hangs (`Heartbeat`) is killed. A process that is STARTING may take as long as its
+model does. The pause doubles while processes die without having published anything.
 
-A message belongs to the process that was there when `put` was called, and never reaches its successor.  When
-a process dies, `put` refuses first, then `engine_down` is published, and then queries fail.  What the process
-has not read waits here, up to UNSENT_BYTES_MAX; `put` refuses more, but for what only frees things.
+A message belongs to the process that was there when `put` was called, and never reaches its successor. When a
+process dies, `put` refuses first, then `engine_down` is published, and then queries fail. Messages that the
+process has not read wait here, up to UNSENT_BYTES_MAX. Beyond that, `put` takes only messages that free
+something.
 
-A start that fails is tried again, whatever the reason.  An unforeseen exception anywhere else in the
-supervision, also of a subscriber, is published as `failed`, and the service must end: turns would wait
-without end.  A start needs a few file descriptors, which are held in reserve.
+A start that fails is retried, whatever the reason. An unforeseen exception anywhere else in the supervision,
+also of a subscriber, is published as `failed`. The service must end then, because turns would wait for ever.
+A start needs a few file descriptors, which are held in reserve.
 
-The child is a program of its own with one inherited socket: no fork, no pickle.  All of it belongs to the
-loop.
+The child is a program of its own with one inherited socket: no fork, no pickle. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from pensieve.config import without_secrets
 from pensieve.conversations.turn_events import TurnEvents
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.engine import pipe as channel
 from pensieve.engine.messages import (
     Answer,
@@ -80,7 +80,7 @@ class Ready:
     weights: str = ""
     device: str = ""
     layers: str = ""  # in which form they run, for people
-    iteration_cost: Mapping[str, Any] = field(default_factory=dict)  # as in core/iteration_cost.py
+    iteration_cost: Mapping[str, Any] = field(default_factory=dict)  # as in core/cost.py
     tbt_seconds_min: float = 0.0  # the smallest objective that can be met; 0: none was given
     tbt_source: str = ""  # where that comes from, for people
     kv_identity: Mapping[str, str] = field(default_factory=dict)  # {}: KV is not handed over

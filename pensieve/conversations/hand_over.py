@@ -1,26 +1,26 @@
-"""Hands the KV of a conversation over from the daemon that had it to the one that has it now.
+"""Transfer the KV of a conversation from the daemon that had it to its new owner.
 
     the old owner                                        the new owner
-    KvSource.parts                                   HandOver.pull, before the turn's SubmitTurn
+    KvSource.parts                                   KvReceiver.pull, before the turn's SubmitTurn
       engine: ExportKv ─> KvExported ─ header ─>       the same identity?
                                      ─ parts ─>        the same tokens? ─> engine: ImportKv ─> Answer
 
-`pull` brings what KV the old owner still has, if that is sooner than computing it (transfer_times.py).  It is
-an attempt: it raises nothing, and the turn computes what is missing.
+`pull` brings the KV that the old owner still has, if a transfer is faster than computing (transfer_times.py).
+It is best effort: it raises nothing, and the turn computes what is missing.
 
-**Nothing wrong is adopted.**  Both sides name what has computed their KV and how it is written
-(launch/kv_identity.py, and the fingerprint of model, tokenizer and template); any difference is refused.
-Each part has a digest of its tokens, compared with our own log, and a CRC for each chunk, which the engine
-compares. The log is read after the engine was told of the import, so whatever changes the conversation later
+**Wrong KV is never adopted.** Both sides name what has computed their KV and how it is stored
+(launch/kv_identity.py, and the fingerprint of model, tokenizer and template). Any difference is refused. Each
+part has a digest of its tokens, which is compared with our own log, and a CRC for each chunk, which the
+engine checks. The log is read after the engine was told of the import, so a later change of the conversation
 ends the import in the engine (engine/hand_over.py).
 
-**Nobody waits longer than for computing it.**  The prediction of that is the deadline of the whole pull; a
-part that is on its way to the engine then is adopted still.
+**No turn waits longer than computing would take.** That prediction is the deadline of the whole pull. A part
+that is on its way to the engine by then is still adopted.
 
-**Bounds.**  A part has PART_BYTES, or one chunk.  The source exports for EXPORTS_MAX daemons at once, two
-parts of each; the receiver has two parts between network and engine.
+**Bounds.** A part has PART_BYTES, or one chunk. The source exports for EXPORTS_MAX daemons at once, two parts
+of each. The receiver has two parts between network and engine.
 
-Both belong to the loop.
+Both classes belong to the event loop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import NamedTuple
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.engine_client import Ready
 from pensieve.conversations.live_turn import LiveTurn, cache_key
-from pensieve.conversations.transfer_times import TransferTimes, Wanted, gain_of
+from pensieve.conversations.transfer_times import TransferTimes, WantedKv, gain_of
 from pensieve.engine.hand_over import NO_PAGES, RUNS, digest_of
 from pensieve.engine.messages import TOKEN_BYTES, ExportKv, ImportKv, KvExported, OpenImport
 from pensieve.errors import NotFound, PensieveError, Unavailable, whole_line
@@ -67,7 +67,7 @@ Parts = AsyncGenerator[KvHeader | KvPart, None]
 Fetch = Callable[[str, str, str, int], Parts]  # address, tenant, conversation_id, number of tokens
 
 
-class Pulled(NamedTuple):
+class PullResult(NamedTuple):
     tokens: int = 0  # whose KV was adopted
     why_no_more: str = ""  # for people; "": all that was wanted is here
     num_bytes: int = 0
@@ -132,16 +132,16 @@ class KvSource:
         )
 
 
-class _Stop(Exception):
+class _TransferStopped(Exception):
     """No more is taken; why."""
 
 
 @dataclass
-class _Transfer:
+class _KvTransfer:
     address: str
     conversation_id: str  # as the engine knows it
     tokens: array[int]  # the log
-    wanted: Wanted
+    wanted: WantedKv
     ready: Ready
     began: float
     first_at: float | None = None  # when the header was there
@@ -152,7 +152,7 @@ class _Transfer:
     has_begun: bool = False  # the engine knows the log
 
 
-class HandOver:
+class KvReceiver:
     def __init__(self, daemon: Daemon, fetch: Fetch, *, always: bool = False) -> None:
         """`always`: whatever is predicted, KV is fetched."""
         self.times = TransferTimes()
@@ -167,7 +167,7 @@ class HandOver:
         if address:
             await self.pull(address, *named)
 
-    async def pull(self, address: str, tenant: str, conversation_id: str) -> Pulled:
+    async def pull(self, address: str, tenant: str, conversation_id: str) -> PullResult:
         """Bring KV of a conversation from the daemon at this address, as far as that is sooner.
 
         To be called after this daemon has become the conversation's owner and its engine was told to forget
@@ -183,7 +183,7 @@ class HandOver:
             why = ""
         except TimeoutError:
             why = "it took as long as computing would"
-        except _Stop as stop:
+        except _TransferStopped as stop:
             why = str(stop)
         except PensieveError as error:
             why = whole_line(error)
@@ -194,7 +194,7 @@ class HandOver:
 
     async def _prepared(
         self, address: str, tenant: str, conversation_id: str, began: float
-    ) -> _Transfer:
+    ) -> _KvTransfer:
         daemon, ready, key = (
             self._daemon,
             self._daemon.engine.ready,
@@ -207,7 +207,7 @@ class HandOver:
                 tenant, daemon.store.log, conversation_id, tenant=tenant
             )
         except NotFound:
-            raise _Stop("the conversation is not in the store") from None
+            raise _TransferStopped("the conversation is not in the store") from None
         prompts = daemon.admission.prompts
         cost, pace = prompts.cost, prompts.pace.ratio or 1.0
 
@@ -216,16 +216,16 @@ class HandOver:
 
         num_tokens = max(len(tokens) - 1, 0)  # that of the last one comes with the next turn
         token_bytes = ready.page_bytes // ready.chunk_tokens
-        wanted = Wanted(num_tokens, token_bytes, compute_seconds)
+        wanted = WantedKv(num_tokens, token_bytes, compute_seconds)
         if not num_tokens:
-            raise _Stop("there is no history")
+            raise _TransferStopped("there is no history")
         now = self._loop.time()
         if not self._always and not self.times.is_worth(address, wanted, PART_BYTES, now):
-            raise _Stop("computing it is sooner")
-        return _Transfer(address, key, tokens, wanted, ready, began)
+            raise _TransferStopped("computing it is sooner")
+        return _KvTransfer(address, key, tokens, wanted, ready, began)
 
     async def _run(
-        self, transfer: _Transfer, identity: Mapping[str, str], tenant: str, conversation_id: str
+        self, transfer: _KvTransfer, identity: Mapping[str, str], tenant: str, conversation_id: str
     ) -> None:
         self.num_pulls += 1
         began = self._loop.time()
@@ -259,9 +259,9 @@ class HandOver:
         if adopting is not None:
             await adopting
         if transfer.adopted < transfer.wanted.num_tokens:
-            raise _Stop("the other daemon had no more")
+            raise _TransferStopped("the other daemon had no more")
 
-    async def _adopt(self, part: KvPart, transfer: _Transfer) -> None:
+    async def _adopt(self, part: KvPart, transfer: _KvTransfer) -> None:
         log_bytes = b"" if transfer.has_begun else transfer.tokens.tobytes()
         message = ImportKv(
             0,
@@ -279,9 +279,11 @@ class HandOver:
         transfer.adopted += int(of["tokens"])
         transfer.has_begun |= of["chunks"] > 0
         if of["chunks"] + of["damaged"] < len(part.slots):
-            raise _Stop("the host tier has no room for more of it, or the conversation is in use")
+            raise _TransferStopped(
+                "the host tier has no room for more of it, or the conversation is in use"
+            )
 
-    def _check_worth(self, part: KvPart, transfer: _Transfer) -> None:
+    def _check_worth(self, part: KvPart, transfer: _KvTransfer) -> None:
         """Whether the next part is worth its time, at the speed of this transfer."""
         stop = part.first_chunk * transfer.ready.chunk_tokens
         if self._always or not stop or transfer.first_at is None:
@@ -290,10 +292,10 @@ class HandOver:
         rate = transfer.num_bytes / seconds if seconds > 0 else float("inf")
         start = max(stop - max(PART_BYTES // transfer.wanted.token_bytes, 1), 0)
         if gain_of(transfer.wanted, start, stop, rate) <= 0:
-            raise _Stop("computing the rest is sooner")
+            raise _TransferStopped("computing the rest is sooner")
 
-    def _ended(self, transfer: _Transfer | None, why: str, seconds: float) -> Pulled:
-        pulled = Pulled(why_no_more=why, seconds=seconds)
+    def _ended(self, transfer: _KvTransfer | None, why: str, seconds: float) -> PullResult:
+        pulled = PullResult(why_no_more=why, seconds=seconds)
         if transfer is not None:
             if transfer.first_at is not None:
                 self.times.learn(
@@ -305,7 +307,7 @@ class HandOver:
                 )
             self.num_tokens += transfer.adopted
             self.num_bytes += transfer.num_bytes
-            pulled = Pulled(transfer.adopted, why, transfer.num_bytes, seconds)
+            pulled = PullResult(transfer.adopted, why, transfer.num_bytes, seconds)
         log.info("KV of %d tokens was pulled (%s)", pulled.tokens, why or "all")
         return pulled
 
@@ -313,23 +315,23 @@ class HandOver:
 def _check_identity(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
-            raise _Stop(
+            raise _TransferStopped(
                 f"the engines differ in {name}: {theirs.get(name)!r} there, {ours.get(name)!r} here"
             )
 
 
-def _check_part(part: KvPart, transfer: _Transfer) -> None:
+def _check_part(part: KvPart, transfer: _KvTransfer) -> None:
     """It fits our log; its bytes are the engine's to check."""
     if transfer.first_at is None:
-        raise _Stop("a part came before the header")
+        raise _TransferStopped("a part came before the header")
     size, slots = transfer.ready.chunk_tokens, part.slots
     if not slots or len(slots) != len(part.crcs) or part.first_chunk < 0:
-        raise _Stop("a part that is none")
+        raise _TransferStopped("a part that is none")
     stop = (part.first_chunk + len(slots) - 1) * size + slots[-1]
     if not all(0 < each <= size for each in slots) or stop != part.num_tokens:
-        raise _Stop("a part that is none")
+        raise _TransferStopped("a part that is none")
     if len(part.body) != sum(slots) * transfer.wanted.token_bytes:
-        raise _Stop("a part of another length than its chunks have")
+        raise _TransferStopped("a part of another length than its chunks have")
     tokens = transfer.tokens
     if stop > len(tokens) or digest_of(tokens[:stop]) != part.digest:
-        raise _Stop("the other daemon has KV of other tokens")
+        raise _TransferStopped("the other daemon has KV of other tokens")

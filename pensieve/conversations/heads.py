@@ -27,8 +27,8 @@ from typing import Any
 from pensieve.errors import ContextFull, InvalidArgument
 from pensieve.store import records
 from pensieve.store.bodies import canonical_json
-from pensieve.text import ChatTemplate, Message, Setting, ToolCall
-from pensieve.text.template import NO_HEAD, Head
+from pensieve.text import ChatTemplate, Message, TemplateSetting, ToolCall
+from pensieve.text.template import NO_HEAD, CommonOpening
 
 BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
 STAND_IN = records.NewMessage("system", "")
@@ -62,10 +62,12 @@ class ConversationSettings:
     pending: Sequence[records.NewMessage] = ()  # that its first turn is to bring
 
 
-Begins = PrefixSettings | ConversationSettings  # one without a prefix_id: of a given history
+BeginningSettings = (
+    PrefixSettings | ConversationSettings
+)  # one without a prefix_id: of a given history
 
 
-def all_messages(begins: Begins) -> list[Message]:
+def all_messages(begins: BeginningSettings) -> list[Message]:
     system = [Message("system", begins.system_prompt)] if begins.system_prompt else []
     return [*system, *begins.messages]
 
@@ -86,17 +88,17 @@ class GivenHistory:
         check_length("messages", self._num_characters, self._context_max)
 
 
-class Heads:
+class PromptHeads:
     """The heads that were asked for lately; any thread may ask."""
 
     def __init__(self, template: ChatTemplate, context_max: int) -> None:
         self._template = template
         self._context_max = context_max
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, Head] = OrderedDict()
+        self._known: OrderedDict[bytes, CommonOpening] = OrderedDict()
         self._num_characters = 0
 
-    def of(self, messages: Sequence[Message], setting: Setting) -> Head:
+    def of(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
         """What a log begins with under a prefix of these messages; tokenized once.
 
         The setting is as the store has it.
@@ -114,7 +116,7 @@ class Heads:
                 self._num_characters -= len(self._known.popitem(last=False)[1].text)
         return head
 
-    def declared(self, settings: Begins, template_time: float) -> list[list[int]]:
+    def declared(self, settings: BeginningSettings, template_time: float) -> list[list[int]]:
         """The tokens of each message that this will be stored with; refuses what cannot be."""
         messages = all_messages(settings)
         if not (messages or settings.tools):
@@ -138,12 +140,12 @@ class Heads:
             replace(each, tool_calls=tuple(map(_call_as_stored, each.tool_calls)))
             for each in messages
         ]
-        head = self.of(messages, Setting(tools, options, now))
+        head = self.of(messages, TemplateSetting(tools, options, now))
         if len(head.token_ids) + 2 > self._context_max:  # beside it, one to read and one to say
             raise ContextFull(len(head.token_ids) + 2, self._context_max)
         return tokens_of(head, len(messages) or 1)
 
-    def knows(self, messages: Sequence[Message], setting: Setting) -> bool:
+    def knows(self, messages: Sequence[Message], setting: TemplateSetting) -> bool:
         with self._lock:
             return _key(messages, setting) in self._known
 
@@ -157,7 +159,7 @@ def _call_as_stored(call: ToolCall) -> ToolCall:
     return replace(call, arguments=_as_stored(dict(call.arguments)))
 
 
-def _key(messages: Sequence[Message], setting: Setting) -> bytes:
+def _key(messages: Sequence[Message], setting: TemplateSetting) -> bytes:
     given = [list(setting.tools), dict(setting.options), setting.now.timestamp()]
     return hashlib.blake2b(canonical_json([[asdict(each) for each in messages], given])).digest()
 
@@ -174,7 +176,7 @@ def _too_long(field_name: str, what: str, context_max: int) -> InvalidArgument:
     return error
 
 
-def tokens_of(head: Head, num_messages: int) -> list[list[int]]:
+def tokens_of(head: CommonOpening, num_messages: int) -> list[list[int]]:
     """Of each message that a prefix is stored with."""
     if not head.spans:
         return [head.token_ids] * num_messages  # of the stand-in, which is alone
@@ -188,17 +190,19 @@ def first_messages(stored: Sequence[records.Message]) -> list[Message]:
 
 def first_turn(
     template: ChatTemplate,
-    head: Head,
+    head: CommonOpening,
     first: Sequence[Message],
     messages: Sequence[Message],
-    setting: Setting,
+    setting: TemplateSetting,
 ) -> list[list[int]]:
     """The tokens of each message of the first turn, behind the head of the `first` messages."""
     behind = template.behind(head, first, messages, setting)
     return [behind.token_ids[start:stop] for start, stop in behind.spans]
 
 
-def check_fits(head: Head, conversation: records.Conversation, log_end: Sequence[int]) -> None:
+def check_fits(
+    head: CommonOpening, conversation: records.Conversation, log_end: Sequence[int]
+) -> None:
     """That the log is this head; else something has changed that no fingerprint knows of."""
     num_tokens = len(head.token_ids)
     if num_tokens != conversation.num_tokens or head.token_ids[-len(log_end) :] != list(log_end):
@@ -208,17 +212,17 @@ def check_fits(head: Head, conversation: records.Conversation, log_end: Sequence
 
 
 def head_of(
-    heads: Heads, stored: Sequence[records.Message], conversation: records.Conversation
-) -> Head:
+    heads: PromptHeads, stored: Sequence[records.Message], conversation: records.Conversation
+) -> CommonOpening:
     """Of a conversation before its first turn; empty where its first tokens come with that."""
     if conversation.began_at is None:
         return NO_HEAD
     return heads.of(first_messages(stored), setting_of(conversation))
 
 
-def setting_of(conversation: records.Conversation) -> Setting:
+def setting_of(conversation: records.Conversation) -> TemplateSetting:
     template_time = datetime.fromtimestamp(conversation.template_time, UTC)
-    return Setting(conversation.tools, conversation.template_options, template_time)
+    return TemplateSetting(conversation.tools, conversation.template_options, template_time)
 
 
 def message_of(stored: records.Message) -> Message:

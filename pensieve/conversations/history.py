@@ -1,18 +1,18 @@
-"""The store thread's part of every request: drafts, begins and ends turns in transactions on the history.
+"""Draft, begin and end turns in transactions on the history: the store thread's part of every request.
 
-It knows neither live turns nor the pipe to the engine.  What the engine must hear of an action follows from
-the value that the action returns; the loop puts it.  A turn, in order:
+`History` knows neither live turns nor the pipe to the engine. Its results say what the engine must hear, and
+the event loop puts those messages. A turn, in order:
 
-1. `draft` reads the end of the log; the messages are tokenized from that (`Draft.prompt`, in any thread).
-   `begin` checks that they fit and commits the turn as `running`; whatever can fail comes before that commit.
-   `start` does both at once where there is little to tokenize.
-2. `finish` appends the tokens of user and reply to the log in ONE transaction.  `fail` and `interrupt` leave
-   the history as it was.
-3. A request_id that came before is `Known`: the turn runs, or its reply comes from the store.
+1. `draft` reads the end of the log, and `Draft.prompt` tokenizes the new messages, in any thread. `begin`
+   checks that they fit and commits the turn as `running`. Whatever can fail comes before that commit. `start`
+   does all of this at once if there is little to tokenize.
+2. `finish` appends the tokens of user and reply to the log in ONE transaction. `fail` and `interrupt` leave
+   the history unchanged.
+3. A request_id that the store knows gives a `KnownTurn`: the turn runs, or the store has its reply.
 
-The engine may hold KV for tokens that never reached the log.  That does no harm: a turn says how long its log
-is, and the engine cuts behind it.  What it holds before that is the log's own, because it hears of rewinds
-and deletions in the order in which the store made them; what it lacks, it asks for.
+The engine may hold KV for tokens that never reached the log. That is harmless: a turn says how long its log
+is, and the engine drops the KV after that. KV before that position always matches the log, because the engine
+hears of rewinds and deletions in the order of the store. The engine asks for tokens that it lacks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from pensieve.conversations.constraints import Constraints
+from pensieve.conversations.constraints import ConstraintChecker
 from pensieve.conversations.draft import (
-    Ask,
     Draft,
-    Outdated,
+    OutdatedTokens,
+    TurnRequest,
     check_settings,
     new_conversation,
     planned_conversation,
@@ -36,14 +36,21 @@ from pensieve.conversations.draft import (
 from pensieve.conversations.heads import (
     STAND_IN,
     ConversationSettings,
-    Heads,
     PrefixSettings,
+    PromptHeads,
     all_messages,
     check_length,
 )
-from pensieve.conversations.live_turn import Begun, Committed, Known, Reply, cache_key, names_of
+from pensieve.conversations.live_turn import (
+    CommittedReply,
+    KnownTurn,
+    StartedTurn,
+    TurnReply,
+    cache_key,
+    names_of,
+)
 from pensieve.conversations.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
-from pensieve.conversations.prefixes import Beginning, Prefixes
+from pensieve.conversations.prefixes import LogBeginning, Prefixes
 from pensieve.engine.messages import ForkConversation, LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     AlreadyExists,
@@ -109,12 +116,12 @@ class History:
         self._vocab_size = vocab_size
         self._random_bits = random_bits
         self._report = report
-        self.heads = Heads(self._template, context_max)
-        self._constraints = Constraints(self._template.tokenizer)
+        self.heads = PromptHeads(self._template, context_max)
+        self._constraints = ConstraintChecker(self._template.tokenizer)
         self._texts = self._template, self.heads, self._constraints
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
         self._prefixes = Prefixes()
-        self._beginnings: dict[int, Beginning] = {}  # by turn id, while the turn runs
+        self._beginnings: dict[int, LogBeginning] = {}  # by turn id, while the turn runs
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
         self._storage: Mapping[str, int] = {}  # the most bytes of the tenants that have a limit
 
@@ -128,7 +135,7 @@ class History:
 
     # -- conversations --
 
-    def create(self, settings: ConversationSettings) -> records.Conversation | Outdated:
+    def create(self, settings: ConversationSettings) -> records.Conversation | OutdatedTokens:
         """Settings that `check_settings` has let pass.
 
         The tokens of a declared prefix are there already, but may have to be made anew.
@@ -221,7 +228,7 @@ class History:
 
     def warm(
         self, conversation_id: str, number: int, *, tenant: str = ""
-    ) -> SubmitTurn | Outdated | None:
+    ) -> SubmitTurn | OutdatedTokens | None:
         """What brings the conversation's KV to the device, under this number; None if there is no need."""
         self._store.claim(conversation_id, tenant=tenant)
         conversation = self._store.get_conversation(conversation_id, tenant=tenant)
@@ -257,70 +264,78 @@ class History:
 
     # -- a turn begins --
 
-    def known(self, ask: Ask) -> Known | None:
+    def known(self, request: TurnRequest) -> KnownTurn | None:
         """The turn of this request, if it runs or has its reply; nothing is begun."""
-        stored = self._store.find_turn(ask.conversation_id, ask.request_id, tenant=ask.tenant)
-        return self._known_as(ask, stored)
+        stored = self._store.find_turn(
+            request.conversation_id, request.request_id, tenant=request.tenant
+        )
+        return self._known_as(request, stored)
 
-    def _known_as(self, ask: Ask, stored: records.StoredTurn | None) -> Known | None:
+    def _known_as(
+        self, request: TurnRequest, stored: records.StoredTurn | None
+    ) -> KnownTurn | None:
         if stored is None or stored.state not in records.KNOWN_STATES:
             return None
-        request = self._request(ask, ask.request_id)
-        begun = self._store.begin_turn(ask.conversation_id, request, tenant=ask.tenant)
+        new_turn = self._request(request, request.request_id)
+        begun = self._store.begin_turn(request.conversation_id, new_turn, tenant=request.tenant)
         if begun.must_run and begun.turn.attempts != stored.attempts:  # it had ended meanwhile
             self._store.interrupt_turn(begun.turn.turn_id, begun.turn.attempts)
         return self._known(begun.turn)
 
-    def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft | Outdated:
+    def start(
+        self, request: TurnRequest, short_characters: int
+    ) -> StartedTurn | KnownTurn | Draft | OutdatedTokens:
         """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
-        drafted = self.draft(ask)
+        drafted = self.draft(request)
         if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
             return drafted
-        if ask.options.constraint is not None and not self._constraints.knows(ask.options):
+        if request.options.constraint is not None and not self._constraints.knows(request.options):
             return drafted
         return self.begin(drafted, drafted.prompt())
 
-    def draft(self, ask: Ask) -> Draft | Known | Outdated:
+    def draft(self, request: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
         """Look up what a turn goes on from; the turn itself where its request_id is known already."""
-        self._check(ask)
-        conversation_id, tenant = ask.conversation_id, ask.tenant
+        self._check(request)
+        conversation_id, tenant = request.conversation_id, request.tenant
         try:
             conversation, stored, log_end = self._store.look_up(
-                conversation_id, ask.request_id, PROMPT_TAIL_TOKENS, tenant=tenant
+                conversation_id, request.request_id, PROMPT_TAIL_TOKENS, tenant=tenant
             )
         except NotFound:
-            if not ask.create_if_missing:
+            if not request.create_if_missing:
                 raise
-            return self._draft_opening(ask)
+            return self._draft_opening(request)
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
-        known = self._known_as(ask, stored)
+        known = self._known_as(request, stored)
         if known is not None:
             return known
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
-        if ask.expected_revision not in (None, conversation.revision):
-            raise StaleRevision(ask.expected_revision, conversation.revision)
+        if request.expected_revision not in (None, conversation.revision):
+            raise StaleRevision(request.expected_revision, conversation.revision)
         self._check_storage(tenant)
         head = list[records.Message]()
         if conversation.num_messages and not self.declared.has_turns(conversation):
             head = self._store.messages(conversation_id, tenant=tenant)
-        return Draft(ask, conversation, log_end, head, *self._texts)
+        return Draft(request, conversation, log_end, head, *self._texts)
 
-    def _draft_opening(self, ask: Ask) -> Draft | Known | Outdated:
+    def _draft_opening(self, request: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
         """Of a conversation that is created with its first turn, once that is known to be a turn."""
-        self._check_storage(ask.tenant)
-        if ask.expected_revision not in (None, 0):
-            raise StaleRevision(ask.expected_revision, 0)
-        settings = ask.settings or ConversationSettings(ask.conversation_id, tenant=ask.tenant)
+        self._check_storage(request.tenant)
+        if request.expected_revision not in (None, 0):
+            raise StaleRevision(request.expected_revision, 0)
+        settings = request.settings or ConversationSettings(
+            request.conversation_id, tenant=request.tenant
+        )
         if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
-            return begun if isinstance(begun, Outdated) else self.draft(ask)
+            return begun if isinstance(begun, OutdatedTokens) else self.draft(request)
         new, conversation, head = planned_conversation(
             settings, self._fingerprint, self._store.now()
         )
-        return Draft(ask, conversation, array("I"), head, *self._texts, new)
+        return Draft(request, conversation, array("I"), head, *self._texts, new)
 
-    def renew(self, outdated: Outdated, tokens: Sequence[Sequence[int]]) -> None:
+    def renew(self, outdated: OutdatedTokens, tokens: Sequence[Sequence[int]]) -> None:
         """Take the new tokens of its messages; it may have changed since, and is then looked at again."""
         conversation = outdated.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
@@ -334,9 +349,9 @@ class History:
             f"its {len(tokens)} messages were tokenized again"
         )
 
-    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> Begun | Known:
+    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> StartedTurn | KnownTurn:
         """Commit the turn as `running`; StaleRevision if the conversation has moved on meanwhile."""
-        ask, conversation = draft.ask, draft.conversation
+        request, conversation = draft.request, draft.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         tokens = array("I")
         for token_ids in prompt:
@@ -351,9 +366,9 @@ class History:
                 raise
             except AlreadyExists:  # another one has its name, for which the draft is stale
                 pass
-        request_id = ask.request_id or f"{self._random_bits(128):032x}"
-        request = replace(
-            self._request(ask, request_id, prompt),
+        request_id = request.request_id or f"{self._random_bits(128):032x}"
+        new_turn = replace(
+            self._request(request, request_id, prompt),
             expected_revision=conversation.revision,
             expected_created_at=conversation.created_at,
         )
@@ -361,7 +376,7 @@ class History:
         prefix_of, prefix_tokens = self.declared.shared(conversation)
         is_hint = conversation.prefix_id and not prefix_tokens
         beginning = self._beginning(conversation, tokens) if is_hint else None
-        begun = self._store.begin_turn(conversation_id, request, tenant=tenant)
+        begun = self._store.begin_turn(conversation_id, new_turn, tenant=tenant)
         if not begun.must_run:
             return self._known(begun.turn)
         if beginning is not None:
@@ -371,22 +386,22 @@ class History:
                 prefix_of, prefix_tokens = cache_key(tenant, shared[0]), shared[1]
         elif prefix_tokens and prefix_tokens == history_tokens:
             self.declared.begun(begun.turn.turn_id, conversation)
-        if ask.shared_prompt is not None and not history_tokens:
-            lent = ask.shared_prompt.begin(cache_key(tenant, conversation_id), tokens)
+        if request.shared_prompt is not None and not history_tokens:
+            lent = request.shared_prompt.begin(cache_key(tenant, conversation_id), tokens)
             prefix_of, prefix_tokens = lent or (prefix_of, prefix_tokens)
         key = (tenant, conversation_id)
         is_tokenized_again = key in self._tokenized_again
         self._tokenized_again.discard(key)
-        sampling = replace(ask.options.sampling, seed=begun.turn.seed)
-        return Begun(
+        sampling = replace(request.options.sampling, seed=begun.turn.seed)
+        return StartedTurn(
             begun.turn,
-            ask,
+            request,
             SubmitTurn(
                 UNNUMBERED,
                 cache_key(tenant, conversation.conversation_id),
                 tokens.tobytes(),
                 history_tokens,
-                replace(ask.options, sampling=sampling),
+                replace(request.options, sampling=sampling),
                 first_position=history_tokens,
                 prefix_of=prefix_of,
                 prefix_tokens=prefix_tokens,
@@ -399,7 +414,7 @@ class History:
 
     # -- a turn ends --
 
-    def finish(self, reply: Reply) -> Committed:
+    def finish(self, reply: TurnReply) -> CommittedReply:
         """Append the turn's messages and its reply to the log; on the disk when this returns."""
         beginning = self._beginnings.pop(reply.turn_id, None)
         text = reply.text
@@ -422,7 +437,7 @@ class History:
                 beginning.tokens,
             )
         lent = self.declared.ended(reply.turn_id)
-        return Committed(revision, text[len(reply.text) :], lent)
+        return CommittedReply(revision, text[len(reply.text) :], lent)
 
     def fail(self, turn_id: int, reason: str, attempt: int = 0) -> None:
         self._forget(turn_id)
@@ -447,49 +462,51 @@ class History:
                 f"this token's conversations take {taken:,} bytes of {most:,}; delete some"
             )
 
-    def _check(self, ask: Ask) -> None:
-        if (problem := ask.options.sampling.problem(self._vocab_size)) is not None:
+    def _check(self, request: TurnRequest) -> None:
+        if (problem := request.options.sampling.problem(self._vocab_size)) is not None:
             raise InvalidArgument(f"sampling.{problem[0]}", problem[1])
-        for message in ask.messages:
+        for message in request.messages:
             if message.role == "user" and not message.content:
                 raise InvalidArgument("content", "a message must not be empty")
-        check_length("content", ask.num_characters, self._context_max)
+        check_length("content", request.num_characters, self._context_max)
 
-    def _outdated(self, conversation: records.Conversation) -> Outdated:
+    def _outdated(self, conversation: records.Conversation) -> OutdatedTokens:
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
         messages = self._store.messages(conversation_id, tenant=tenant)
-        return Outdated(conversation, messages, self._template, self.heads)
+        return OutdatedTokens(conversation, messages, self._template, self.heads)
 
     def _request(
-        self, ask: Ask, request_id: str, prompt: Sequence[Sequence[int]] | None = None
-    ) -> records.TurnRequest:
-        return records.TurnRequest(
+        self, request: TurnRequest, request_id: str, prompt: Sequence[Sequence[int]] | None = None
+    ) -> records.NewTurn:
+        return records.NewTurn(
             request_id,
-            stored_messages(ask.messages, prompt or [[] for _ in ask.messages], ask.metadata),
-            ask.sampling_given,
-            ask.options.sampling.seed or self._random_bits(63) + 1,
-            ask.expected_revision,
-            pending=ask.pending,
-            history_digest=ask.history_digest,
+            stored_messages(
+                request.messages, prompt or [[] for _ in request.messages], request.metadata
+            ),
+            request.sampling_given,
+            request.options.sampling.seed or self._random_bits(63) + 1,
+            request.expected_revision,
+            pending=request.pending,
+            history_digest=request.history_digest,
         )
 
-    def _known(self, turn: records.StoredTurn) -> Known:
-        if turn.state is records.TurnState.RUNNING:
-            return Known(turn, None)
+    def _known(self, turn: records.StoredTurn) -> KnownTurn:
+        if turn.state is records.StoredTurnState.RUNNING:
+            return KnownTurn(turn, None)
         reply = self._store.turn_messages(turn.turn_id).reply
         assert reply is not None
-        return Known(turn, reply)
+        return KnownTurn(turn, reply)
 
-    def _beginning(self, conversation: records.Conversation, prompt: array[int]) -> Beginning:
+    def _beginning(self, conversation: records.Conversation, prompt: array[int]) -> LogBeginning:
         """Of a conversation with this prompt behind it: as much as may be shared."""
         log = array("I")
         if conversation.num_tokens:
             log = self._store.log(
                 conversation.conversation_id, SHARED_TOKENS_MAX, tenant=conversation.tenant
             )
-        return Beginning(conversation, (log + prompt)[:SHARED_TOKENS_MAX])
+        return LogBeginning(conversation, (log + prompt)[:SHARED_TOKENS_MAX])
 
 
 class PrefixHistory:
@@ -505,7 +522,7 @@ class PrefixHistory:
         self,
         store: Store,
         fingerprint: str,
-        outdated: Callable[[records.Conversation], Outdated],
+        outdated: Callable[[records.Conversation], OutdatedTokens],
         check_storage: Callable[[str], None],
     ) -> None:
         self._store = store
@@ -542,7 +559,7 @@ class PrefixHistory:
             )
         )
 
-    def begin(self, settings: ConversationSettings) -> records.Conversation | Outdated | None:
+    def begin(self, settings: ConversationSettings) -> records.Conversation | OutdatedTokens | None:
         """A conversation under its declared prefix; None if no such prefix is declared.
 
         Outdated if the prefix has tokens of another tokenizer or template.

@@ -1,13 +1,13 @@
-"""Background work on the history while the daemon serves, and what stops changes to it.
+"""Background work on the history while the daemon serves, and the conditions that stop changes to it.
 
     Erasing            finish deletions whose text could not be erased from the files at once, and compact
     start_forgetting   forget old request ids and old digests of histories
     Scrubbing          read the whole history, a little at a time, to find damage
-    Damage             a damaged history is read, and not written to, also by the next process
-    FullDisk           while the disk is full, only reads and deletions go on
+    Damage             a damaged history is read-only, also for the next process
+    FullDisk           while the disk is full, only reads and deletions are possible
 
-Each step is a job of a few milliseconds in the store's or the read thread, with pauses in between, so the
-jobs of clients come first.  Everything here belongs to the loop.
+Each step is a job of a few milliseconds in the store thread or the read thread, with pauses in between, so
+that jobs of clients go first. Everything here belongs to the event loop.
 """
 
 from __future__ import annotations

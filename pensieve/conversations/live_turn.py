@@ -1,11 +1,11 @@
-"""A turn while it runs, and the values that store thread and loop exchange about it.
+"""A turn while it runs, and the values about it that store thread and event loop exchange.
 
-    store thread                         loop
-    Begun    committed as `running`  ──>  LiveTurn, followed by its readers
-    Known    its request_id came before ─>  attach to the LiveTurn, or replay the stored reply
-    Committed  <── Reply             ───  the engine has ended it
+    store thread                                    event loop
+    BegunTurn       committed as `running`    ──>   LiveTurn, followed by its readers
+    KnownTurn       known by its request_id   ──>   attach to the LiveTurn, or replay the stored reply
+    CommittedReply  <── TurnReply             ───   the engine has ended the turn
 
-An unstored turn (unstored.py) begins and ends in the loop alone.  All but `LiveTurn` are frozen.
+An unstored turn (unstored.py) begins and ends in the event loop alone. All values but `LiveTurn` are frozen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
 from pensieve.conversations.binding.chain import ChainEnd
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.logprobs import PackedLogprobs, Row, pack
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
@@ -34,7 +34,7 @@ class RecomputeReason(StrEnum):
     FINGERPRINT_CHANGED = "fingerprint_changed"
 
 
-class Phase(Enum):
+class TurnPhase(Enum):
     """How far a live turn is; `turns.py` says who moves it on."""
 
     RUNNING = "running"  # the engine has it
@@ -43,20 +43,20 @@ class Phase(Enum):
     ENDED = "ended"  # `finish` is set
 
 
-LEGAL_TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
-    Phase.RUNNING: frozenset({Phase.COMMITTING, Phase.INTERRUPTING}),
-    Phase.COMMITTING: frozenset({Phase.ENDED}),
-    Phase.INTERRUPTING: frozenset({Phase.ENDED}),
-    Phase.ENDED: frozenset(),
+LEGAL_TRANSITIONS: Mapping[TurnPhase, frozenset[TurnPhase]] = {
+    TurnPhase.RUNNING: frozenset({TurnPhase.COMMITTING, TurnPhase.INTERRUPTING}),
+    TurnPhase.COMMITTING: frozenset({TurnPhase.ENDED}),
+    TurnPhase.INTERRUPTING: frozenset({TurnPhase.ENDED}),
+    TurnPhase.ENDED: frozenset(),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartedTurn:
     """A turn that the store holds as `running`: what the engine and its readers need of it."""
 
     turn: records.StoredTurn
-    ask: Ask
+    request: TurnRequest
     submit: SubmitTurn  # without the number that the engine will know it by
     first_revision: int  # of the conversation before it
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
@@ -65,13 +65,13 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownTurn:
     turn: records.StoredTurn
     reply: records.NewMessage | None  # None while it runs
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class TurnReply:
     """What a turn has come to, to be committed."""
 
     turn_id: int
@@ -88,7 +88,7 @@ class Reply:
     attempt: int = 0  # of the turn
 
 
-class Committed(NamedTuple):
+class CommittedReply(NamedTuple):
     revision: int
     tail: str  # text after what the readers were given: what a cancelled turn had withheld
     lent: ForkConversation | None = None  # gives its declared prefix the KV that it has computed
@@ -110,12 +110,12 @@ class LiveTurn:
     texts: list[str] = field(default_factory=list)  # that each token released
     parts: list[Part] = field(default_factory=list)  # that each token belongs to
     logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
-    ask: Ask | None = None  # that began it here; None of one that was completed before
+    request: TurnRequest | None = None  # that began it here; None of one that was completed before
     arrived_at: float = 0.0  # when its request was admitted, by the loop's clock
     begun_at: float = 0.0  # when the store had it
     admitted: bool = False  # the engine has room for it; before that it waits
     cached_tokens: int = 0  # of its context, that had KV then
-    phase: Phase = Phase.RUNNING
+    phase: TurnPhase = TurnPhase.RUNNING
     finish: FinishReason | None = None
     failure: PensieveError | None = None
     usage: Usage | None = None
@@ -160,7 +160,7 @@ class LiveTurn:
             return self.usage.new_tokens + self.usage.output_tokens
         return self.num_tokens + (self.prompt_tokens if self.admitted else 0)
 
-    def move_to(self, phase: Phase) -> None:
+    def move_to(self, phase: TurnPhase) -> None:
         assert phase in LEGAL_TRANSITIONS[self.phase], (self.turn_id, self.phase, phase)
         self.phase = phase
 
@@ -218,7 +218,7 @@ def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
         texts=texts,
         parts=parts,
         logprobs=PackedLogprobs(reply.logprobs) if reply.logprobs else {},
-        phase=Phase.ENDED,
+        phase=TurnPhase.ENDED,
         finish=FinishReason(turn.finish_reason),
         revision=turn.revision,
         replayed=True,

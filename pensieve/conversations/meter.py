@@ -1,11 +1,13 @@
-"""Count turns and measure how long clients wait, since the daemon's start: this outlives the engine process.
+"""Count turns and measure how long clients wait, since the daemon's start.
 
-    took         events of the engine: a token, the end of a turn (also of a job's, and of a warm)
-    turn_ended   the end of a client's turn, when it is in the history
-    refused      a turn that was not admitted
+The counts outlive the engine process:
 
-The bounds of the histograms are vLLM's where vLLM has the same one.  All of it belongs to the loop, but for
-`commits`, which the writer of the history adds to.
+    took         events of the engine: a token, the end of a turn (also of a job's turn, and of a warm)
+    turn_ended   a client's turn has ended, and its end is in the history
+    refused      a turn was not admitted
+
+The bounds of the histograms are vLLM's if vLLM has the same one. All of it belongs to the event loop, except
+`commits`, to which the writer of the history adds.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ from collections.abc import Callable, Sequence
 from pensieve.conversations.live_turn import LiveTurn, RecomputeReason
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.histogram import Histogram
+from pensieve.engine.distributions import Histogram, RecentTimes
 from pensieve.engine.messages import Event, TurnEnded
-from pensieve.engine.recent_times import RecentTimes
 from pensieve.errors import PensieveError
 
 OTHER = "other"  # recomputed for a warm, a job or a turn that was given up

@@ -1,8 +1,8 @@
-"""Which conversation's KV a new one under the same prefix_id may begin with.
+"""Find the conversation whose KV a new one with the same prefix_id may begin with.
 
-Templates weave system prompts and messages together, so what two conversations share is what their logs have
-in common from the front, token for token.  For each prefix of a tenant, the latest conversation that has
-finished a turn under it is remembered with its log, from the commit of the turn until it is rewound or
+Templates weave system prompts and messages together, so two conversations share what their logs have in
+common from the front, token by token. For each prefix_id of a tenant, the latest conversation that has
+finished a turn is remembered with its log, from the commit of the turn until the conversation is rewound or
 deleted.
 """
 
@@ -18,12 +18,12 @@ PREFIXES_MAX = 256
 TOKENS_MAX = 16_384  # of a log that are remembered
 
 
-class Shared(NamedTuple):
+class SharedPrefix(NamedTuple):
     conversation_id: str
     num_tokens: int
 
 
-class Beginning(NamedTuple):
+class LogBeginning(NamedTuple):
     """The first tokens of a running turn's conversation, to be shared once it is committed."""
 
     conversation: Conversation
@@ -51,14 +51,14 @@ class Prefixes:
         for key in gone:
             del self._latest[key]
 
-    def shared(self, tenant: str, prefix_id: str, tokens: array[int]) -> Shared | None:
+    def shared(self, tenant: str, prefix_id: str, tokens: array[int]) -> SharedPrefix | None:
         """Whose KV covers the front of `tokens`, and how far; never all of it."""
         found = self._latest.get((tenant, prefix_id))
         if found is None:
             return None
         conversation_id, log = found
         num_tokens = common(log, tokens[: len(tokens) - 1])
-        return Shared(conversation_id, num_tokens) if num_tokens else None
+        return SharedPrefix(conversation_id, num_tokens) if num_tokens else None
 
 
 def common(one: array[int], other: array[int]) -> int:

@@ -1,15 +1,13 @@
-"""The readers of live turns, and how long a turn lives without any.
+"""Follow live turns, and keep a turn without readers alive for a grace period. Belongs to the event loop.
 
-Any number of readers follow a turn from its first token on.  When the last one is gone before the end, the
-turn has `grace_seconds` in which somebody may attach again with the same request_id; then it is abandoned and
-leaves no trace.  The grace passes in steps, so a loop that stood still has not used it up.  A client that
-leaves on purpose says so (cancelling.py).  If it keeps less of the reply than other readers were sent, they
-get an error in place of the end.
+Any number of readers follow a turn from its first token on. When the last reader leaves before the end, the
+turn lives for another `grace_seconds`, in which a client may attach again with the same request_id. Then the
+turn is abandoned and leaves no trace. The grace period passes in steps, so a stalled event loop does not use
+it up. A client that leaves on purpose cancels the turn instead (cancelling.py). If a cancel keeps less of the
+reply than other readers were sent, those readers get an error in place of the end.
 
-A reader takes what there is whenever it can be written to.  One that cannot be written to for
-`stall_seconds`, or is `undelivered_tokens_max` behind, is cancelled.
-
-All of it belongs to the loop.
+A reader takes all new tokens whenever its stream can be written to. A reader is cancelled if its stream
+cannot be written to for `stall_seconds`, or if it is `undelivered_tokens_max` behind.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
-"""The loop, the store thread and the text pool, and in which order they exchange values.
+"""The event loop, the store thread and the text pool, and the order in which they exchange values.
 
-    the loop           live turns, their readers, the pipe to the engine
-    the store thread   the history, one job at a time
-    the read thread    what clients read of the history, on a connection of its own
-    the text pool      tokenizing long drafts; touches nothing shared
+    event loop     live turns, their readers, the pipe to the engine
+    store thread   the history, one job at a time
+    read thread    what clients read of the history, on a connection of its own
+    text pool      tokenizing long drafts; touches nothing shared
 
-Each owns its state.  The loop sends a function with values as arguments to a thread, and gets a value back.
+Each of them owns its state. The loop sends a function with values as arguments and gets a value back.
 
-**Order.**  A tenant's jobs of the store thread run in the order of their `in_store` calls (the tenants by
-turns, `FairPool`), and the coroutines that wait for them resume in that order.  So a coroutine that
-acts on a result before it waits for anything else acts in the order of the store.
+**Order.** A tenant's jobs in the store thread run in the order of their `in_store` calls; tenants take turns
+(`FairPool`). The coroutines that wait for the jobs resume in the same order. So a coroutine that acts on a
+result before it waits for anything else acts in the order of the store.
 
-**Sequences.**  Steps that must follow a job, even if the call that wanted it is gone, run in a task of their
-own (`whole`).
+**Sequences.** Steps that must follow a job, even if the caller is gone, run in a task of their own (`whole`).
 
-**Failures.**  An unforeseen exception of a background task goes to `on_failure`, since something may wait for
-what the task ought to have done.
+**Failures.** An unforeseen exception in a background task goes to `on_failure`, because something may be
+waiting for the task.
 
-Jobs that read all of a history run `aside`, in a thread that ends with the process.
+Jobs that read a whole history run `aside`, in a thread that ends with the process.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Quantiles:
         return cls(_at(found, 0.5), _at(found, 0.99), found[-1])
 
 
-class Waiting(NamedTuple):
+class WaitingJobs(NamedTuple):
     """Jobs of a pool of threads that have not ended."""
 
     num_jobs: int
@@ -142,7 +141,7 @@ class Threads:
         return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
 
     @property
-    def store_waiting(self) -> Waiting:
+    def store_waiting(self) -> WaitingJobs:
         return self._store_thread.waiting
 
     async def behind_the_store(self) -> None:
@@ -199,7 +198,7 @@ class Threads:
             self._on_failure(error)
 
 
-class _Job(NamedTuple):
+class _PoolJob(NamedTuple):
     function: Callable[[], Any]
     done: asyncio.Future[Any]
 
@@ -226,7 +225,7 @@ class FairPool:
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._lock = Lock()
         # Of the tenants that wait, whose turn it is first.
-        self._queues: dict[str, deque[_Job]] = {}
+        self._queues: dict[str, deque[_PoolJob]] = {}
         # The jobs that have not ended, the oldest first.
         self._since: dict[asyncio.Future[Any], float] = {}
 
@@ -235,7 +234,7 @@ class FairPool:
         done = self._loop.create_future()
         self._since[done] = self._loop.time()
         with self._lock:
-            self._queues.setdefault(tenant, deque()).append(_Job(function, done))
+            self._queues.setdefault(tenant, deque()).append(_PoolJob(function, done))
         self._loop.run_in_executor(self._threads, self._run_next)
         try:
             result: T = await done
@@ -249,10 +248,10 @@ class FairPool:
             return list(self._queues)
 
     @property
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitingJobs:
         oldest = next(iter(self._since.values()), None)
         seconds = 0.0 if oldest is None else self._loop.time() - oldest
-        return Waiting(len(self._since), seconds)
+        return WaitingJobs(len(self._since), seconds)
 
     def close(self, *, drop: bool = False) -> None:
         self._threads.shutdown(cancel_futures=drop)

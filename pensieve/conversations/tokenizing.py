@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pensieve.conversations.admission import Admission
-from pensieve.conversations.draft import Outdated
+from pensieve.conversations.draft import OutdatedTokens
 from pensieve.conversations.history import History
 from pensieve.conversations.threads import Threads
 from pensieve.errors import ContextFull
@@ -28,7 +28,7 @@ class Tokenizing:
             self.charge(tenant, full.tokens)
             raise
 
-    async def renew(self, outdated: Outdated) -> None:
+    async def renew(self, outdated: OutdatedTokens) -> None:
         """Tokenize a conversation again, whose tokens are of another tokenizer or template."""
         tenant = outdated.conversation.tenant
         tokens = await self._threads.in_text_pool(tenant, outdated.tokens)

@@ -1,16 +1,16 @@
-"""Whether KV of a conversation is sooner here by the network than by computing it again, part by part.
+"""Predict whether fetching KV of a conversation is faster than computing it, part by part.
 
-KV comes from its end on, and the end costs most to recompute.  Each part is worth its transfer as long as
+KV is fetched from its end on, because the end costs most to recompute. Each part is worth its transfer if
 
-    seconds to compute its tokens behind what lies before them  >  its bytes / bytes per second of the link
+    seconds to compute its tokens after those before it  >  its bytes / bytes per second of the link
 
-and a transfer is worth beginning if its parts save more than its latency.  Computing takes the engine's own
-prediction (core/iteration_cost.py) times what prompts took lately beside theirs (admission.py).
+and a transfer is worth beginning if its parts save more than the latency. The time to compute is the engine's
+own prediction times the pace of recent prompts (admission.py).
 
-The speed of a link is that of the latest transfers from its address, each counting a quarter.  Of an unknown
-link, or after KNOWN_SECONDS, LATENCY_SECONDS and BYTES_PER_SECOND are assumed.  Where that would refuse, the
-link is tried all the same if computing takes TRIAL_LATENCIES times the assumed latency: the first part tells
-how fast it is.
+The speed of a link is a moving average over the latest transfers from its address, each counting a quarter.
+For an unknown link, or after KNOWN_SECONDS, LATENCY_SECONDS and BYTES_PER_SECOND are assumed. If that
+assumption advises against a transfer, the link is tried anyway when computing takes TRIAL_LATENCIES times the
+assumed latency: the first part shows how fast the link is.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LINKS_MAX = 1024  # addresses that are remembered; the one learned first is forg
 
 
 @dataclass
-class Link:
+class LinkSpeed:
     latency_seconds: float
     bytes_per_second: float
     learned_at: float
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedKv:
     num_tokens: int
     token_bytes: int
     compute_seconds: Callable[[int, int], float]  # of tokens [start, stop) behind those before them
@@ -53,9 +53,9 @@ class TransferTimes:
     """Plain values; `now` is an argument."""
 
     def __init__(self) -> None:
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, LinkSpeed] = {}
 
-    def link(self, address: str, now: float) -> Link | None:
+    def link(self, address: str, now: float) -> LinkSpeed | None:
         """None: nothing is known of it, or only what is long ago."""
         found = self._links.get(address)
         return found if found is not None and now - found.learned_at < KNOWN_SECONDS else None
@@ -64,7 +64,7 @@ class TransferTimes:
         found = self.link(address, now)
         return found.bytes_per_second if found is not None else BYTES_PER_SECOND
 
-    def is_worth(self, address: str, wanted: Wanted, part_bytes: int, now: float) -> bool:
+    def is_worth(self, address: str, wanted: WantedKv, part_bytes: int, now: float) -> bool:
         found = self.link(address, now)
         if found is None and wanted.seconds >= TRIAL_LATENCIES * LATENCY_SECONDS:
             return True
@@ -88,12 +88,12 @@ class TransferTimes:
             latency_seconds = (
                 before.latency_seconds + (latency_seconds - before.latency_seconds) * LATEST_SHARE
             )
-        self._links[address] = Link(latency_seconds, rate, now)
+        self._links[address] = LinkSpeed(latency_seconds, rate, now)
         if len(self._links) > LINKS_MAX:
             del self._links[next(iter(self._links))]
 
 
-def gain_of(wanted: Wanted, start: int, stop: int, bytes_per_second: float) -> float:
+def gain_of(wanted: WantedKv, start: int, stop: int, bytes_per_second: float) -> float:
     """Seconds that are saved by transferring KV of these tokens instead of computing it."""
     return (
         wanted.compute_seconds(start, stop) - (stop - start) * wanted.token_bytes / bytes_per_second

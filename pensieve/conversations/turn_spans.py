@@ -1,18 +1,18 @@
-"""A turn that has ended, as a span of OpenTelemetry: a plain value, which launch/traces.py exports.
+"""Describe a turn that has ended as a span of OpenTelemetry: a plain value, which launch/traces.py exports.
 
     arrived_at ──tokenizing, store── begun_at ──queue── admitted ──prompt── first token ──reply── end
 
-Times are those of the loop, put on the wall clock when the turn ends; those between are the engine's,
-counted from `begun_at`.  A span has ids, options, counts and times, and nothing that anybody said.  Names are
-OpenTelemetry's for generative AI, which are still being changed, and our own behind `pensieve.`.
+The times are the event loop's, mapped to the wall clock when the turn ends. The times in between are the
+engine's, counted from `begun_at`. A span has ids, options, counts and times, and no text. Its names follow
+OpenTelemetry's conventions for generative AI, which are still changing, and our own under `pensieve.`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from pensieve.conversations.daemon_config import Sources
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import FinishReason
 
@@ -39,9 +39,10 @@ class TurnSpans:
         self,
         model: str,
         export: Callable[[TurnSpan], None],
-        wall_clock: Callable[[], float] = time.time,
+        sources: Sources | None = None,
     ) -> None:
-        self._model, self._export, self._wall_clock = model, export, wall_clock
+        self._model, self._export = model, export
+        self._wall_clock = (sources or Sources()).wall_clock
 
     def turn_ended(self, live: LiveTurn, now: float) -> None:
         self._export(span_of(live, self._model, now, self._wall_clock()))
@@ -61,8 +62,8 @@ def span_of(live: LiveTurn, model: str, now: float, wall_now: float) -> TurnSpan
         "gen_ai.response.id": str(live.turn_id),
         "gen_ai.usage.output_tokens": live.num_tokens,
     }
-    if live.ask is not None:
-        sampling = live.ask.options.sampling
+    if live.request is not None:
+        sampling = live.request.options.sampling
         attributes |= {
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
@@ -95,6 +96,6 @@ def span_of(live: LiveTurn, model: str, now: float, wall_now: float) -> TurnSpan
         wall_ns(now),
         attributes,
         tuple(events),
-        live.ask.traceparent if live.ask is not None else "",
+        live.request.traceparent if live.request is not None else "",
         failure,
     )

@@ -1,21 +1,20 @@
-"""The live turns, each from its beginning to an end that is committed; the loop owns them.
+"""Keep the live turns, each from its beginning to an end that is committed. Belongs to the event loop.
 
                   take, cancel
                    ┌────┐
     begin ──> RUNNING <─┘──end (the engine's)──> COMMITTING ──finish──> ENDED
                  └──────interrupt─────────────> INTERRUPTING ──fail──┘
 
-A `Turns` is plain and synchronous, and calls neither the store nor the engine: it returns the messages for
-the engine and the `Reply` to commit.  What holds:
+`Turns` is plain and synchronous. It calls neither the store nor the engine, and returns the messages for the
+engine and the `TurnReply` to commit. Invariants:
 
 * A turn is here from the moment that the loop hears of its `running` row until its end is in the store and
-  its readers can see it: `finish` is set last.
-* In COMMITTING and INTERRUPTING the end is on the way to the store; a cancel, a deletion, the end of the
-  engine or of a reader's grace changes nothing.
-* After `cancel` no further token is taken, and the log ends at the last one that was, or sooner (`kept`).
-* Each attempt of a turn has another number, so an event of one that was given up finds nothing.
-* A warm is no live turn, but counts for its tenant from `begin_warm` until the engine has ended it, or is
-  gone.
+  its readers can see it. `finish` is set last.
+* In COMMITTING and INTERRUPTING the end is on its way to the store. A cancel, a deletion, the death of the
+  engine and the end of a grace period change nothing then.
+* After `cancel` no further token is taken. The log ends at the last token taken, or sooner (`kept`).
+* Each attempt of a turn has a number of its own, so events of an attempt that was given up find no turn.
+* A warm is not a live turn. It counts for its tenant from `begin_warm` until the engine has ended it or died.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import (
-    Begun,
-    Committed,
+    CommittedReply,
     LiveTurn,
-    Phase,
     RecomputeReason,
-    Reply,
+    StartedTurn,
+    TurnPhase,
+    TurnReply,
     names_of,
     stream_of,
     unstored_key,
@@ -51,11 +50,11 @@ BACKGROUND_NUMBER_MIN = (
 )  # of the turns of batch jobs; those of conversations are counted from 1
 
 
-class Ending(NamedTuple):
+class TurnEnding(NamedTuple):
     """The engine has ended a turn: a reply to commit, or the reason why there is none."""
 
     live: LiveTurn
-    reply: Reply | None
+    reply: TurnReply | None
     failure: str = ""
 
 
@@ -174,12 +173,12 @@ class Turns:
             lambda live: live.conversation_id == conversation_id and live.tenant == tenant
         )
 
-    def of_request(self, ask: Ask) -> LiveTurn | None:
+    def of_request(self, request: TurnRequest) -> LiveTurn | None:
         """The turn that this request began and that still takes readers."""
-        live = self._of_request.get((ask.tenant, ask.conversation_id, ask.request_id))
-        if live is None or live.ask is None or live.phase is Phase.INTERRUPTING:
+        live = self._of_request.get((request.tenant, request.conversation_id, request.request_id))
+        if live is None or live.request is None or live.phase is TurnPhase.INTERRUPTING:
             return None
-        return live if ask.says_the_same_as(live.ask) else None
+        return live if request.says_the_same_as(live.request) else None
 
     def of_request_id(self, tenant: str, conversation_id: str, request_id: str) -> LiveTurn | None:
         """The turn that a request began, whatever it said and however far the turn is."""
@@ -218,7 +217,9 @@ class Turns:
             self._num_of_tenant[warm.tenant] -= 1
         return warm.tenant
 
-    def begin(self, begun: Begun, now: float, weight: float = 1.0) -> tuple[LiveTurn, SubmitTurn]:
+    def begin(
+        self, begun: StartedTurn, now: float, weight: float = 1.0
+    ) -> tuple[LiveTurn, SubmitTurn]:
         """The live turn, and what submits it to the engine, with its tenant's weight."""
         turn = begun.turn
         submit = replace(
@@ -229,7 +230,7 @@ class Turns:
             turn.conversation_id,
             submit.history_tokens,
             len(submit.tokens) // TOKEN_BYTES,
-            ask=begun.ask,
+            request=begun.request,
             begun_at=now,
             tenant=turn.tenant,
             weight=weight,
@@ -301,7 +302,7 @@ class Turns:
         """Append a token to its turn, unless it takes none any more; the turn, if it is known."""
         live = self._live.get(token.turn_id)
         self._begun.pop(token.turn_id, None)
-        if live is not None and live.phase is Phase.RUNNING and not live.cancelled:
+        if live is not None and live.phase is TurnPhase.RUNNING and not live.cancelled:
             live.take(token)
         return live
 
@@ -310,7 +311,7 @@ class Turns:
 
         The engine will say that it has ended.  None where it was told before, or has ended the turn itself.
         """
-        if live.phase is not Phase.RUNNING:
+        if live.phase is not TurnPhase.RUNNING:
             return None
         if keep_tokens is not None:
             live.kept = min(keep_tokens, live.num_tokens)  # never more than an earlier cancel
@@ -324,27 +325,27 @@ class Turns:
 
         Once the store has it, `fail` ends it.
         """
-        if live.phase is not Phase.RUNNING:
+        if live.phase is not TurnPhase.RUNNING:
             return None
-        live.move_to(Phase.INTERRUPTING)
+        live.move_to(TurnPhase.INTERRUPTING)
         return CancelTurn(live.number, live.history_tokens)
 
-    def end(self, ended: TurnEnded) -> Ending | None:
+    def end(self, ended: TurnEnded) -> TurnEnding | None:
         """The engine has ended a turn; once the store has that, `finish` or `fail` ends it here."""
         live = self._live.get(ended.turn_id)
-        if live is None or live.phase is not Phase.RUNNING:
+        if live is None or live.phase is not TurnPhase.RUNNING:
             return None
-        live.move_to(Phase.COMMITTING)
+        live.move_to(TurnPhase.COMMITTING)
         live.usage = ended.usage
         if ended.finish is FinishReason.FAILED:
-            return Ending(live, None, ended.failure or "FAILED")
+            return TurnEnding(live, None, ended.failure or "FAILED")
         if ended.usage.recomputed_tokens:
             live.figures["recompute_reason"] = live.recompute_reason
         if ended.usage.shared_tokens:
             live.figures["shared_from"] = live.shared_from
         live.figures |= usage_figures(ended.usage) | {"output_tokens": live.num_tokens}
         has_all = live.num_tokens == ended.usage.output_tokens  # else it does not end as it stopped
-        reply = Reply(
+        reply = TurnReply(
             live.turn_id,
             tuple(live.token_ids[: live.kept]),
             live.text,
@@ -352,12 +353,12 @@ class Turns:
             FinishReason.CANCELLED if live.cancelled else ended.finish,
             dict(live.figures),
             is_cut=live.cancelled and (ended.finish is not FinishReason.STOP or not has_all),
-            chain=None if live.ask is None else live.ask.chain,
+            chain=None if live.request is None else live.request.chain,
             attempt=live.attempt,
         )
-        return Ending(live, reply)
+        return TurnEnding(live, reply)
 
-    def finish(self, live: LiveTurn, reply: Reply, committed: Committed) -> None:
+    def finish(self, live: LiveTurn, reply: TurnReply, committed: CommittedReply) -> None:
         live.revision, live.tail = committed.revision, committed.tail
         self._remove(live, reply.finish)
 
@@ -387,13 +388,13 @@ class Turns:
             self._num_of_tenant[live.tenant] -= 1
         self._waiting.pop(live.number, None)
         self._begun.pop(live.number, None)
-        request = (live.tenant, live.conversation_id, live.request_id)
-        if self._of_request.get(request) is live:  # not one of a conversation that was made anew
-            del self._of_request[request]
-        live.move_to(Phase.ENDED)
+        key = (live.tenant, live.conversation_id, live.request_id)
+        if self._of_request.get(key) is live:  # not one of a conversation that was made anew
+            del self._of_request[key]
+        live.move_to(TurnPhase.ENDED)
         live.finish = finish
 
-    def _recompute_reason(self, begun: Begun) -> RecomputeReason:
+    def _recompute_reason(self, begun: StartedTurn) -> RecomputeReason:
         """Should KV be missing: the latest thing that made it go."""
         if begun.is_tokenized_again:
             return RecomputeReason.FINGERPRINT_CHANGED

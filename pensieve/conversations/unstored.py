@@ -1,26 +1,26 @@
-"""Turns that leave nothing on disk: a prompt of token ids, and a reply that only its readers get.
+"""Run turns that leave nothing on disk: a prompt of token ids, and a reply that only its readers get.
 
     prompt ──> checked ──> LiveTurn ──> the engine ──> its readers
                                 │
-                                └─ ended: its KV is idle in the engine, for prompts that begin like it
+                                └─ ended: its KV is idle in the engine, for prompts with the same beginning
 
-An unstored turn belongs to no conversation.  The engine knows it by a name that no client can say
-(`unstored_key`).  To the rest of the service it is a `LiveTurn` like any other.  What differs:
+An unstored turn belongs to no conversation. The engine knows it by a name that no client can use
+(`unstored_key`). For the rest of the service it is a `LiveTurn` like any other, with these differences:
 
-* The store hears nothing of it (conversations.py).
+* The store never hears of it.
 * It brings all of its tokens and keeps them while it is suspended, so the engine never asks for its log.
-* It is not begun twice under one request: a retry gets another turn.
-* Its id is negative and a salted hash of the prompt, so a prompt that kills the engine is known when it is
-  sent again (`Suspects`).
+* A retry gets another turn: there is no request_id.
+* Its id is negative and a salted hash of the prompt, so that a prompt that kills the engine is recognised
+  when it is sent again (`Suspects`).
 
-**What the next one begins with** is found by digests of whole chunks (`UnstoredPrefixes`).  A prompt that
-begins with all that is known of an idle turn goes on as its next turn, cut behind those chunks; other prompts
-begin as forks.  A prompt is known with its first token, a reply when its turn has ended.  A turn that was
-given up, has failed or is no longer needed is forgotten, in the engine too.  The history is said to end one
-token behind the shared chunks, since only the tokens before a history's last one count as having KV
+**Cached prefixes** are found by digests of whole chunks (`UnstoredPrefixes`). A prompt that begins with
+everything known of an idle turn continues as that turn's next turn, cut after those chunks. Other prompts
+begin as forks. A prompt is known from its first token on, a reply once its turn has ended. A turn that was
+given up, has failed or is no longer needed is forgotten, also in the engine. The history is said to end one
+token after the shared chunks, because only the tokens before a history's last one count as having KV
 (core/turn.py).
 
-All of it belongs to the loop.
+All of it belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CHUNKS_MAX = 1 << 18  # whose digests are kept, and not more than the engine has
 
 class _Running(NamedTuple):
     key: str  # the engine's name for it
-    chain: Chain  # of its prompt
+    chain: ChunkDigests  # of its prompt
 
 
 class UnstoredTurns:
@@ -78,7 +78,7 @@ class UnstoredTurns:
         submit = SubmitTurn(
             UNNUMBERED, "", prompt.tobytes(), 0, replace(options, sampling=sampling)
         )
-        chain = Chain(tenant, self._chunk_tokens)
+        chain = ChunkDigests(tenant, self._chunk_tokens)
         chain.extend(prompt)
         submit = self._from_what_is_there(submit, chain, len(prompt))
         named, prompt_end = (self._id(prompt, tenant), tenant), prompt[-PROMPT_TAIL_TOKENS:]
@@ -118,7 +118,9 @@ class UnstoredTurns:
         if running.key not in self._prefixes:
             self._engine.tell(DeleteConversation(running.key))
 
-    def _from_what_is_there(self, submit: SubmitTurn, chain: Chain, num_tokens: int) -> SubmitTurn:
+    def _from_what_is_there(
+        self, submit: SubmitTurn, chain: ChunkDigests, num_tokens: int
+    ) -> SubmitTurn:
         """It begins with KV that the engine may still have; at least one token is to be computed."""
         most = (num_tokens - 1) // self._chunk_tokens
         found = self._prefixes.find(chain.digests[:most])
@@ -161,7 +163,7 @@ def checked(
 DIGEST_BYTES = 16
 
 
-class Chain:
+class ChunkDigests:
     """The digests of a sequence's whole chunks, as far as it is known."""
 
     def __init__(self, tenant: str, chunk_tokens: int) -> None:
@@ -179,7 +181,7 @@ class Chain:
         self._rest = rest[num_whole:]
 
 
-class Found(NamedTuple):
+class SharedChunks(NamedTuple):
     holder: str
     num_chunks: int
     is_whole: bool
@@ -202,14 +204,14 @@ class UnstoredPrefixes:
     def __contains__(self, holder: str) -> bool:
         return holder in self._digests
 
-    def find(self, digests: Sequence[bytes]) -> Found | None:
+    def find(self, digests: Sequence[bytes]) -> SharedChunks | None:
         num_chunks = 0
         while num_chunks < len(digests) and digests[num_chunks] in self._holder:
             num_chunks += 1
         if not num_chunks:
             return None
         holder = self._holder[digests[num_chunks - 1]]
-        return Found(holder, num_chunks, self._lengths[holder] == num_chunks)
+        return SharedChunks(holder, num_chunks, self._lengths[holder] == num_chunks)
 
     def register(self, holder: str, digests: Sequence[bytes]) -> list[str]:
         """It has computed these chunks; which holders are not needed any more, perhaps this one."""

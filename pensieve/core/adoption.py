@@ -27,9 +27,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pensieve.core.candidates import Candidates
-from pensieve.core.eviction import Eviction
-from pensieve.core.prefix_tree import Chunk, Conversation, PrefixTree
+from pensieve.core.cache import KVCache
+from pensieve.core.prefix_tree import Chunk, Conversation
 
 
 class KvPlace(NamedTuple):
@@ -49,8 +48,8 @@ class Adopted(NamedTuple):
 
 
 class Adoption:
-    def __init__(self, tree: PrefixTree, candidates: Candidates, eviction: Eviction) -> None:
-        self._tree, self._candidates, self._eviction = tree, candidates, eviction
+    def __init__(self, cache: KVCache) -> None:
+        self._tree, self._candidates, self._eviction = cache.tree, cache.candidates, cache.eviction
 
     def adopt(
         self,

@@ -1,22 +1,23 @@
-"""How much of background turns joins an iteration: what interactive turns leave free.
+"""How many tokens of background turns join an iteration, in what interactive turns leave free.
 
-A *background* turn is one that nobody waits for, of a batch job; the others are *interactive*.  An iteration
-is filled with these first, and the scheduler then asks for how many tokens of background turns there is room:
+Nobody waits for a *background* turn: it belongs to a batch job.  Other turns are *interactive*.  An iteration
+is filled with interactive turns first.  Then the scheduler asks for how many tokens of background turns there
+is room:
 
     interactive turns only generate    as many as lengthen the iteration by no more than SHARE
     somebody's prompt is in it         none: the first token waits for this iteration
     no interactive turn is in it       as many as take SECONDS, because one may come meanwhile;
                                        any number, once none has been there for QUIET_SECONDS
 
-**Beside turns that generate.**  What a token more costs depends on the machine: next to nothing where reading
-the weights is what takes the time, and a tenth of the iteration on a CPU with two cores.  So it is measured:
+**Beside generating turns.**  The cost of one more token depends on the machine: next to nothing if reading
+the weights takes most of the time, and a tenth of the iteration on a CPU with two cores.  So it is measured:
 
     seconds of a token = (measured - r · predicted without background) / tokens
 
-with r the median of measured over predicted, of the last iterations without background.  The second highest
-of the last few counts, so one late iteration changes nothing, and the number at most doubles from one to
-the next.  Every PROBE_AFTER iterations one goes without, for r; where there is room for none, one token is
-tried every RETRY_AFTER.
+r is the median of measured over predicted, of the last iterations without background.  The second highest of
+the last few costs counts, so one late iteration changes nothing.  The number of tokens at most doubles from
+one iteration to the next.  Every PROBE_AFTER iterations one goes without background turns, for r.  If there
+is room for none, one token is tried every RETRY_AFTER iterations.
 
 **Alone**, the number of tokens follows the seconds that the last such iteration took.
 """
@@ -25,34 +26,36 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
 
 SHARE = 0.05  # of an iteration
 SECONDS = 0.08
 QUIET_SECONDS = 30.0
-NUM_KEPT = 7
+NUM_KEPT = 7  # measurements
 PROBE_AFTER = 16
 RETRY_AFTER = 256
 GROWTH = 2
 
 
 class BackgroundRoom:
-    def __init__(self) -> None:
-        self._interactive_at = float("-inf")  # one was there
-        self._ratios: deque[float] = deque(maxlen=NUM_KEPT)
+    """Made when the first background turn is submitted."""
+
+    def __init__(self, ratios: Sequence[float]) -> None:
+        """`ratios`: r of the latest NUM_KEPT iterations with nothing but decodes of interactive turns."""
+        self._ratios = ratios
         self._costs: deque[tuple[int, float]] = deque(maxlen=NUM_KEPT)  # tokens, seconds of each
         self._num_beside = self._num_without = 0  # iterations in a row, with and without background
         self._pace = TOKENS_MIN  # tokens of an iteration without interactive turns
 
-    def saw_interactive(self, now: float) -> None:
-        """Such a turn runs or waits."""
-        self._interactive_at = now
+    def limit(self, draft: IterationDraft, quiet_seconds: float) -> None:
+        """Limit what the draft takes from now on, which is of background turns.
 
-    def limit(self, draft: IterationDraft, now: float) -> None:
-        """The draft has all that it has of interactive turns; what it takes now is of background turns."""
+        For `quiet_seconds` no interactive turn has been there.
+        """
         draft.num_interactive = draft.num_tokens
-        if (num_tokens := self._tokens(draft, now)) is not None:
+        if (num_tokens := self._tokens(draft, quiet_seconds)) is not None:
             draft.limit(num_tokens)
 
     def planned(self, draft: IterationDraft) -> None:
@@ -61,22 +64,19 @@ class BackgroundRoom:
             self._num_without = 0 if draft.num_background else self._num_without + 1
 
     def committed(self, draft: IterationDraft, seconds: float) -> None:
-        """It took so long."""
+        """Learn from how long it took."""
         if draft.num_prompt_tokens:
             return
         num_tokens, predicted = draft.num_background, draft.predicted_without
         if num_tokens == draft.num_tokens:
             self._set_pace(num_tokens, seconds)
-        elif not num_tokens:
-            if predicted:
-                self._ratios.append(seconds / predicted)
-        elif self._ratios:
+        elif num_tokens and self._ratios:
             over = seconds - statistics.median(self._ratios) * predicted
             self._costs.append((num_tokens, max(over, 0.0) / num_tokens))
 
-    def _tokens(self, draft: IterationDraft, now: float) -> int | None:
+    def _tokens(self, draft: IterationDraft, quiet_seconds: float) -> int | None:
         if not draft.num_tokens:
-            return None if now - self._interactive_at >= QUIET_SECONDS else self._pace
+            return None if quiet_seconds >= QUIET_SECONDS else self._pace
         if draft.num_tokens > draft.num_decodes or not self._ratios:
             return 0
         if self._num_beside >= PROBE_AFTER:

@@ -4,11 +4,10 @@ The cache is put together from parts that each keep one thing:
 
     prefix_tree.py   which chunks there are, and which conversations share them
     tiers.py         the pages of both tiers, and the copies between them that are in flight
-    candidates.py    the idle branches, queued by what they are worth
-    eviction.py      what leaves the device or the host, when needed and ahead of need
-    adoption.py      chunks that come from another engine
+    eviction.py      what may leave the device or the host, and what does, when needed and ahead of need
 
-and, for turns whose contexts stay on the host, streamed_pages.py.
+Two features plug in.  Where turns may stream, streamed_pages.py keeps contexts that stay on the host.
+adoption.py adds chunks that come from another engine; the cache does not know it.
 
 A turn's life in the cache is `begin` (its whole present context gets device pages: what is there is
 pinned, what lies on the host is swapped in, what is missing gets empty pages to be computed),
@@ -28,30 +27,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
 
-from pensieve.core.adoption import Adoption
 from pensieve.core.audit import audit
-from pensieve.core.cache_config import CacheConfig
-from pensieve.core.cache_values import (
-    Admission,
-    ChunkRun,
-    IsIntact,
-    Shortage,
-    Tail,
-    chunk_runs,
-    trusted,
-)
-from pensieve.core.candidates import Candidates
-from pensieve.core.eviction import Eviction
+from pensieve.core.eviction import Candidates, Eviction
 from pensieve.core.iteration import PageCopy, SwapOut
 from pensieve.core.policies.protocol import EndedTurn, RetentionPolicy
 from pensieve.core.policies.queue import Role
-from pensieve.core.prefix_tree import Branch, Chunk, Conversation, PrefixTree
+from pensieve.core.prefix_tree import Branch, Chunk, ChunkRun, Conversation, PrefixTree, chunk_runs
 from pensieve.core.streamed_pages import StreamedPages
-from pensieve.core.tiers import Tiers
+from pensieve.core.tiers import Admission, CacheConfig, IsIntact, Shortage, Tiers, trusted
 from pensieve.core.turn import Turn
 
 __all__ = ["CacheConfig", "KVCache"]
+
+
+class Tail(NamedTuple):
+    """A conversation's last chunk, partly used, that its turn may not append to: it copies it."""
+
+    chunk: Chunk
+    num_slots: int  # used by the conversation
 
 
 class KVCache:
@@ -71,8 +66,11 @@ class KVCache:
         self.candidates = Candidates(policy, self.tiers)
         self.tree = PrefixTree(config.chunk_tokens, len(Role), self.candidates)
         self.eviction = Eviction(config, self.tree, self.candidates)
-        self.adopt = Adoption(self.tree, self.candidates, self.eviction).adopt
-        self.streamed = StreamedPages(config, self.tree, self.candidates, self.eviction, is_intact)
+        self.streamed = (
+            StreamedPages(config, self.tree, self.eviction, is_intact)
+            if config.can_stream
+            else None
+        )
         policy.set_capacity((config.device_pages + config.host_pages) * config.chunk_tokens)
         self.device, self.host = self.tiers.device, self.tiers.host
         self.counters = self.tiers.counters
@@ -101,11 +99,11 @@ class KVCache:
 
         return pages_for
 
-    def is_at_hand(self, turn: Turn) -> bool:
-        """Whether nothing of its context has to come from the host."""
+    def needs_swap_in(self, turn: Turn) -> bool:
+        """Whether a part of its context has to come from the host."""
         conversation = self.conversations.get(turn.conversation_id)
         chunks = conversation.chunks() if conversation is not None else []
-        return all(chunk.device_page is not None or chunk.host_page is None for chunk in chunks)
+        return any(chunk.device_page is None and chunk.host_page is not None for chunk in chunks)
 
     def path_of(self, turn: Turn) -> list[Branch]:
         """What the turn's conversation holds."""
@@ -126,9 +124,10 @@ class KVCache:
         """
         conversation = self._present(turn, now)
         chunks, tail = self._context_of(conversation)
-        used = chunks if tail is None else [*chunks, tail.chunk]
-        if not self.streamed.is_clear_of_streamed(used, conversation.num_tokens, filled_before):
-            return None
+        if self.streamed is not None:
+            used = chunks if tail is None else [*chunks, tail.chunk]
+            if not self.streamed.is_clear_of_streamed(used, conversation.num_tokens, filled_before):
+                return None
         required_pages = self._required_pages(turn, chunks, tail) + reserve_pages
         if self.tiers.available < required_pages:
             self.tree.forget_if_empty(conversation)
@@ -156,6 +155,7 @@ class KVCache:
         self, turn: Turn, now: float, filled_before: dict[Chunk, int]
     ) -> Admission | None:
         """Pin and reserve host pages for the turn's whole present context; None: not now."""
+        assert self.streamed is not None
         conversation = self._present(turn, now)
         chunks, tail = self._context_of(conversation)
         known = conversation.num_tokens
@@ -178,6 +178,7 @@ class KVCache:
         """A page for the turn's next chunk; False when none is available."""
         conversation = self.conversations[turn.conversation_id]
         if turn.streamed:
+            assert self.streamed is not None
             return self.streamed.extend(conversation, turn, now)
         if not self.tiers.available:
             return False

@@ -1,17 +1,45 @@
-"""What recomputing a chunk costs in seconds, by the length of its context.
+"""What things cost in seconds: to compute a chunk again (`CostProfile`), and an iteration (`IterationCost`).
 
-cost(l) = cost_attention(l) + c
+**A chunk**, behind a context of l tokens, costs  cost_attention(l) + c.  Attention is known at context
+lengths that are powers of two and is interpolated linearly between them (and extrapolated along the last
+segment). Everything else in a layer does not depend on the context and is the constant c.
 
-Attention is known at context lengths that are powers of two and interpolated linearly between them
-(extrapolated along the last segment); everything else in a layer does not depend on the context and
-is the constant c.
+Policies sort chunks into classes by this cost (`CostSteps`, `class_at`).  Neighboring classes differ by a
+factor, `class_ratio`.  So the class of a chunk lies as many steps above that of the cheapest chunk as the
+logarithm of its cost says.  Of several factors (cost, holders) the steps are added.
+
+**An iteration** is predicted from the work in its slices.  A *key* is a position whose KV a slice reads, a
+*pair* is a token and a position that the token sees, and a *decode* is a slice of one token, as a generating
+turn has one.  So a piece of a prompt behind a long context costs more than one at the beginning, and
+generating turns cost more as they grow.
+
+If rates are known (from a data sheet or a journal), reading or computing, whichever is slower, bounds the
+dense part, and likewise attention:
+
+    seconds = max(reading weights, a · tokens) + max(b · keys, c · pairs) + overhead
+
+If points are known (`pensieve profile`), the dense part is measured at some counts, and so is what decodes
+add to it (their rows of logits, sampling, their text).  Both are straight between the points.  Attention
+first reads and then computes, so the keys of decodes count apart from the pairs of a prompt beside them:
+
+    seconds = dense(tokens) + decoding(decodes) + b · keys + c · pairs
+
+The rates are then there as well: each token of a further piece adds `a` to a full batch.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+NUM_CLASSES = 64
+Points = tuple[tuple[int, float], ...]  # (count, seconds), ascending
+
+
+# -- a chunk --
 
 
 @dataclass(frozen=True)
@@ -80,3 +108,140 @@ class CostProfile:
             ),
             max(2.0 * num_parameters * chunk_tokens, 1.0) / operations_per_second,
         )
+
+
+class CostSteps(dict[int, float]):
+    """By chunk index: log(cost / cost of the cheapest chunk) / log(class_ratio), computed when first asked.
+
+    Costs grow with the context, so there is one number per chunk index; a hit costs a dict lookup,
+    because every decision asks.
+    """
+
+    def __init__(self, cost: CostProfile, chunk_tokens: int, class_ratio: float) -> None:
+        super().__init__()
+        self._cost = cost
+        self._chunk_tokens = chunk_tokens
+        self._class_ratio = class_ratio
+        self._least_seconds = cost.chunk_seconds(0)
+
+    def __missing__(self, chunk_index: int) -> float:
+        seconds = self._cost.chunk_seconds((chunk_index + 1) * self._chunk_tokens)
+        steps = math.log(seconds / self._least_seconds, self._class_ratio)
+        self[chunk_index] = steps
+        return steps
+
+
+def class_at(steps: float) -> int:
+    """The class so many steps above class 0, rounded down; those beyond the ends share the last one."""
+    return min(max(int(steps), 0), NUM_CLASSES - 1)
+
+
+# -- an iteration --
+
+
+class Work(NamedTuple):
+    """Of slices: tokens, pairs of a token and one that it sees, positions read, and slices of one token."""
+
+    tokens: int
+    pairs: int
+    keys: int
+    decodes: int = 0
+
+    def and_piece(self, start: int, stop: int) -> Work:
+        """With the slice [start, stop) beside it."""
+        tokens, pairs, keys, decodes = work_of([(start, stop)])
+        return Work(
+            self.tokens + tokens, self.pairs + pairs, self.keys + keys, self.decodes + decodes
+        )
+
+
+def work_of(spans: Iterable[tuple[int, int]]) -> Work:
+    """Of slices [start, stop)."""
+    tokens = pairs = keys = decodes = 0
+    for start, stop in spans:
+        tokens += stop - start
+        pairs += (stop - start) * (start + stop + 1) // 2
+        keys += stop
+        decodes += stop - start == 1
+    return Work(tokens, pairs, keys, decodes)
+
+
+@dataclass(frozen=True)
+class IterationCost:
+    """Seconds of an iteration, for one model on one machine."""
+
+    dense_seconds_per_token: float
+    dense_seconds_min: float  # reading the weights
+    attention_seconds_per_pair: float  # of a token and one that it sees
+    attention_seconds_per_key: float  # reading a context's KV once
+    overhead_seconds: float
+    dense_points: Points = field(default=(), kw_only=True)  # by tokens; () where rates are known
+    decode_points: Points = field(default=(), kw_only=True)  # by decodes, from 0 on
+
+    def __post_init__(self) -> None:
+        for name in ("dense_points", "decode_points"):
+            points = tuple((int(count), float(seconds)) for count, seconds in getattr(self, name))
+            counts = [count for count, _ in points]
+            if counts != sorted(set(counts)) or len(counts) == 1:
+                raise ValueError(f"{name} are two or more, in ascending order")
+            if any(not 0 <= seconds < float("inf") for _, seconds in points):
+                raise ValueError(f"{name} have seconds of at least 0")
+            object.__setattr__(self, name, points)
+        if bool(self.dense_points) != bool(self.decode_points):
+            raise ValueError("dense_points and decode_points are measured together")
+
+    def pass_seconds(self, tokens: int, pairs: int, keys: int, decodes: int = 0) -> float:
+        """Of one pass through the model; see `Work`."""
+        if not tokens:
+            return 0.0
+        attention = self.attention_seconds(pairs, keys)
+        if self.dense_points:
+            dense = between(self.dense_points, tokens) + between(self.decode_points, decodes)
+            return dense + attention + self.overhead_seconds
+        dense = max(self.dense_seconds_min, self.dense_seconds_per_token * tokens)
+        return dense + attention + self.overhead_seconds
+
+    def attention_seconds(self, pairs: int, keys: int) -> float:
+        reading = self.attention_seconds_per_key * keys
+        computing = self.attention_seconds_per_pair * pairs
+        return reading + computing if self.dense_points else max(reading, computing)
+
+    def iteration_seconds(self, spans: Iterable[tuple[int, int]]) -> float:
+        """Of slices [start, stop)."""
+        return self.pass_seconds(*work_of(spans))
+
+    def decode_seconds(self, turns: int, context: int) -> float:
+        """Of an iteration in which so many turns generate, behind contexts of so many tokens."""
+        return self.pass_seconds(turns, turns * context, turns * context, turns)
+
+    def piece_seconds(self, start: int, stop: int) -> float:
+        """What the piece [start, stop) of a prompt adds to an iteration that reads the weights anyway."""
+        tokens, pairs, keys, _ = work_of([(start, stop)])
+        return self.dense_seconds_per_token * tokens + self.attention_seconds(pairs, keys)
+
+    def tokens_within(self, seconds: float, start: int, most: int, step: int) -> int:
+        """How long a piece from `start` on may be to add no more.
+
+        A multiple of `step`, or `most` where that fits.
+        """
+
+        def fits(num_tokens: int) -> bool:
+            return self.piece_seconds(start, start + num_tokens) <= seconds
+
+        if fits(most):
+            return most
+        low, high = 0, -(-most // step)  # in steps: `low` fit, or there are none; `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle * step) else (low, middle)
+        return low * step
+
+
+def between(points: Points, count: int) -> float:
+    """On the straight line between two points; level before the first, and straight on behind the last."""
+    right = bisect_right(points, (count, float("inf")))
+    if not right:
+        return points[0][1]
+    right = min(right, len(points) - 1)
+    (low, low_seconds), (high, high_seconds) = points[right - 1], points[right]
+    return max(low_seconds + (high_seconds - low_seconds) * (count - low) / (high - low), 0.0)

@@ -1,23 +1,35 @@
-"""Decides which page is given up when one is needed, and what is copied out ahead of need.
+"""Which chunks may be evicted, which page goes when one is needed, and what is copied out ahead of need.
 
-A chunk that needs a device page gets an empty one first, and then that of the least valuable
-reclaimable chunk; a conversation that returns before that finds its chunks where they were.  Ahead of
-need, when `available` falls below a mark, the least valuable dirty chunks are copied to the host
-(`plan_swap_outs`).  If the host is full, either that chunk or the least valuable chunk on the host has
-to go:
+**Candidates.**  A branch is *pinned* while a running turn holds it, else *idle*.  Only idle branches have
+chunks to give up.  `Candidates` has one queue per role (policies/queue.py): chunks to copy to the host,
+device pages to take, host pages to take.  It keeps queues and counts true whenever
+
+    a turn pins or unpins a branch       `pin`, `unpin`
+    a copy of a chunk has finished       `release`
+    one chunk's state has changed        `requalify`
+    the tree changes                     `branch_split`, `holders_changed`, `branch_removed`
+
+A pinned branch stays in its queues, which skip it.  Unpinning counts and queues it from scratch.  So the
+beginning of a turn costs one pass over its chunks, its end another, and a step in between none.
+
+**A device page** for a chunk is an empty one, or else that of the least valuable reclaimable chunk.  A
+conversation that returns before its pages are taken finds its chunks where they were.
+
+**Ahead of need**, when `available` falls below a mark, the least valuable dirty chunks are copied to the host
+(`plan_swap_outs`).  If the host is full, either that chunk or the least valuable chunk on the host has to go:
 
     the host chunk is worth less     its host page is dropped and taken
     the device chunk is worth less   it is marked to drop: reclaimable without a copy
 
-Every idle dirty chunk can therefore become available, whatever the host holds, so no turn waits for
-ever.  Chunks are marked ahead of need; a chunk that is worth less may become idle before the page is
-taken.  Then the mark is removed and the other chunk goes instead (`_cheaper_to_drop`).
+So every idle dirty chunk can become available, whatever the host holds, and no turn waits for ever.  Chunks
+are marked ahead of need.  If a chunk that is worth less becomes idle before the page is taken, the mark is
+removed and the other chunk goes instead (`_cheaper_to_drop`).
 
 Swap-ins go first: while one is in flight no swap-out starts.
 
-Operators move conversations by hand: `evict` drops their pages, `move_to_host` has them copied out,
-as far as the host has room for them by value.  So has `copy_out` chunks of a turn that is to be streamed
-(streamed_pages.py), of which another turn that runs may hold some: those stay on the device, too.
+**By hand**, operators move conversations: `evict` drops their pages, `move_to_host` has them copied out, as
+far as the host has room for them by value.  `copy_out` does the same for chunks of a turn that is to be
+streamed (streamed_pages.py).  Another running turn may hold some of these; they stay on the device, too.
 """
 
 from __future__ import annotations
@@ -27,21 +39,155 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from pensieve.core.cache_config import CacheConfig
-from pensieve.core.candidates import Candidates
 from pensieve.core.iteration import SwapOut
-from pensieve.core.policies.queue import Role
-from pensieve.core.prefix_tree import Chunk, Conversation, PrefixTree
+from pensieve.core.policies.protocol import RetentionPolicy
+from pensieve.core.policies.queue import RetentionQueue, Role
+from pensieve.core.prefix_tree import Branch, Chunk, Conversation, PrefixTree
+from pensieve.core.tiers import CacheConfig, Tiers
 
 EVENTS_MAX = 8192
 HOLDERS_NAMED_MAX = 4
+
+
+class Candidates:
+    """Listens to the tree; the pages of what the tree removes go back to the tiers here."""
+
+    def __init__(self, policy: RetentionPolicy, tiers: Tiers) -> None:
+        self.policy = policy
+        self.tiers = tiers
+        self.queues = [RetentionQueue(role, policy) for role in Role]
+
+    def pin(self, branch: Branch, streamed: bool = False) -> None:
+        if not branch.num_running:
+            self.tiers.num_reclaimable -= branch.num_reclaimable
+            branch.num_reclaimable = 0
+            for chunk in branch.chunks:
+                if chunk.marked_to_drop:
+                    chunk.marked_to_drop = False
+                elif chunk.reclaimable:
+                    self.tiers.counters.reclaim_hits += 1
+        branch.num_running += 1
+        branch.num_streamed += streamed
+
+    def unpin(self, branch: Branch, now: float, streamed: bool = False) -> None:
+        branch.num_running -= 1
+        branch.num_streamed -= streamed
+        if not branch.num_running:
+            self._recount(branch, now)
+        elif branch.num_running == branch.num_streamed:
+            self.leave_device(branch)
+
+    def leave_device(self, branch: Branch) -> None:
+        """Only streamed turns hold it: what the host has is not needed on the device."""
+        for chunk in branch.chunks:
+            if chunk.reclaimable:
+                self.tiers.free_device(chunk)
+
+    def scan_again(self) -> None:
+        """Branches were pinned, or the policy has learned from a turn's begin or end."""
+        for queue in self.queues:
+            queue.scan_again()
+
+    def release(self, chunk: Chunk, now: float) -> None:
+        """A copy of it has finished."""
+        if self.tiers.release(chunk):
+            self.requalify(chunk, now)
+        branch = chunk.branch
+        if branch is not None and branch.num_running == branch.num_streamed > 0:
+            self.leave_device(branch)
+
+    def requalify(self, chunk: Chunk, now: float) -> None:
+        """An idle chunk that did not qualify for some role may do so now."""
+        self.tiers.count_reclaimable(chunk, +1)
+        branch = chunk.branch
+        assert branch is not None
+        for queue in self.queues:
+            queue.requalify(chunk, branch, now)
+
+    def value_of(self, chunk: Chunk, branch: Branch, now: float) -> float:
+        """The retention value of a chunk of an idle branch."""
+        class_index = self.policy.class_of(branch, chunk.index, now)
+        return self.policy.value(class_index, now - branch.idle_since)
+
+    def least_value_of(self, conversation: Conversation, now: float) -> float | None:
+        """Of the chunks that it holds; None while a turn runs or nothing is held."""
+        values = []
+        for branch in conversation.path():
+            if branch.num_running:
+                return None
+            first = next((chunk for chunk in branch.chunks if chunk.resident), None)
+            if first is not None:
+                values.append(self.value_of(first, branch, now))
+        return min(values, default=None)
+
+    # -- BranchListener --
+
+    def branch_split(self, upper: Branch, lower: Branch, now: float) -> None:
+        for queue in self.queues:
+            queue.withdraw(lower)
+        if not lower.num_running:
+            self._recount(lower, now)
+            self._recount(upper, now)
+
+    def holders_changed(self, branch: Branch, now: float) -> None:
+        """Its value may have fallen: with a holder fewer, or by what the policy has learned."""
+        if not branch.num_running:
+            for queue in self.queues:
+                queue.offer(branch, now)
+
+    def branch_removed(self, branch: Branch) -> None:
+        """Chunks with a copy in flight keep their pages until it has finished (`release`)."""
+        for chunk in branch.chunks if branch.num_resident else ():
+            self.tiers.count_reclaimable(chunk, -1)
+            if not chunk.in_flight:
+                self.tiers.free_pages(chunk)
+        for queue in self.queues:
+            queue.withdraw(branch)
+
+    # -- counting --
+
+    def _recount(self, branch: Branch, now: float) -> None:
+        """Count and queue an idle branch from scratch: one pass over its chunks.
+
+        The same conditions as `Chunk.dirty`, `reclaimable` and `droppable`, checked together, because
+        a long turn ends with a thousand chunks.
+        """
+        num_chunks = len(branch.chunks)
+        first_dirty = first_reclaimable = first_droppable = num_chunks
+        num_reclaimable = 0
+        for i, chunk in enumerate(branch.chunks):
+            if chunk.in_flight:
+                continue
+            if not chunk.filled or (chunk.host_page is not None and not chunk.host_filled):
+                self.tiers.free_unfilled_pages(chunk)
+            if chunk.host_page is not None and i < first_droppable:
+                first_droppable = i
+            if chunk.device_page is None:
+                continue
+            if chunk.host_filled >= chunk.filled or chunk.marked_to_drop:
+                num_reclaimable += 1
+                if i < first_reclaimable:
+                    first_reclaimable = i
+            elif i < first_dirty:
+                first_dirty = i
+        self.tiers.num_reclaimable += num_reclaimable - branch.num_reclaimable
+        branch.num_reclaimable = num_reclaimable
+        firsts = {
+            Role.SWAP_OUT: first_dirty,
+            Role.RECLAIM: first_reclaimable,
+            Role.DROP: first_droppable,
+        }
+        for queue in self.queues:
+            branch.cursors[queue.role] = firsts[queue.role]
+            if firsts[queue.role] < num_chunks:
+                queue.offer(branch, now)
 
 
 class Eviction:
     def __init__(self, config: CacheConfig, tree: PrefixTree, candidates: Candidates) -> None:
         self.log = EvictionLog()
         self._tree = tree
-        self._candidates = candidates
+        self.candidates = candidates
         self._tiers = candidates.tiers
         self._policy = candidates.policy
         self._counters = candidates.tiers.counters
@@ -96,7 +242,7 @@ class Eviction:
                 return None
         self._tiers.count_reclaimable(chunk, -1)
         chunk.marked_to_drop = False
-        self._candidates.requalify(chunk, now)
+        self.candidates.requalify(chunk, now)
         return other
 
     def drop_to_recompute(self, chunk: Chunk, now: float) -> None:
@@ -149,8 +295,8 @@ class Eviction:
     def finish_swap(self, copy_id: int, now: float) -> None:
         swap = self._tiers.finish_swap(copy_id)
         if swap.source is not swap.target:
-            self._candidates.release(swap.source, now)
-        self._candidates.release(swap.target, now)
+            self.candidates.release(swap.source, now)
+        self.candidates.release(swap.target, now)
         if swap.source in self._to_move and not swap.source.in_flight:
             del self._to_move[swap.source]
             self._reclaim(swap.source)
@@ -202,7 +348,7 @@ class Eviction:
         if chunk.device_page is not None:
             chunk.marked_to_drop = True
             self._counters.marked_to_drop += 1
-            self._candidates.requalify(chunk, now)
+            self.candidates.requalify(chunk, now)
         else:
             self._counters.dropped += 1
             self._tree.prune(chunk.branch)
@@ -211,7 +357,7 @@ class Eviction:
         self.log.record(chunk, now, "marked_to_drop", value)
         chunk.marked_to_drop = True
         self._counters.marked_to_drop += 1
-        self._candidates.requalify(chunk, now)
+        self.candidates.requalify(chunk, now)
 
     # -- by hand --
 
@@ -254,7 +400,7 @@ class Eviction:
             if chunk.marked_to_drop:
                 self._tiers.count_reclaimable(chunk, -1)
                 chunk.marked_to_drop = False
-                self._candidates.requalify(chunk, now)
+                self.candidates.requalify(chunk, now)
             self._to_move[chunk] = True
 
     def _plan_moves(self, now: float, written: Collection[Chunk]) -> list[SwapOut]:
@@ -269,7 +415,7 @@ class Eviction:
                 or (self._to_move[chunk] and chunk.filled == self._size and chunk not in written)
             )
             if branch is not None and is_still and chunk.dirty:
-                value = self._candidates.value_of(chunk, branch, now)
+                value = self.candidates.value_of(chunk, branch, now)
                 if chunk.host_page is not None or self._take_host_page(chunk, value, now):
                     swap_outs.append(self._tiers.start_swap_out(chunk))
                     continue

@@ -1,38 +1,48 @@
-"""Which waiting turn is admitted next: of the share that has used least, the first in that share's own order.
+"""Which turn goes first: of the turns that wait, and of the prefills that have begun.
 
-A share is whatever the turns are divided among, most often a tenant; core knows its name and its weight.
+The machine is divided among shares.  A share is most often a tenant; core knows its name and its weight.
 
-**Between shares.**  Each has a counter of the tokens that were computed for it, divided by its weight.  The
-next turn is that of the waiting share with the lowest counter (of several, the one whose turn came first).
+**Between shares.**  Each share has a counter: the tokens that were computed for it, divided by its weight.
+ The waiting share with the lowest counter is next.  (If several are equal, the one whose turn came first.)
 This is fair queueing with token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI
 2024):
 
-* **Charged** is what is computed: the positions of a prefill as they come into a batch, then each token
-  that a turn samples.  What is found in the cache costs nothing.
-* **Lifted**: a share that begins to wait has saved up nothing while it did not: its counter is raised to
-  the lowest of the others that have turns, or, if none does, to that of the share that was admitted last.
+* **Charged** is what is computed: the positions of a prefill as they come into a batch, then each token that
+  a turn samples.  Tokens that are found in the cache cost nothing.
+* **Lifted**: a share saves up nothing while it does not wait.  When it begins to wait, its counter is raised
+  to the lowest of the other shares that have turns, or, if none has, to that of the share that was admitted
+  last.
 
-So a share that has put in a thousand turns delays another one's next turn by one of them, not by a
-thousand; and while two shares wait, what they get has the proportion of their weights, up to what their
-running turns may still sample.  A prefill that has begun gives way in the same manner.
+So a share that submits a thousand turns delays another share's next turn by one turn, not by a thousand.
+ While two shares wait, they get tokens in the proportion of their weights, up to what their running turns may
+still sample.  A prefill that has begun gives way in the same manner.
 
-**Within a share** turns wait in lines, each first come first served: one for every priority, the higher
-ones first, and of a priority two, one for prompts that fit into an iteration and behind it one for longer
-ones.  A document of a hundred thousand tokens does not keep everybody's next message waiting, and as long
-as it does not fit into memory they do not wait for that.  They do not pass it for ever either: a line that
-so many turns passed which came after its first one,
+**Within a share** turns wait in lines, each first come, first served.  There is a pair of lines for each
+priority, and the higher priorities go first.  The first line of a pair has the prompts that fit into an
+iteration, the second the longer ones.  So a document of a hundred thousand tokens does not keep everybody's
+next message waiting, not even if it does not fit into memory.  A line is overdue, and its first turn is next,
+if so many turns passed it that came after its first one:
 
     TURNS_A_PRIORITY      of the next higher priority (twice as many of the one above that, …)
     SHORT_TURNS           with short prompts, of the same priority
 
-is overdue, and its first turn is next.  (Turns that do not fit into memory may be passed, too: `BlockedTurns`
-of scheduler.py.)
+(Turns that do not fit into memory may be passed, too: `BlockedTurns` of scheduler.py.)
 
-**Background turns** (of batch jobs) have shares of their own, which are compared with each other alone: what
-a job has used lifts no interactive share, nor the other way round.
+**Background turns** (of batch jobs) have shares of their own, which are compared only with each other.
+ Tokens of a job lift no interactive share, nor the other way round.
 
-Nobody waits for ever: as long as a share waits, what is computed for another raises that one's counter,
-and no counter that is lower can come; and within a share each line moves, if slowly.
+Nobody waits for ever.  As long as a share waits, tokens computed for another share raise that share's
+counter, and no lower counter can appear.  Within a share each line moves, if slowly.
+
+**Prefills of a share** get the tokens of an iteration by level, and then **the shortest remaining one
+first**. So a message that takes one iteration does not wait for the hundred iterations of a document, which
+waits one longer.  That is best for the mean time to the first token, and alone it would starve the long ones.
+ So something is **held back for the oldest prefill**: younger ones leave it HELD_BACK of the tokens that
+prompts may take in an iteration, and TOKENS_MIN at least (iteration_draft.py).  Being passed makes it at most
+1 / HELD_BACK times as long.  If there is room for one tile only, the oldest prefill gets the tile.
+
+A waiting turn is admitted beside prefills of its share if it goes before all of them.  Otherwise it would
+take pages and no tokens.
 """
 
 from __future__ import annotations
@@ -41,17 +51,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pensieve.core.turn import Turn
+from pensieve.core.turn import Turn, TurnState
 
 TURNS_A_PRIORITY = 64
 SHORT_TURNS = 8
 
 Line = tuple[int, bool]  # priority, and whether its prompts are short; the greatest is served first
-
-
-def num_new_tokens(turn: Turn) -> int:
-    """Of its prompt."""
-    return turn.prompt_end - turn.history_tokens
 
 
 def _passes_allowed(ahead: Line, behind: Line) -> int:
@@ -71,16 +76,13 @@ class Share:
         default_factory=dict
     )  # since a line moved: turns that passed it
 
-    def in_order(self, but: Collection[Turn]) -> list[Turn]:
-        """The first turns of its lines: those that are overdue as they came, then by rank.
-
-        Of each line the first that is none of these few.
-        """
-        firsts = (self._first_of(line, but) for line in self._lines_in_order())
+    def in_order(self, excluded: Collection[Turn]) -> list[Turn]:
+        """The first turn of each line, without the excluded ones: overdue lines by arrival, then by rank."""
+        firsts = (self._first_of(line, excluded) for line in self._lines_in_order())
         return [turn for turn in firsts if turn is not None]
 
-    def _first_of(self, line: Line, but: Collection[Turn]) -> Turn | None:
-        return next((turn for turn in self.lines[line] if turn not in but), None)
+    def _first_of(self, line: Line, excluded: Collection[Turn]) -> Turn | None:
+        return next((turn for turn in self.lines[line] if turn not in excluded), None)
 
     def _lines_in_order(self) -> Iterable[Line]:
         if len(self.lines) == 1:
@@ -132,14 +134,36 @@ class FairQueue:
             for line in sorted(share.lines, reverse=True):
                 yield from share.lines[line]
 
-    def heads(
+    def next_turn(
         self,
-        may_come: Callable[[Turn], bool],
-        but: Collection[Turn],
-    ) -> Iterator[Turn]:
-        """Of each share that waits its next turn, of those that may come, and are none of these few."""
+        suspended: Iterable[Turn],
+        may_run: Callable[[Turn], bool],
+        excluded: Collection[Turn] = (),
+    ) -> Turn | None:
+        """Of the turns that wait and may run: of the share that has used least, one of the highest level.
+
+        `suspended` turns are in `resume_order`.  One of them goes before new ones of its level, unless its
+        share of time was over.  If the first of a share may not run, no other suspended turn of it may.
+        """
+        first: dict[str, Turn] = {}  # the first suspended one of each share
+        for turn in suspended:
+            first.setdefault(turn.share, turn)
+        waiting = [*filter(may_run, first.values()), *self._heads(may_run, excluded)]
+        return min(
+            waiting,
+            key=lambda turn: (
+                self.used(turn),
+                -turn.level,
+                turn.state is TurnState.QUEUED or turn.moved_back,
+                turn.arrival,
+            ),
+            default=None,
+        )
+
+    def _heads(self, may_run: Callable[[Turn], bool], excluded: Collection[Turn]) -> Iterator[Turn]:
+        """The next turn of each share that waits."""
         for share in self._waiting.values():
-            turn = next(filter(may_come, share.in_order(but)), None)
+            turn = next(filter(may_run, share.in_order(excluded)), None)
             if turn is not None:
                 yield turn
 
@@ -158,13 +182,13 @@ class FairQueue:
         share.num_turns += 1
         share.lines.setdefault(self.line_of(turn), deque()).append(turn)
         self._num_turns += 1
-        self.num_prompt_tokens += 0 if turn.is_background else num_new_tokens(turn)
+        self.num_prompt_tokens += 0 if turn.is_background else turn.num_new_tokens
 
     def remove(self, turn: Turn) -> None:
         share = self._shares[turn.share]
         share.remove(turn, self.line_of(turn))
         self._num_turns -= 1
-        self.num_prompt_tokens -= 0 if turn.is_background else num_new_tokens(turn)
+        self.num_prompt_tokens -= 0 if turn.is_background else turn.num_new_tokens
         if not share.lines:
             del self._waiting[share.name]
 
@@ -194,7 +218,7 @@ class FairQueue:
 
     def line_of(self, turn: Turn) -> Line:
         """Where in its share it waits."""
-        return turn.options.priority, num_new_tokens(turn) <= self._short_tokens_max
+        return turn.options.priority, turn.num_new_tokens <= self._short_tokens_max
 
     def check(self, num_all: int) -> None:
         """`num_all` is the number of turns that have not ended."""
@@ -214,7 +238,7 @@ class FairQueue:
                 assert found == sorted(found), f"the turns of share {name!r} are out of order"
                 num_turns += len(waiting)
         assert num_turns == self._num_turns, "turns that wait are miscounted"
-        num_tokens = sum(num_new_tokens(turn) for turn in self if not turn.is_background)
+        num_tokens = sum(turn.num_new_tokens for turn in self if not turn.is_background)
         assert num_tokens == self.num_prompt_tokens, "tokens that wait are miscounted"
 
     def _floor(self, own: Share) -> float:
@@ -225,3 +249,32 @@ class FairQueue:
         ]
         latest = self._latest.get(own.is_background)
         return min(others, default=latest.used if latest is not None else 0.0)
+
+
+# -- prefills of one share --
+
+
+def prefill_order(turn: Turn) -> tuple[int, int, int]:
+    """The least goes first."""
+    return -turn.level, turn.num_missing, turn.arrival
+
+
+def resume_order(turn: Turn) -> tuple[int, int, int]:
+    """Of suspended turns of one share, the least comes back first."""
+    return -turn.level, int(turn.moved_back), turn.arrival
+
+
+def precedes_prefills(turn: Turn, started: Iterable[Turn]) -> bool:
+    """Whether it goes before all prefills of its share that have begun."""
+    own = prefill_order(turn)
+    return all(own < prefill_order(each) for each in started if each.share == turn.share)
+
+
+def oldest_prefill(turn: Turn, started: Iterable[Turn]) -> Turn | None:
+    """The oldest prefill of its share and of no lower level, if that came before this turn."""
+    older = [
+        each
+        for each in started
+        if each.share == turn.share and each.arrival < turn.arrival and each.level >= turn.level
+    ]
+    return min(older, key=lambda each: each.arrival, default=None)

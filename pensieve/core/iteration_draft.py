@@ -1,21 +1,21 @@
 """An iteration while it is being planned: what it holds so far, and how many tokens it may still take.
 
-A turn's work is spent from its lowest missing position upward, across the holes of its context, so
-when a slice is launched every position before its end is on the device, on its way there in the same
-iteration, or in a slice of it.  Planning a slice raises `chunk.filled` at once: a missing chunk that
-several turns share is computed by the first that is planned, and the others find it done.
+A turn's work is spent from its lowest missing position upward, across the holes of its context.  So when a
+slice is launched, every position before its end is on the device, on its way there in the same iteration, or
+in a slice of it.  Planning a slice raises `chunk.filled` at once: the first turn that is planned computes a
+missing chunk that several turns share, and the others find it done.
 
-Where time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit into it behind
-their context, and TOKENS_MIN however little is left: there is room as long as so many would fit at the
-beginning of a context, and for the first prompt always.  A turn that goes before one that came earlier leaves
-that one HELD_BACK of what prompts may take, and TOKENS_MIN at least (prefill_order.py).
+If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit into it behind their
+context, and TOKENS_MIN however little is left.  There is room as long as so many would fit at the beginning
+of a context, and for the first prompt always.  A turn that goes before an older prefill leaves it HELD_BACK
+of what prompts may take, and TOKENS_MIN at least (fair_queue.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pensieve.core.cache_values import Admission
+from pensieve.core.cost import Work
 from pensieve.core.iteration import (
     Iteration,
     PageCopy,
@@ -25,10 +25,9 @@ from pensieve.core.iteration import (
     SwapOut,
     TurnStart,
 )
-from pensieve.core.iteration_cost import Work
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.stream_groups import StreamGroups
+from pensieve.core.tiers import Admission
 from pensieve.core.turn import Turn
 
 TOKENS_MIN = 16  # of a prompt, where time is short
@@ -39,7 +38,7 @@ _new_tuple = tuple.__new__
 
 
 class IterationDraft:
-    def __init__(self, config: SchedulerConfig, chunk_tokens: int) -> None:
+    def __init__(self, config: SchedulerConfig, chunk_tokens: int, holds_back: bool = True) -> None:
         self.num_tokens_max = config.batch_tokens_max
         self.num_tokens_left = config.batch_tokens_max
         self.planned_at = 0.0
@@ -47,7 +46,7 @@ class IterationDraft:
         self.others_generate = False  # in uncommitted iterations; see micro_batches.py
         self.predicted_without = 0.0  # of its decodes alone; see time_budget.py
         self.num_interactive: int | None = None  # tokens before the background turns; None: all are
-        self.holds_back = True  # also where there is room for one tile only
+        self.holds_back = holds_back  # also if there is room for one tile only
         self.seconds_max: float | None = None  # that prompts may add, as predicted; None: no limit
         self.seconds_added = 0.0  # by prompts, as predicted
         self.predicted_seconds = 0.0  # of the whole iteration; 0: nothing is known yet
@@ -56,6 +55,7 @@ class IterationDraft:
         self.streamed: dict[int, Turn] = {}  # with a slice in it, by turn_id
         self.num_staged = 0  # their pages
         self.slices: list[Slice] = []
+        self.groups: tuple[PageGroup, ...] = ()  # of the streamed turns' slices
         self.copies: list[PageCopy] = []
         self.swap_ins: list[SwapIn] = []
         self.sources: list[Chunk] = []  # of `copies`
@@ -63,7 +63,16 @@ class IterationDraft:
         self.filled_before: dict[Chunk, int] = {}  # of chunks that it writes
         self.num_recomputed = 0  # positions whose KV had been there before
         self.num_ranges_max = 0  # most disconnected slices of one turn
+        self.required_pages = 0  # that should become available
         self._size = chunk_tokens
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.slices or self.copies or self.swap_ins)
+
+    def require_pages(self, num_pages: int) -> None:
+        """So many pages should become available for turns that found none."""
+        self.required_pages = max(self.required_pages, num_pages)
 
     def admit(self, admission: Admission) -> None:
         """Take over what has to move for a turn's context."""
@@ -104,22 +113,18 @@ class IterationDraft:
         swap_outs: Iterable[SwapOut],
         started: Iterable[TurnStart],
         ended: Iterable[int],
-        stream_groups: StreamGroups,
     ) -> Iteration:
-        """What is to be launched."""
-        slices, groups = tuple(self.slices), tuple[PageGroup, ...]()
-        if self.streamed:
-            slices, groups = stream_groups.arranged(slices, self.streamed, self.filled_before)
+        """Return what is to be launched."""
         return Iteration(
             index,
-            slices,
+            tuple(self.slices),
             tuple(self.copies),
             tuple(self.swap_ins),
             tuple(swap_outs),
             tuple(started),
             tuple(ended),
             self.predicted_seconds,
-            groups,
+            self.groups,
         )
 
     def predicted(self) -> float:
@@ -174,6 +179,11 @@ class IterationDraft:
     def num_background(self) -> int:
         """Tokens of background turns; see background_room.py."""
         return 0 if self.num_interactive is None else self.num_tokens - self.num_interactive
+
+    @property
+    def only_decodes(self) -> bool:
+        """Interactive turns generate, and there is nothing else."""
+        return 0 < self.num_decodes == self.num_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

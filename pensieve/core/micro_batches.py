@@ -1,25 +1,23 @@
-"""Which turns that generate are in the next iteration, where a model is divided into pipeline stages.
+"""Choose the generating turns of the next iteration if a model is divided into pipeline stages.
 
 With S stages up to S iterations are in flight, each in another stage.  The first stage needs a turn's last
-token, and the last stage samples it: so a turn whose token is not known yet (`Turn.pending_tokens`) is in no
-further iteration, and those that generate are divided into *micro-batches* which take turns.  A prompt needs
-no token that is sampled: its pieces follow each other through the stages without waiting.
+token, and the last stage samples it.  So a turn whose token is not known yet (`Turn.pending_tokens`) is in no
+further iteration, and generating turns are divided into *micro-batches* which take turns.  A prompt needs no
+token that is sampled: its pieces follow each other through the stages without waiting.
 
     stage 1    A  B  A  B  …        A, B: micro-batches of two stages;
     stage 2       A  B  A  …        A's tokens are known when it begins again
 
-A stage stands idle behind an iteration that takes longer in the next one (a *bubble*), so micro-batches are
-to take the same time: what turns add to an iteration is predicted (iteration_cost.py), and each micro-batch
-has an S-th of what all that generate add, to the nearest turn, and one turn at least.  Those that have
-waited longest come first.  So turns that come and go change the micro-batches one by one, and none is left
-out for longer than a round.
-
-With one stage nothing is chosen: an iteration has all of them.
+A stage stands idle behind an iteration that takes longer in the next one (a *bubble*), so micro-batches
+should take the same time.  What each turn adds to an iteration is predicted (cost.py).  Each micro-batch has
+an S-th of what all generating turns add, to the nearest turn, and one turn at least.  Turns that have waited
+longest come first.  So turns that come and go change the micro-batches one by one, and none is left out for
+longer than a round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.scheduler_config import SchedulerConfig
@@ -27,21 +25,25 @@ from pensieve.core.turn import Turn
 
 
 class MicroBatches:
-    def __init__(self, config: SchedulerConfig, keeps_place: Callable[[Turn], bool]) -> None:
-        self._stages, self._cost, self._keeps_place = config.stages, config.cost, keeps_place
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._stages, self._cost = config.stages, config.cost
         self._chosen: dict[int, int] = {}  # by turn_id: when it was chosen last
         self._num_chosen = 0
 
     def chosen(
-        self, running: Sequence[Turn], draft: IterationDraft, background: bool
-    ) -> Sequence[Turn]:
-        """Of turns that run, background turns or the others, who may be in this iteration, in their order."""
-        if self._stages == 1:
-            return running  # the scheduler leaves out who may not
-        turns = [turn for turn in running if turn.is_background == background]
-        turns = [turn for turn in turns if self._keeps_place(turn)]
+        self,
+        running: Sequence[Turn],
+        with_place: Sequence[Turn],
+        draft: IterationDraft,
+        background: bool,
+    ) -> list[Turn]:
+        """Return the turns that may be in this iteration, in their order.
+
+        They are background turns or the others, of those `with_place` among the running turns.
+        """
+        turns = [turn for turn in with_place if turn.is_background == background]
         ready = [turn for turn in turns if not turn.pending_tokens]
-        generating = [turn for turn in turns if turn.pending_tokens or generates(turn)]
+        generating = [turn for turn in turns if turn.pending_tokens or not turn.is_prefill]
         draft.others_generate |= len(ready) < len(turns)
         self._chosen = {each.turn_id: self._chosen.get(each.turn_id, 0) for each in running}
         added = self._added_seconds(generating)
@@ -67,8 +69,3 @@ class MicroBatches:
             for each in turns
         }
         return added if all(each > 0.0 for each in added.values()) else dict.fromkeys(added, 1.0)
-
-
-def generates(turn: Turn) -> bool:
-    """Its next token is all that is to be computed of it."""
-    return not turn.is_prefill

@@ -1,34 +1,34 @@
-"""Which running turns give their places to one that waits: by priority in a share, by need between shares.
+"""Which running turns give their places to a waiting one: by priority within a share, by need between shares.
 
-At an iteration's edge, before it is planned, the turn that is next may find that there is no place for it:
-as many run as may, or what running turns hold leaves too few pages.  Others then give up theirs, if it is
-*entitled* to them:
+Before an iteration is planned, the turn that is next may find no place: as many turns run as may, or the
+running turns leave too few pages.  Others then give up their places, if the turn is *entitled* to them:
 
-* **Of its own share**, it is of a higher level than they.  A turn's level is its priority, and one more each
-  time that it was taken the place of in this way.  So nobody is preempted without end, and who was is back
-  before new turns of the level it was preempted by.
-* **Of its own share and level**, where time is shared (`time_share` tokens), they have had so much of their
-  replies since they were admitted.  They go to the end of the queue, as if they had come now: with more
-  turns than fit, each has its first token after a round and not after the replies of those before it.
-* **Background turns** (background_room.py) give way to any interactive one, all of them at once, for others
-  may wait behind it; and no turn gives way to them.
-* **Of another share**, if that one has used no less (fair_queue.py), and would still hold no less, of what
-  is missing (pages, or places) over its weight, than the share that gets them: whoever has filled the
-  memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It cannot
-  take it back the same way, so places do not go to and fro.
+* **In its own share**, it has a higher level than they.  A turn's level is its priority, and one more each
+  time that it lost its place in this way.  So no turn is preempted without end, and a preempted turn is back
+  before new turns of the level that preempted it.
+* **In its own share and level**, if time is shared (`time_share` tokens), they have had so many tokens of
+  their replies since they were admitted.  They go to the end of the queue, as if they had come now.  So if
+  more turns run than fit, each has its first token after a round, and not after the replies of those before
+  it.
+* **Background turns** (background_room.py) give way to any interactive turn, all of them at once, because
+  others may wait behind it.  No turn gives way to them.
+* **Another share** gives way if it has used no less (fair_queue.py), and if it would still hold no less of
+  what is missing (pages, or places), over its weight, than the share that gets them.  So a share that filled
+  the memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It
+  cannot take that back the same way, so places do not go to and fro.
 
-First goes a background turn; then who is of another share, which holds most; then a warm, the lowest level,
-and of it the latest.
-Nobody gives way to a warm, nor if that would not be enough: for its pages, or for all that are left to meet
-the objective together.  What is kept in reserve for turns that generate is kept where it can be.
+A background turn goes first, then a turn of the other share that holds most, then a warm, then the latest
+turn of the lowest level.  Nobody gives way to a warm.  Nobody gives way if that would not be enough: for the
+turn's pages, or for all remaining turns to meet the objective together.  The reserve for generating turns is
+kept if possible.
 
-Whoever others gave way to is next until it runs (`claimant`): also before these, which have risen
-to its level.  It gives the claim up to a higher level, to a share that has used less, and if those that run
-have meanwhile grown into its pages.
+The turn that others gave way to is next until it runs (`claimant`), also before these others, which have
+risen to its level.  It gives the claim up to a turn of a higher level, to a share that has used less, and if
+the running turns have meanwhile grown into its pages.
 
-**What a preempted turn loses is its place**, and nothing that it has computed.  It is suspended, as if a
-page had been missing (scheduler.py): its chunks stay where they are until somebody takes their pages, leave
-for the host by the policy, and what is still held when it resumes is not computed again.
+**A preempted turn loses its place**, and nothing that it has computed.  It is suspended, as if a page had
+been missing (scheduler.py).  Its chunks stay where they are until somebody takes their pages, and leave for
+the host by the policy.  Chunks that are still held when it resumes are not computed again.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Preemption:
         self,
         cache: KVCache,
         queued: FairQueue,
-        has_place: Callable[[Turn, Collection[Turn]], bool],
+        has_room_for: Callable[[Turn, Collection[Turn]], bool],
         time_share: int,
     ) -> None:
-        """`has_place` says whether a turn may run beside these; places are kept where `time_share` is 0."""
+        """`has_room_for` tells whether a turn may run beside others; `time_share` 0: places are kept."""
         self._cache, self._queued, self._used = cache, queued, queued.used
-        self._has_place, self._time_share = has_place, time_share
+        self._has_room_for, self._time_share = has_room_for, time_share
         self.claimant: Turn | None = None  # it is next, because others gave way to it
         self._places: dict[int, Place] = {}  # of the turns that run, by id
         self._num_running: Counter[Place] = Counter()  # in each
@@ -88,8 +88,8 @@ class Preemption:
         claims = self.claimant is not None and self.claimant.turn_id in running
         assert not claims, "a turn that runs still claims a place"
 
-    def is_out_of_question(self, suspended: Collection[Turn]) -> bool:
-        """At a glance: all are of one share, and nobody waits who is above one that runs."""
+    def is_impossible(self, suspended: Collection[Turn]) -> bool:
+        """Check quickly that all turns are of one share, and that no waiting turn is above a running one."""
         if not suspended and not len(self._queued):
             return True
         if self.claimant is not None or self._time_share or len(self._num_running) > 1:
@@ -100,15 +100,15 @@ class Preemption:
             for place in self._num_running
         )
 
-    def who_gives_way(self, first: Turn | None, running: Collection[Turn]) -> list[Turn]:
-        """Of these turns; `first` is next among those that wait."""
+    def victims(self, first: Turn | None, running: Collection[Turn]) -> list[Turn]:
+        """Return the running turns that give way; `first` is next among those that wait."""
         before, self.claimant = self.claimant, None
         turn = before if before is not None and not self._outranks(first, before) else first
         if turn is None or (turn is not before and not self._may_give(turn, running)):
             return []
         num_pages, pages_left = self._cache.room_beside(running)(turn)
         spare = self._cache.config.reserve_pages if turn is not before else 0
-        fits = num_pages <= pages_left and self._has_place(turn, running)
+        fits = num_pages <= pages_left and self._has_room_for(turn, running)
         chosen: list[Turn] = []
         if not fits or num_pages + spare > pages_left:
             chosen = self._chosen(turn, running, num_pages, num_pages + spare - pages_left, spare)
@@ -160,7 +160,7 @@ class Preemption:
             for branch in self._cache.path_of(turn):
                 num_holders[branch] = num_holders.get(branch, 0) + 1
         chosen: list[Turn] = []
-        while pages_over > 0 or not self._has_place(waiting, left.values()):
+        while pages_over > 0 or not self._has_room_for(waiting, left.values()):
             others = [
                 (turns[-1].is_background, held[share], share)
                 for share, turns in by_share.items()
@@ -173,7 +173,7 @@ class Preemption:
             ]
             share = max(others)[-1] if others else waiting.share
             if not by_share.get(share):
-                enough = pages_over <= spare and self._has_place(waiting, left.values())
+                enough = pages_over <= spare and self._has_room_for(waiting, left.values())
                 return chosen if enough else []
             victim = by_share[share].pop()
             chosen.append(victim)
@@ -185,8 +185,9 @@ class Preemption:
         return chosen
 
 
-def who_is_suspended(running: Collection[Turn]) -> Turn:
-    """When a page is missing: of a job, a warm, or the lowest and latest of who holds most."""
+def turn_to_suspend(running: Collection[Turn]) -> Turn:
+    """Choose when a page is missing: a background turn, a warm, or the lowest and latest of the share that
+    holds most."""
     held = _held(running)
     return max(
         running,

@@ -42,7 +42,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 HOLDERS_SUMMED_MAX = 64  # how many holders of a branch are weighed one by one
 
@@ -248,6 +248,27 @@ class Branch:
     def __repr__(self) -> str:
         names = ",".join(holder.conversation_id for holder in islice(self.holders, 3))
         return f"Branch({self.start}:{self.end}, holders={len(self.holders)}[{names}])"
+
+
+class ChunkRun(NamedTuple):
+    """Consecutive chunks of a conversation in the same location, with as many holders."""
+
+    first_index: int
+    num_chunks: int
+    location: str
+    num_holders: int
+
+
+def chunk_runs(conversation: Conversation) -> list[ChunkRun]:
+    runs: list[ChunkRun] = []
+    for branch in conversation.path():
+        for chunk in branch.chunks:
+            location, num_holders = chunk.location, len(branch.holders)
+            if runs and (runs[-1].location, runs[-1].num_holders) == (location, num_holders):
+                runs[-1] = runs[-1]._replace(num_chunks=runs[-1].num_chunks + 1)
+            else:
+                runs.append(ChunkRun(chunk.index, 1, location, num_holders))
+    return runs
 
 
 class QueueEntry:

@@ -1,18 +1,28 @@
 """Decide what runs next: fill one iteration under a token budget.
 
-The order of filling, as `plan` has it:
+Read `Scheduler.plan` first: it has the order of filling, and the methods it calls stand below it in the order
+of their calls.  The iteration takes, as long as tokens, seconds and pages last,
 
-1. **Decodes.**  Every turn that generates gets one token.
-2. **Prefills** that have begun, and turns that wait, as many tokens as do not hold up the turns of step 1 for
-   long (time_budget.py).  Of one share the shortest prefill goes first (prefill_order.py); between shares,
-   what each has used decides (fair_queue.py).  Suspended turns come before new turns of their level.
-3. **Streamed turns.**  Turns that find no room on the device may run with their KV on the host
-   (streaming.py).
-4. **Background turns**, of batch jobs, in the same three steps, with what the others leave free
-   (background_room.py).
-5. **Copies to the host**, so that pages become available for the turns that found none.
+1. **decodes**: one token of each turn that generates;
+2. **prefills** that have begun, and waiting turns, with as many tokens as do not hold up the decodes for long
+   (time_budget.py).  The share that has used least goes first, and in a share the shortest prefill
+   (fair_queue.py).  An admitted turn brings its swap-ins, and its holes are recomputed like a prompt.
+3. **streamed turns**: turns that find no room on the device may run with their KV on the host;
+4. **background turns** of batch jobs, by the same three steps, in what the others leave free;
+5. **swap-outs**, ahead of need, so that pages become available for the turns that found none.
 
-A prefill, a recomputed hole and a decode are the same thing, slices of a turn (iteration_draft.py).
+A prefill, a recomputed hole and a decode are the same thing: slices of a turn (iteration_draft.py).
+
+Before anything is filled, running turns may have to give up their places to the turn that is next
+(preemption.py).  If a generating turn needs a page and none is available, it waits one iteration if idle
+pages are being copied out anyway.  Otherwise a running turn is suspended (`turn_to_suspend`).  It keeps every
+token, and each chunk whose page nobody takes meanwhile.
+
+Features plug in at named points and are not made while they are off:
+
+    streaming.py         `streaming`       where turns may stream: admits, stops and returns streamed turns
+    background_room.py   `background`      from the first background turn on: limits the tokens of step 4
+    micro_batches.py     `micro_batches`   with pipeline stages: chooses whose decodes are in an iteration
 
 States.  The scheduler moves turns from one state to the other:
 
@@ -20,25 +30,19 @@ States.  The scheduler moves turns from one state to the other:
     running     they hold pages, of the device or of the host; in order of admission
     suspended   they have held pages; in `resume_order`
 
-Before anything is filled, running turns may have to give their places to the turn that is next
-(preemption.py).  A generating turn that needs a page when none is available waits one iteration if idle
-pages are being copied out anyway.  Otherwise a running turn is suspended (`who_is_suspended`).  It keeps
-every token, and each chunk whose page nobody takes meanwhile.
-
 Uncommitted iterations.  `plan` may be called while an iteration is uncommitted, and with pipeline stages
-while one for each stage is (micro_batches.py).  It plans for a token that such an iteration will sample as
-if the token were known (`pending_tokens`; the executor resolves it).  If the turn turns out finished, its
-slice was computed for nothing and is counted in `idle_tokens`.
+while one for each stage is.  It plans for a token that such an iteration will sample as if the token were
+known (`pending_tokens`; the executor resolves it).  If the turn turns out finished, its slice was computed
+for nothing and is counted in `idle_tokens`.
 
 A turn that ends or is suspended keeps its pages while it has an uncommitted slice.  Until then it is
-*releasing*: among those that run, and without a place.  A rewind or an eviction of its conversation waits
-for that (`_pending_cuts`, `_pending_evictions`); the log is cut at once, because nobody may build on the
+*releasing*: among the running turns, and without a place.  A rewind or an eviction of its conversation waits
+for that (`_pending_cuts`, `_pending_evictions`).  The log is cut at once, because nobody may build on the
 rest.
 
 Liveness: the turn that is next is admitted as soon as the pages for its whole context are available.  A
-bounded number of others comes before it (fair_queue.py, `BlockedTurns`).  Every idle page can become
-available (eviction.py), and running turns end; one that is preempted has advanced, or rises
-(preemption.py).
+bounded number of others is admitted before it (fair_queue.py, `BlockedTurns`).  Every idle page can become
+available (eviction.py), and running turns end.  A preempted turn has advanced, or rises (preemption.py).
 """
 
 from __future__ import annotations
@@ -49,93 +53,28 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pensieve.core.audit import TurnsByState, audit_turns
-from pensieve.core.background_room import BackgroundRoom
+from pensieve.core.background_room import NUM_KEPT, BackgroundRoom
 from pensieve.core.cache import KVCache
-from pensieve.core.cache_values import Admission, Shortage
-from pensieve.core.fair_queue import FairQueue
-from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
-from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
-from pensieve.core.micro_batches import MicroBatches
-from pensieve.core.preemption import Preemption, who_is_suspended
-from pensieve.core.prefill_order import (
-    earlier,
-    may_join,
-    next_waiting,
+from pensieve.core.fair_queue import (
+    FairQueue,
+    oldest_prefill,
+    precedes_prefills,
     prefill_order,
     resume_order,
 )
+from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
+from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
+from pensieve.core.micro_batches import MicroBatches
+from pensieve.core.preemption import Preemption, turn_to_suspend
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.stream_groups import StreamGroups
 from pensieve.core.streaming import Streaming
+from pensieve.core.tiers import Admission, Shortage
 from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
 
 PASSES_MAX = 8  # turns that are admitted before one that does not fit
 BLOCKED_MAX = 4  # turns that do not fit, in one plan
-
-
-@dataclass
-class SchedulerCounters:
-    """Counts since the scheduler was made."""
-
-    iterations: int = 0
-    tokens: int = 0  # positions computed
-    recomputed_tokens: int = 0  # of them, positions whose KV had been there before
-    repaired_ranges_max: int = 0  # most disconnected slices of one turn in one iteration
-    suspensions: int = 0
-    resumptions: int = 0
-    streamed: int = 0  # admissions of turns whose KV stays on the host
-    returned: int = 0  # of them turns, to the device
-    preemptions: int = 0  # of them suspensions, for a turn that was next
-    idle_tokens: int = 0  # computed for a turn that had already finished
-    finished: int = 0
-    failed: int = 0
-
-
-class BlockedTurns:
-    """Turns that are next in one plan and do not fit into memory, and who may be admitted before them.
-
-    A short message behind a long history may need most of the device.  It waits until running turns have
-    ended, and turns behind it that fit need not wait.  These are new turns that need nothing from the host:
-    an iteration with swap-ins has no swap-outs, and swap-outs are what the blocked turn waits for.  A turn
-    that was suspended, or that others gave way to, is not passed.
-    """
-
-    def __init__(self, cache: KVCache, background: bool = False, may_admit: bool = True) -> None:
-        """Of background turns, or of the others."""
-        self._cache = cache
-        self.background = background
-        self.turns: list[Turn] = []
-        self.required_pages = 0  # of the first
-        self.may_admit = may_admit  # whoever is next
-
-    def add(self, turn: Turn, shortage: Shortage | None, is_claimant: bool) -> None:
-        """It does not fit; None: it waits for a commit."""
-        if not self.turns and shortage is not None:
-            self.required_pages = shortage.required_pages
-        self.turns.append(turn)
-        is_passed = turn.state is TurnState.QUEUED and not is_claimant and shortage is not None
-        self.may_admit = is_passed and self._may_pass()
-
-    def puts_aside(self, turn: Turn) -> bool:
-        """Whether it waits because of these: it needs something from the host."""
-        if not self.turns or self._cache.is_at_hand(turn):
-            return False
-        self.turns.append(turn)
-        self.may_admit = turn.state is TurnState.QUEUED and self._may_pass()
-        return True
-
-    def passed(self) -> None:
-        """Another turn is admitted."""
-        for turn in self.turns:
-            turn.num_passed += 1
-        self.may_admit = self._may_pass()
-
-    def _may_pass(self) -> bool:
-        return len(self.turns) < BLOCKED_MAX and all(
-            turn.num_passed < PASSES_MAX for turn in self.turns
-        )
 
 
 class Scheduler:
@@ -150,22 +89,25 @@ class Scheduler:
         self._releasing: dict[int, Turn] = {}
         self._num_background = 0
         self._size = cache.config.chunk_tokens
-        self._ended: list[Ended] = []  # ends that no outcome brings
+        self._ended: list[Ended] = []  # ends that no outcome reports
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._disturbed: list[Turn] = []  # streamed turns whose chunks were discarded
         self._pending_cuts: dict[str, int] = {}  # by conversation: how much is to stay
         self._pending_evictions: dict[str, bool] = {}  # by conversation: whether to the host
         self._uncommitted: deque[tuple[Iteration, IterationDraft]] = deque()
-        self._committed_at = float("-inf")
-        self._time_budget = TimeBudget(config)
-        has_place = self._time_budget.has_place
-        self.preemption = Preemption(cache, self.queued, has_place, config.time_share)
-        self._room = BackgroundRoom()
-        self.streaming = Streaming(config, cache, has_place)
-        self._groups = StreamGroups(cache.config, config, cache.path_of)
-        self._micro_batches = MicroBatches(config, self._keeps_place)
+        self._committed_at = self._interactive_at = float("-inf")
+        self._decode_ratios = deque[float](maxlen=NUM_KEPT)  # see `_learn`
         self._num_arrivals = self._index = 0
+        self.time_budget = TimeBudget(config)
+        has_room_for = self.time_budget.has_room_for
+        self.preemption = Preemption(cache, self.queued, has_room_for, config.time_share)
+        # Features, None while they are off.
+        self.streaming = (
+            Streaming(config, cache, has_room_for) if may_stream(cache, config) else None
+        )
+        self.background: BackgroundRoom | None = None
+        self.micro_batches = MicroBatches(config) if config.stages > 1 else None
 
     @property
     def num_turns(self) -> int:
@@ -176,7 +118,7 @@ class Scheduler:
         return [turn for turn in self._turns.values() if turn.finish is None]
 
     def turn(self, turn_id: int) -> Turn | None:
-        """One that has not given up its pages."""
+        """A turn that has not given up its pages."""
         return self._turns.get(turn_id)
 
     def turn_of(self, conversation_id: str) -> Turn | None:
@@ -202,8 +144,11 @@ class Scheduler:
         turn.enqueue(self._num_arrivals)
         turn.usage.submitted_at = now
         self._turns[turn.turn_id] = turn
-        self._num_background += turn.is_background
         self.queued.add(turn)
+        if turn.is_background:
+            self._num_background += 1
+            if self.background is None:
+                self.background = BackgroundRoom(self._decode_ratios)
 
     def cancel(self, turn_id: int, keep_tokens: int, now: float) -> None:
         """End a turn; its conversation keeps the KV of the first `keep_tokens` positions."""
@@ -213,7 +158,7 @@ class Scheduler:
         self._finish(turn, FinishReason.CANCELLED, now)
 
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
-        """Cut a conversation; one whose last turn has an uncommitted slice is cut after it."""
+        """Cut a conversation; if its last turn has an uncommitted slice, cut it after that."""
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is None or conversation.turn_id is None:
             self.cache.rewind(conversation_id, num_tokens, now)
@@ -229,7 +174,7 @@ class Scheduler:
         self.rewind(conversation_id, 0, now)
 
     def evict(self, conversation_id: str, to_host: bool, now: float) -> int:
-        """Evict a resting conversation's KV, also after an uncommitted slice; how many chunks go, as yet."""
+        """Evict a resting conversation's KV, if need be after an uncommitted slice; how many chunks go."""
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is not None and conversation.turn_id in self._releasing:
             self._pending_evictions[conversation_id] = to_host
@@ -240,52 +185,50 @@ class Scheduler:
     # -- plan --
 
     def plan(self, now: float, extra_pages: int = 0) -> Iteration | None:
-        """The next iteration, or None when there is nothing to do; `extra_pages` are asked for beside."""
-        # Turns give up their places.
+        """Return the next iteration, or None if there is nothing to do.
+
+        `extra_pages` should become available beyond what turns lack.
+        """
+        draft = IterationDraft(self.config, self._size, self._index % TILE_EVERY == 0)
+        # Running turns give up their places.
         self._preempt(now)
-        required_pages = self._stop_streaming(now)
-        before, available = self._changes(), self.cache.available
-        # The iteration is filled, in this order.
-        draft = IterationDraft(self.config, self._size)
-        draft.holds_back = self._index % TILE_EVERY == 0
-        num_pages, prefills = self._plan_running(draft, now)
-        self._time_budget.limit(draft, prefills, self.queued.num_prompt_tokens, now)
+        self._stop_streaming(draft, now)
+        changes, available = self._num_changes(), self.cache.available
+        # The iteration is filled.
+        prefills = self._plan_decodes(draft, now)
+        self.time_budget.limit(draft, prefills, self.queued.num_prompt_tokens, now)
         blocked = BlockedTurns(self.cache)
         self._plan_prefills(draft, prefills, blocked, now)
         self._plan_streamed(draft, blocked, now)
-        for_background = self._plan_background(draft, blocked, now)
-        self._end_complete(now)
+        self._plan_background(draft, blocked, now)
+        self._end_warmed(now)
         # Pages become available for the turns that found none.
-        moves = draft.swap_ins or draft.copies  # no swap-out beside them: it may be of their pages
-        required_pages = max(required_pages, num_pages, blocked.required_pages, for_background)
-        required_pages += extra_pages
-        swap_outs: list[SwapOut] = []
-        if not moves:
-            swap_outs = self.cache.plan_swap_outs(now, required_pages, draft.filled_before)
-        if not (draft.slices or draft.copies or draft.swap_ins or swap_outs):
-            moving = self.cache.tiers.num_swapping_in + self.cache.tiers.num_swapping_out
-            waiting = self.running or self.suspended or self.queued
-            if not moving and not self._uncommitted and waiting:
-                changed = self._changes() != before or self.cache.available > available
-                assert changed, "turns wait for nothing"
-                # Pages became available without a copy; but some may be of the turn that lacks them.
-                return self.plan(now, 2 * extra_pages + 1)
-            if self._uncommitted or not moving:
+        swap_outs = self._plan_swap_outs(draft, extra_pages, now)
+        if draft.is_empty and not swap_outs:
+            if self._uncommitted:
                 return None
-        return self._launched(draft, swap_outs, now)
+            if not self.cache.tiers.swaps:
+                if not self._turns:
+                    return None
+                changed = self._num_changes() != changes or self.cache.available > available
+                assert changed, "turns wait for nothing"
+                # Pages became available without a copy, but some may be of the turn that lacks them.
+                return self.plan(now, 2 * extra_pages + 1)
+        return self._launch(draft, swap_outs, now)
 
     def _preempt(self, now: float) -> None:
-        """Turns that run give way to the one that is next, if it is entitled to their places."""
-        if self.preemption.is_out_of_question(self.suspended):
+        """Suspend running turns if the turn that is next is entitled to their places."""
+        if self.preemption.is_impossible(self.suspended):
             return
-        running = [turn for turn in self.running.values() if self._keeps_place(turn)]
+        running = self._with_place()
         started = [turn for turn in running if turn.is_prefill]
-        first = next_waiting(
-            self.suspended,
-            self.queued,
-            lambda turn: not (turn.warm or turn.is_background) and may_join(turn, started),
-        )
-        for victim in self.preemption.who_gives_way(first, running):
+
+        def may_claim(turn: Turn) -> bool:
+            is_claim = not (turn.warm or turn.is_background)
+            return is_claim and precedes_prefills(turn, started)
+
+        first = self.queued.next_turn(self.suspended, may_claim)
+        for victim in self.preemption.victims(first, running):
             claimant = self.preemption.claimant
             assert claimant is not None
             self._num_arrivals += 1
@@ -293,244 +236,131 @@ class Scheduler:
             victim.give_way(claimant, self._num_arrivals)
             self._suspend(victim, now)
 
-    def _stop_streaming(self, now: float) -> int:
-        """Where it does not pay, or the device has room again; how many pages should become available."""
-        running = [turn for turn in self.running.values() if self._keeps_place(turn)]
-        for turn in self.streaming.who_stops(running, self._has_interactive):
+    def _stop_streaming(self, draft: IterationDraft, now: float) -> None:
+        """Suspend streamed turns if streaming does not pay, or if one fits the device again."""
+        if (streaming := self.streaming) is None:
+            return
+        running = self._with_place()
+        for turn in streaming.turns_to_stop(running, self._has_interactive):
             self._suspend(turn, now)
-        self.streaming.required_pages = 0
-        if self._releasing or self._somebody_waits():
-            return 0
-        if (first := self.streaming.who_returns(running, self.cache.available)) is not None:
+        streaming.required_pages = 0
+        if self._releasing or self._turns_wait():
+            return
+        returning = streaming.turn_to_return(running, self.cache.available)
+        if returning is not None:
             self.counters.returned += 1
-            self._suspend(first, now, counted=False)
-        return self.streaming.required_pages
+            self._suspend(returning, now, counted=False)
+        draft.require_pages(streaming.required_pages)
 
-    def _plan_running(
+    def _plan_decodes(
         self, draft: IterationDraft, now: float, background: bool = False
-    ) -> tuple[int, list[Turn]]:
-        """Decodes; how many pages have to become available for one of them, and the started prefills."""
-        required_pages, size = 0, self._size
-        prefills: list[Turn] = []
-        # The highest level and the oldest first: as a rule whoever is suspended for a page comes later.
-        ordered = sorted(self.running.values(), key=QUEUE_ORDER)
-        for turn in self._micro_batches.chosen(ordered, draft, background):
-            if turn.is_background != background or not self._keeps_place(turn):
+    ) -> list[Turn]:
+        """Take a token of each turn that generates; return the prefills that have begun."""
+        size, prefills = self._size, list[Turn]()
+        # The highest level and the oldest first: a turn that is suspended for a page mostly comes later.
+        running = sorted(self.running.values(), key=QUEUE_ORDER)
+        if self.micro_batches is not None:
+            with_place = [turn for turn in running if self._has_place(turn)]
+            running = self.micro_batches.chosen(running, with_place, draft, background)
+        for turn in running:
+            if turn.is_background != background or not self._has_place(turn):
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
             if turn.warm or turn.frontier < num_tokens - 1:  # `Turn.is_prefill`
-                # Only one that generated already, and lost its KV to a failure, may need a page.
+                # Only a turn that generated already, and lost its KV to a failure, may need a page.
                 if num_tokens > len(turn.chunks) * size and not self._extend(turn, now):
-                    required_pages = 1
+                    draft.require_pages(1)
                     continue
                 prefills.append(turn)
             elif draft.num_tokens_left and not (turn.pending_tokens and turn.ends_at(num_tokens)):
                 if num_tokens > len(turn.chunks) * size:
                     if not self._extend(turn, now):
-                        required_pages = 1
+                        draft.require_pages(1)
                         continue
                     turn.written[turn.chunks[-1]] = None
                 draft.decode(turn, num_tokens)
-        return required_pages, prefills
+        return prefills
+
+    def _extend(self, turn: Turn, now: float) -> bool:
+        """Take a page for the turn's next chunk; suspend a running turn if there is none."""
+        while not self.cache.extend(turn, now):
+            if turn.streamed:
+                self._suspend(turn, now)
+                return False
+            if self.cache.eviction.relief_expected(now) or self._releasing:
+                return False
+            victim = turn_to_suspend([each for each in self.running.values() if not each.streamed])
+            self._suspend(victim, now)
+            if victim is turn or victim.turn_id in self._releasing:
+                return False
+        return True
 
     def _plan_prefills(
         self, draft: IterationDraft, started: list[Turn], blocked: BlockedTurns, now: float
     ) -> None:
-        """Prefills that have begun, and turns that wait."""
+        """Take tokens of prefills that have begun, and admit turns that wait."""
         used = self.queued.used
         while draft.has_room():
-            started = [each for each in started if self._keeps_place(each)]
+            started = [each for each in started if self._has_place(each)]
             first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
             turn = self._next_to_admit(started, draft, blocked)
             if first is not None and (turn is None or used(turn) > used(first)):
-                held_for = earlier(first, started)
+                oldest = oldest_prefill(first, started)
                 started.remove(first)
-                if draft.has_room(held_for):
-                    self.queued.charge(first, draft.fill(first, held_for))
+                if draft.has_room(oldest):
+                    self.queued.charge(first, draft.fill(first, oldest))
                 continue
             if turn is None:
                 break
-            if blocked.puts_aside(turn):
+            if blocked.defers(turn):
                 continue
             admission = self._admit(turn, now, draft.filled_before)
             if isinstance(admission, Admission):
                 blocked.passed()
                 draft.admit(admission)
-                self.queued.charge(turn, draft.fill(turn, earlier(turn, started)))
+                self.queued.charge(turn, draft.fill(turn, oldest_prefill(turn, started)))
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
             else:
                 blocked.add(turn, admission, turn is self.preemption.claimant)
+        draft.require_pages(blocked.required_pages)
 
     def _next_to_admit(
         self, started: Collection[Turn], draft: IterationDraft, blocked: BlockedTurns
     ) -> Turn | None:
-        """A turn that has a place, and goes before the prefills of its share that have started.
+        """A waiting turn that has a place, and goes before the prefills of its share that have begun.
 
-        Whoever others gave way to is next.  Background turns wait for nothing but their own kind.
+        A turn that others gave way to is next.  Background turns wait only for each other.
         """
-        background, has_place = blocked.background, self._time_budget.has_place
-        if not blocked.may_admit:
+        background, claimant = blocked.background, self.preemption.claimant
+        if not blocked.may_admit or (claimant is not None and background):
             return None
 
-        def may_come(turn: Turn) -> bool:
+        def may_run(turn: Turn) -> bool:
             return (
                 turn.is_background == background
-                and may_join(turn, started)
-                and draft.has_room(earlier(turn, started))
+                and precedes_prefills(turn, started)
+                and draft.has_room(oldest_prefill(turn, started))
             )
 
-        claimant = self.preemption.claimant
-        if claimant is not None and background:
-            return None
-        turn = claimant or next_waiting(self.suspended, self.queued, may_come, blocked.turns)
-        return turn if turn is None or has_place(turn, self.running.values()) else None
-
-    def _plan_streamed(self, draft: IterationDraft, blocked: BlockedTurns, now: float) -> None:
-        """Turns that find no room on the device, as far as it pays to stream their contexts."""
-        if blocked.background and self._has_interactive:
-            return
-        self.streaming.lacked = bool(blocked.turns)
-        if not blocked.turns or self.preemption.claimant is not None:
-            return
-        turns = self.suspended, self.queued, self.running.values()
-        for turn in self.streaming.who_may(*turns, draft, blocked.background):
-            found = self._admit(turn, now, draft.filled_before, streamed=True)
-            if isinstance(found, Admission):
-                self.queued.charge(turn, draft.fill(turn))
-
-    def _plan_background(self, draft: IterationDraft, interactive: BlockedTurns, now: float) -> int:
-        """Background turns in what is left; none is admitted while an interactive turn lacks pages."""
-        if self._has_interactive:
-            self._room.saw_interactive(now)
-        if not self._num_background:
-            return 0
-        self._room.limit(draft, now)
-        required_pages, prefills = self._plan_running(draft, now, background=True)
-        blocked = BlockedTurns(self.cache, background=True, may_admit=not interactive.turns)
-        self._plan_prefills(draft, prefills, blocked, now)
-        self._plan_streamed(draft, blocked, now)
-        return max(required_pages, blocked.required_pages)
-
-    def _end_complete(self, now: float) -> None:
-        """A warm ends when its context is complete."""
-        for turn in list(self.running.values()):
-            if turn.warm and not turn.num_uncommitted and turn.frontier >= len(turn.tokens):
-                self._finish(turn, FinishReason.WARMED, now)
-
-    def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
-        self._index += 1
-        draft.planned_at = now
-        draft.predicted_seconds = self._time_budget.planned(draft, now)
-        self._room.planned(draft)
-        news = self._started, self._forgotten
-        iteration = draft.iteration(self._index, swap_outs, *news, self._groups)
-        self._started.clear()
-        self._forgotten.clear()
-        self._uncommitted.append((iteration, draft))
-        counters = self.counters
-        counters.iterations += 1
-        counters.tokens += draft.num_tokens
-        counters.recomputed_tokens += draft.num_recomputed
-        counters.repaired_ranges_max = max(counters.repaired_ranges_max, draft.num_ranges_max)
-        return iteration
-
-    def _changes(self) -> tuple[int, ...]:
-        """What planning itself can change, after which it is worth another attempt."""
-        counters = self.counters
-        return len(self._ended), counters.suspensions, self.cache.counters.damaged
-
-    @property
-    def _has_interactive(self) -> bool:
-        """Somebody waits for a reply."""
-        return len(self._turns) > self._num_background
-
-    def _somebody_waits(self) -> bool:
-        """Whether a turn waits; an interactive one, where there are such."""
-        if not self._has_interactive:
-            return bool(self.suspended) or len(self.queued) > 0
-        resting = any(not turn.is_background for turn in self.suspended)
-        return resting or self.queued.num_prompt_tokens > 0
-
-    # -- commit --
-
-    def commit(
-        self, iteration: Iteration, outcome: Outcome, now: float
-    ) -> list[SampledToken | Ended]:
-        """Take in what the executor answered to the oldest uncommitted iteration.
-
-        Tokens of turns that go on or end with them, and ends, in the order in which they are to be sent.
-        """
-        oldest, draft = self._uncommitted.popleft()
-        assert oldest is iteration, "iterations are committed in order"
-        seconds, self._committed_at = now - max(draft.planned_at, self._committed_at), now
-        self._time_budget.committed(draft, now)
-        self._room.committed(draft, seconds)
-        self.streaming.committed(draft, seconds)
-        self.cache.release_sources(draft.sources, now)
-        for copy_id in outcome.finished_copies:
-            self.cache.finish_copy(copy_id, now)
-        news: list[SampledToken | Ended] = []
-        for turn in draft.turns:
-            turn.num_uncommitted -= 1
-        for failure in outcome.failures:
-            turn = self._turns[failure.turn_id]
-            self._discard(turn, now)  # also when it was cancelled meanwhile
-            if turn.finish is None:
-                turn.keep_tokens = turn.history_tokens
-                self._finish(turn, FinishReason.FAILED, now)
-                self.counters.failed += 1
-                news.append(Ended(turn, FinishReason.FAILED, failure.reason))
-        for sample in outcome.samples:
-            turn = self._turns[sample.turn_id]
-            turn.pending_tokens -= 1
-            if turn.finish is not None:  # it ended while this was computed
-                self.counters.idle_tokens += 1
-                continue
-            turn.tokens.append(sample.token_id)
-            turn.usage.output_tokens += 1
-            self.queued.charge(turn, 1)
-            if turn.usage.first_token_at is None:
-                turn.usage.first_token_at = now
-            at_length = FinishReason.LENGTH if turn.ends_at(len(turn.tokens)) else None
-            finish = FinishReason.STOP if sample.stopped else at_length
-            news.append(sample)
-            if finish is not None:
-                self._finish(turn, finish, now)
-                news.append(Ended(turn, finish))
-        while self._disturbed:
-            if self._keeps_place(turn := self._disturbed.pop()):
-                self._suspend(turn, now)
-        for turn in list(self._releasing.values()):
-            if not turn.num_uncommitted:
-                del self._releasing[turn.turn_id]
-                self._release(turn, now)
-        return news
-
-    def _discard(self, turn: Turn, now: float) -> None:
-        """What it has computed is not to be trusted, by whoever uses it."""
-        for chunk in self.cache.discard(turn, now):
-            for other in self.running.values():
-                if chunk.index < len(other.chunks) and other.chunks[chunk.index] is chunk:
-                    other.frontier = min(other.frontier, chunk.index * self._size)
-                    if other.streamed and other is not turn:
-                        self._disturbed.append(other)
-
-    # -- taking and giving pages --
+        turn = claimant or self.queued.next_turn(self.suspended, may_run, blocked.turns)
+        if turn is None or self.time_budget.has_room_for(turn, self.running.values()):
+            return turn
+        return None
 
     def _admit(
         self, turn: Turn, now: float, filled_before: dict[Chunk, int], streamed: bool = False
     ) -> Admission | Shortage | None:
-        """Admitted, or what has to become available first; None: wait for a commit."""
+        """Admit a turn, or return what has to become available first; None: wait for a commit."""
         conversation = self.cache.conversations.get(turn.conversation_id)
         if conversation is not None and conversation.turn_id is not None:
             return None  # the turn before it has an uncommitted slice
         reserve = self.cache.config.reserve_pages if self.running else 0
         if turn is self.preemption.claimant:
-            reserve = 0  # the pages of those that gave way are on their way to it
+            reserve = 0  # the pages of the turns that gave way are on their way to it
         if turn.warm:
             reserve = self.cache.config.swap_out_mark_pages
-        if turn.is_background:
+        if turn.is_background and self.streaming is not None:
             reserve += self.streaming.required_pages
         found: Admission | Shortage | None
         if streamed:
@@ -554,35 +384,179 @@ class Scheduler:
         turn.moved_back, turn.outputs_before = False, turn.num_output_tokens
         turn.move_to(TurnState.RUNNING)
         self.running[turn.turn_id] = turn
-        self._trust_copy(found)
+        if found.copied is not None:
+            # The writers of what is copied are held responsible for the copy, too.
+            source, target = found.copied
+            for writer in self._turns.values():
+                if source in writer.written:
+                    writer.written[target] = None
         return found
 
-    def _trust_copy(self, admission: Admission) -> None:
-        """As far as what it copies: whoever wrote that is taken to have written the copy, too."""
-        if admission.copied is None:
+    def _plan_streamed(self, draft: IterationDraft, blocked: BlockedTurns, now: float) -> None:
+        """Admit turns that find no room on the device, as far as streaming their contexts pays."""
+        if (streaming := self.streaming) is None:
             return
-        source, target = admission.copied
-        for writer in self._turns.values():
-            if source in writer.written:
-                writer.written[target] = None
+        if blocked.background and self._has_interactive:
+            return
+        streaming.lacked = bool(blocked.turns)
+        if not blocked.turns or self.preemption.claimant is not None:
+            return
+        waiting = self.suspended, self.queued
+        running = self.running.values()
+        for turn in streaming.turns_to_admit(*waiting, running, draft, blocked.background):
+            found = self._admit(turn, now, draft.filled_before, streamed=True)
+            if isinstance(found, Admission):
+                self.queued.charge(turn, draft.fill(turn))
 
-    def _keeps_place(self, turn: Turn) -> bool:
+    def _plan_background(
+        self, draft: IterationDraft, interactive: BlockedTurns, now: float
+    ) -> None:
+        """Fill with background turns what is left; admit none while an interactive turn lacks pages."""
+        if self._has_interactive:
+            self._interactive_at = now
+        if not self._num_background:
+            return
+        assert self.background is not None
+        self.background.limit(draft, now - self._interactive_at)
+        prefills = self._plan_decodes(draft, now, background=True)
+        blocked = BlockedTurns(self.cache, background=True, may_admit=not interactive.turns)
+        self._plan_prefills(draft, prefills, blocked, now)
+        self._plan_streamed(draft, blocked, now)
+
+    def _end_warmed(self, now: float) -> None:
+        """End the warms whose contexts are complete."""
+        for turn in list(self.running.values()):
+            if turn.warm and not turn.num_uncommitted and turn.frontier >= len(turn.tokens):
+                self._finish(turn, FinishReason.WARMED, now)
+
+    def _plan_swap_outs(self, draft: IterationDraft, extra_pages: int, now: float) -> list[SwapOut]:
+        """Copy idle pages to the host; not beside a swap-in or a copy, which may be of the same pages."""
+        if draft.swap_ins or draft.copies:
+            return []
+        required_pages = draft.required_pages + extra_pages
+        return self.cache.plan_swap_outs(now, required_pages, draft.filled_before)
+
+    def _launch(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
+        """Make an iteration of the draft, which is uncommitted from now on."""
+        self._index += 1
+        draft.planned_at = now
+        draft.predicted_seconds = self.time_budget.planned(draft, now)
+        if self.background is not None:
+            self.background.planned(draft)
+        if draft.streamed:
+            assert self.streaming is not None
+            self.streaming.arrange(draft)
+        iteration = draft.iteration(self._index, swap_outs, self._started, self._forgotten)
+        self._started.clear()
+        self._forgotten.clear()
+        self._uncommitted.append((iteration, draft))
+        counters = self.counters
+        counters.iterations += 1
+        counters.tokens += draft.num_tokens
+        counters.recomputed_tokens += draft.num_recomputed
+        counters.repaired_ranges_max = max(counters.repaired_ranges_max, draft.num_ranges_max)
+        return iteration
+
+    # What `plan` asks:
+
+    def _num_changes(self) -> tuple[int, ...]:
+        """What planning itself can change, after which another attempt may succeed."""
+        counters = self.counters
+        return len(self._ended), counters.suspensions, self.cache.counters.damaged
+
+    def _has_place(self, turn: Turn) -> bool:
         """It runs, and has not given up its pages."""
         return turn.state is TurnState.RUNNING and turn.turn_id not in self._releasing
 
-    def _extend(self, turn: Turn, now: float) -> bool:
-        """A page for the turn's next chunk; may suspend the last turn in queue order for it."""
-        while not self.cache.extend(turn, now):
-            if turn.streamed:
+    def _with_place(self) -> list[Turn]:
+        return [turn for turn in self.running.values() if self._has_place(turn)]
+
+    @property
+    def _has_interactive(self) -> bool:
+        """Somebody waits for a reply."""
+        return len(self._turns) > self._num_background
+
+    def _turns_wait(self) -> bool:
+        """Whether a turn waits: an interactive one, if there are any."""
+        if not self._has_interactive:
+            return bool(self.suspended) or len(self.queued) > 0
+        resting = any(not turn.is_background for turn in self.suspended)
+        return resting or self.queued.num_prompt_tokens > 0
+
+    # -- commit --
+
+    def commit(
+        self, iteration: Iteration, outcome: Outcome, now: float
+    ) -> list[SampledToken | Ended]:
+        """Take in what the executor answered to the oldest uncommitted iteration.
+
+        Return tokens of turns that go on or end with them, and ends, in the order in which they are sent.
+        """
+        oldest, draft = self._uncommitted.popleft()
+        assert oldest is iteration, "iterations are committed in order"
+        self._learn(draft, now)
+        self.cache.release_sources(draft.sources, now)
+        for copy_id in outcome.finished_copies:
+            self.cache.finish_copy(copy_id, now)
+        news: list[SampledToken | Ended] = []
+        for turn in draft.turns:
+            turn.num_uncommitted -= 1
+        for failure in outcome.failures:
+            turn = self._turns[failure.turn_id]
+            self._discard(turn, now)  # also if it was cancelled meanwhile
+            if turn.finish is None:
+                turn.keep_tokens = turn.history_tokens
+                self._finish(turn, FinishReason.FAILED, now)
+                self.counters.failed += 1
+                news.append(Ended(turn, FinishReason.FAILED, failure.reason))
+        for sample in outcome.samples:
+            turn = self._turns[sample.turn_id]
+            turn.pending_tokens -= 1
+            if turn.finish is not None:  # it ended while this was computed
+                self.counters.idle_tokens += 1
+                continue
+            turn.tokens.append(sample.token_id)
+            turn.usage.output_tokens += 1
+            self.queued.charge(turn, 1)
+            if turn.usage.first_token_at is None:
+                turn.usage.first_token_at = now
+            at_length = FinishReason.LENGTH if turn.ends_at(len(turn.tokens)) else None
+            finish = FinishReason.STOP if sample.stopped else at_length
+            news.append(sample)
+            if finish is not None:
+                self._finish(turn, finish, now)
+                news.append(Ended(turn, finish))
+        while self._disturbed:
+            if self._has_place(turn := self._disturbed.pop()):
                 self._suspend(turn, now)
-                return False
-            if self.cache.eviction.relief_expected(now) or self._releasing:
-                return False
-            victim = who_is_suspended([each for each in self.running.values() if not each.streamed])
-            self._suspend(victim, now)
-            if victim is turn or victim.turn_id in self._releasing:
-                return False
-        return True
+        for turn in list(self._releasing.values()):
+            if not turn.num_uncommitted:
+                del self._releasing[turn.turn_id]
+                self._release(turn, now)
+        return news
+
+    def _learn(self, draft: IterationDraft, now: float) -> None:
+        """Learn from how long the iteration took."""
+        seconds, self._committed_at = now - max(draft.planned_at, self._committed_at), now
+        self.time_budget.committed(draft, now)
+        if self.background is not None:
+            self.background.committed(draft, seconds)
+        if draft.only_decodes:
+            if draft.predicted_without:  # background turns are measured against these
+                self._decode_ratios.append(seconds / draft.predicted_without)
+            if self.streaming is not None:
+                self.streaming.committed(draft, seconds)
+
+    def _discard(self, turn: Turn, now: float) -> None:
+        """Make holes of what the turn has computed, for every turn that uses it."""
+        for chunk in self.cache.discard(turn, now):
+            for other in self.running.values():
+                if chunk.index < len(other.chunks) and other.chunks[chunk.index] is chunk:
+                    other.frontier = min(other.frontier, chunk.index * self._size)
+                    if other.streamed and other is not turn:
+                        self._disturbed.append(other)
+
+    # -- turns give up their pages --
 
     def _suspend(self, turn: Turn, now: float, counted: bool = True) -> None:
         self.counters.suspensions += counted
@@ -599,7 +573,7 @@ class Scheduler:
         turn.finish = reason
         turn.usage.finished_at = now
         self.counters.finished += 1
-        if reason in (FinishReason.CANCELLED, FinishReason.WARMED):  # of which no outcome tells
+        if reason in (FinishReason.CANCELLED, FinishReason.WARMED):  # no outcome reports these
             self._ended.append(Ended(turn, reason))
         if turn.usage.admitted_at is not None:
             self._forgotten.append(turn.turn_id)
@@ -634,7 +608,7 @@ class Scheduler:
         del self._turns[turn.turn_id]
         self._num_background -= turn.is_background
         if was is not TurnState.RUNNING and turn.keep_tokens is not None:
-            # One that was never admitted has computed nothing: what KV there is behind its history
+            # A turn that was never admitted has computed nothing: what KV there is behind its history
             # belongs to a turn that is in no log, and its own prompt may join the log now.
             admitted = turn.usage.admitted_at is not None
             known = turn.keep_tokens if admitted else turn.history_tokens
@@ -658,3 +632,70 @@ class Scheduler:
         sets = self.running, self.suspended, self.queued, self._releasing
         audit_turns(TurnsByState(self._turns, *sets), self.cache.conversations, self._size)
         self.preemption.check(self.running)
+
+
+def may_stream(cache: KVCache, config: SchedulerConfig) -> bool:
+    """Whether turns may run with their KV on the host."""
+    return config.stream != "off" and cache.config.can_stream and config.stages == 1
+
+
+@dataclass
+class SchedulerCounters:
+    """Counts since the scheduler was made."""
+
+    iterations: int = 0
+    tokens: int = 0  # positions computed
+    recomputed_tokens: int = 0  # of them, positions whose KV had been there before
+    repaired_ranges_max: int = 0  # most disconnected slices of one turn in one iteration
+    suspensions: int = 0
+    resumptions: int = 0
+    streamed: int = 0  # admissions of turns whose KV stays on the host
+    returned: int = 0  # of them turns, to the device
+    preemptions: int = 0  # of them suspensions, for a turn that was next
+    idle_tokens: int = 0  # computed for a turn that had already finished
+    finished: int = 0
+    failed: int = 0
+
+
+class BlockedTurns:
+    """The turns that are next in one plan and do not fit into memory: which others may be admitted first.
+
+    A short message behind a long history may need most of the device.  It waits until running turns have
+    ended, and turns behind it that fit need not wait.  These are new turns that need nothing from the host:
+    an iteration with swap-ins has no swap-outs, and swap-outs are what the blocked turn waits for.  A turn
+    that was suspended, or that others gave way to, is not passed.
+    """
+
+    def __init__(self, cache: KVCache, background: bool = False, may_admit: bool = True) -> None:
+        self._cache = cache
+        self.background = background  # the plan is for background turns
+        self.turns: list[Turn] = []
+        self.required_pages = 0  # of the first
+        self.may_admit = may_admit  # whether any turn may still be admitted
+
+    def add(self, turn: Turn, shortage: Shortage | None, is_claimant: bool) -> None:
+        """The turn does not fit; without a shortage, it waits for a commit."""
+        if not self.turns and shortage is not None:
+            self.required_pages = shortage.required_pages
+        self.turns.append(turn)
+        is_passed = turn.state is TurnState.QUEUED and not is_claimant and shortage is not None
+        self.may_admit = is_passed and self._may_pass()
+
+    def defers(self, turn: Turn) -> bool:
+        """Defer a turn behind these if it needs something from the host."""
+        if not self.turns or not self._cache.needs_swap_in(turn):
+            return False
+        self.turns.append(turn)
+        self.may_admit = turn.state is TurnState.QUEUED and self._may_pass()
+        return True
+
+    def passed(self) -> None:
+        """Another turn is admitted."""
+        for turn in self.turns:
+            turn.num_passed += 1
+        self.may_admit = self._may_pass()
+
+    def _may_pass(self) -> bool:
+        return len(self.turns) < BLOCKED_MAX and all(
+            turn.num_passed < PASSES_MAX for turn in self.turns
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 
 # Of no machine in particular: the weights are read in the time of 20 tokens.  Predictions are corrected by
 # what is measured (time_budget.py).

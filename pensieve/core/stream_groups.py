@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
-from pensieve.core.cache_config import CacheConfig
+from pensieve.core.cost import work_of
 from pensieve.core.iteration import PageGroup, Slice
-from pensieve.core.iteration_cost import work_of
 from pensieve.core.prefix_tree import Branch, Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.tiers import CacheConfig
 from pensieve.core.turn import Turn
 
 PACK_EVERY = 512

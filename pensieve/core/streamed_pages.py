@@ -23,11 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pensieve.core.cache_config import CacheConfig
-from pensieve.core.cache_values import Admission, IsIntact
-from pensieve.core.candidates import Candidates
 from pensieve.core.eviction import Eviction
 from pensieve.core.prefix_tree import Chunk, Conversation, PrefixTree
+from pensieve.core.tiers import Admission, CacheConfig, IsIntact
 from pensieve.core.turn import Turn
 
 
@@ -36,15 +34,13 @@ class StreamedPages:
         self,
         config: CacheConfig,
         tree: PrefixTree,
-        candidates: Candidates,
         eviction: Eviction,
         is_intact: IsIntact,
     ) -> None:
         self._config = config
         self._size = config.chunk_tokens
         self._tree = tree
-        self._candidates = candidates
-        self._tiers = candidates.tiers
+        self._candidates = eviction.candidates
         self._eviction = eviction
         self._is_intact = is_intact
 

@@ -1,28 +1,29 @@
 """Which turns stream their contexts from the host, because the device has no room for them.
 
-Only attention needs KV on the device, so tokens of more turns than fit may share an iteration: what is read
-once for all of them, the weights, is the largest part of it while few turns generate.  A streamed turn brings
-its pages' copies into every iteration.  So it pays as long as another turn adds less to an iteration than its
-share of it:
+Only attention needs KV on the device, so tokens of more turns than fit may share an iteration.  The weights
+are read once for all of them, and are the largest part of the iteration while few turns generate.  A streamed
+turn brings its pages' copies into every iteration.  So streaming pays as long as another turn adds less to an
+iteration than its share of it:
 
     n / seconds rises with it
 
-where n turns run and `seconds` is what their iteration takes (`StreamCost` learns it).  Some of that
-is for the first streamed turn alone, so those that wait are looked at together: `auto` streams as many of
-them, in their order, as are predicted to deliver most, if that is GAIN times of what is delivered now.  An
-objective for the time between tokens is kept (`--tbt`).  `on` streams whatever it can, `off` nothing.
+n turns run, and `seconds` is what their iteration takes (`StreamCost` learns it).  A part of that is for the
+first streamed turn alone, so waiting turns are looked at together.  `auto` streams as many of them, in their
+order, as are predicted to deliver most, if that is GAIN times what is delivered now.  An objective for the
+time between tokens is kept (`--tbt`).  `on` streams whatever it can.  With `off` this module is not used.
 
-Background turns stream among themselves: beside interactive turns they have a few percent of an iteration
-(background_room.py), which streaming alone may take, so then they give up their places and wait for pages.
+Background turns stream only among themselves.  Beside interactive turns they have a few percent of an
+iteration (background_room.py), which streaming alone may take.  So then they give up their places and wait
+for pages.
 
-A turn that fits the device beside those that run, once idle pages are copied out, waits for that.
+A turn that fits the device beside the running ones, once idle pages are copied out, waits for that.
 
 When TRIED_FOR iterations have streamed, and the resident turns alone are predicted to deliver more tokens a
 second than all of them do, streaming stops, for a number of iterations that doubles each time.
 
 **Back to the device.**  When nobody waits any more, and pages are available, the largest streamed turn that
-fits gives up its place and is admitted again, with pages of the device (`who_returns`), one an iteration.
-For the smallest, idle pages are made available ahead.
+fits gives up its place and is admitted again, with pages of the device (`turn_to_return`), one an iteration.
+ For the smallest, idle pages are made available ahead.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pensieve.core.cache import KVCache
-from pensieve.core.fair_queue import FairQueue
+from pensieve.core.fair_queue import FairQueue, precedes_prefills
 from pensieve.core.iteration_draft import IterationDraft
-from pensieve.core.prefill_order import may_join, next_waiting
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.stream_groups import StreamGroups
 from pensieve.core.turn import QUEUE_ORDER, Turn
 
 GAIN = 1.05
@@ -52,13 +53,13 @@ class Streaming:
         self,
         config: SchedulerConfig,
         cache: KVCache,
-        has_place: Callable[[Turn, Collection[Turn]], bool],
+        has_room_for: Callable[[Turn, Collection[Turn]], bool],
     ) -> None:
-        """`has_place` says whether a turn may run beside these."""
-        self._room_beside, self._has_place = cache.room_beside, has_place
+        """`has_room_for` tells whether a turn may run beside others."""
+        self._room_beside, self._has_room_for = cache.room_beside, has_room_for
         sizes = cache.config
-        possible = sizes.staging_pages > 0 and sizes.host_pages > 0 and config.stages == 1
-        self.mode = config.stream if possible else "off"
+        self._always = config.stream == "on"
+        self._groups = StreamGroups(sizes, config, cache.path_of)
         self._size, self._pages_max = sizes.chunk_tokens, sizes.staging_pages
         self._device_pages, self._reserve_pages = sizes.device_pages, sizes.reserve_pages
         self._tbt = config.tbt_seconds
@@ -68,9 +69,9 @@ class Streaming:
         self.required_pages = 0  # for one that could return
         self.lacked = False  # a turn lacked pages in the last plan
 
-    # -- who begins, who stops --
+    # -- which turns begin, stop and return --
 
-    def who_may(
+    def turns_to_admit(
         self,
         suspended: Iterable[Turn],
         queued: FairQueue,
@@ -78,20 +79,21 @@ class Streaming:
         draft: IterationDraft,
         background: bool,
     ) -> Iterator[Turn]:
-        """Of the turns that wait, those for which it pays, one after the other; each may begin to run."""
-        if self.mode == "off" or self._paused:
+        """Yield the waiting turns for which it pays; each may be admitted before the next is asked for."""
+        if self._paused:
             return
         started = [turn for turn in running if turn.is_prefill]
         tried: list[Turn] = []
 
-        def may_come(turn: Turn) -> bool:
-            return turn.is_background == background and not turn.warm and may_join(turn, started)
+        def may_stream(turn: Turn) -> bool:
+            is_of_kind = turn.is_background == background and not turn.warm
+            return is_of_kind and precedes_prefills(turn, started)
 
         pages_for, claimed = self._room_beside(running), self._reserve_pages
         chosen: list[Turn] = []
         while len(tried) < LOOKED_AT_MAX:
             rest = (turn for turn in suspended if turn not in tried)
-            if (turn := next_waiting(rest, queued, may_come, tried)) is None:
+            if (turn := queued.next_turn(rest, may_stream, tried)) is None:
                 break
             tried.append(turn)
             num_pages, pages_left = pages_for(turn)
@@ -99,16 +101,16 @@ class Streaming:
                 claimed += num_pages  # it waits for copies
             elif num_pages <= self._pages_max:
                 chosen.append(turn)
-        # Those that wait for pages alone keep their places.
+        # Turns that wait only for pages keep their places.
         kept = [turn for turn in tried if turn not in chosen]
         for turn in chosen[: self._how_many(chosen, running)]:
-            if not (draft.has_room() and self._has_place(turn, [*running, *kept])):
+            if not (draft.has_room() and self._has_room_for(turn, [*running, *kept])):
                 return
             yield turn
 
     def _how_many(self, turns: Sequence[Turn], running: Iterable[Turn]) -> int:
-        """Of these, in their order, such that most tokens a second are delivered."""
-        if self.mode == "on":
+        """How many of these, in their order, deliver the most tokens a second."""
+        if self._always:
             return len(turns)
         load = load_of(running)
         best, count = GAIN * self._rate(load), 0
@@ -124,8 +126,9 @@ class Streaming:
         seconds = self.cost.seconds(load)
         return load.num_turns / seconds if seconds else 0.0
 
-    def who_stops(self, running: Collection[Turn], beside_interactive: bool) -> list[Turn]:
-        """Streamed turns, if it does not pay, or the objective is missed; background turns beside others."""
+    def turns_to_stop(self, running: Collection[Turn], beside_interactive: bool) -> list[Turn]:
+        """Return streamed turns if it does not pay or the objective is missed, and background turns beside
+        interactive ones."""
         stops = self._if_it_does_not_pay(running)
         if self._tbt and self.cost.seconds(load_of(running)) > self._tbt:
             streamed = [turn for turn in running if turn.streamed]
@@ -140,7 +143,7 @@ class Streaming:
             return []
         streamed = [turn for turn in running if turn.streamed]
         self._num_streamed = self._num_streamed + 1 if streamed else 0
-        if self._num_streamed < TRIED_FOR or self.mode == "on":
+        if self._num_streamed < TRIED_FOR or self._always:
             return []
         if self._num_streamed > self._pause:
             self._pause = PAUSE_MIN  # it has paid
@@ -151,8 +154,8 @@ class Streaming:
         self._num_streamed = 0
         return streamed
 
-    def who_returns(self, running: Collection[Turn], num_available: int) -> Turn | None:
-        """A streamed turn for which the device has room."""
+    def turn_to_return(self, running: Collection[Turn], num_available: int) -> Turn | None:
+        """Return a streamed turn for which the device has room."""
         sizes = {turn: len(turn.chunks) for turn in running if turn.streamed}
         if self.lacked or not sizes:
             return None
@@ -164,14 +167,18 @@ class Streaming:
             self.required_pages = required if held + required <= self._device_pages else 0
         return max(fitting, key=sizes.__getitem__, default=None)
 
-    # -- what is measured --
+    # -- iterations --
+
+    def arrange(self, draft: IterationDraft) -> None:
+        """Put slices of streamed turns behind the others, in groups."""
+        slices, draft.groups = self._groups.arranged(
+            draft.slices, draft.streamed, draft.filled_before
+        )
+        draft.slices = list(slices)
 
     def committed(self, draft: IterationDraft, seconds: float) -> None:
-        """It took so long; nothing is learned from one with prompts or background turns."""
-        if draft.num_tokens == draft.num_decodes and not draft.num_background:
-            self.cost.took(
-                StreamLoad(draft.num_decodes, draft.work.keys, draft.num_staged), seconds
-            )
+        """Learn from how long an iteration took in which interactive turns generate and nothing else."""
+        self.cost.took(StreamLoad(draft.num_decodes, draft.work.keys, draft.num_staged), seconds)
 
 
 def load_of(running: Iterable[Turn]) -> StreamLoad:
@@ -198,7 +205,7 @@ class StreamLoad(NamedTuple):
 class StreamCost:
     """Learn what iterations take with streamed turns and without.
 
-    What is predicted (iteration_cost.py) is often off: costs may be estimates, rows become dearer when a
+    What is predicted (cost.py) is often off: costs may be estimates, rows become dearer when a
     batch is large, and how well copies hide behind computing depends on the machine.  So the seconds of an
     iteration in which turns generate are taken to be
 

@@ -26,10 +26,63 @@ eviction.py and cache.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from pensieve.core.iteration import SwapIn, SwapOut
+from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.core.prefix_tree import Chunk
+
+IsIntact = Callable[[int], bool]  # of a host page: it holds what was copied to it
+
+
+def trusted(host_page: int) -> bool:
+    """Trust every page: nobody looks, and nothing else writes to the host tier."""
+    return True
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The sizes of the two tiers, and the marks for copying out and for the reserve."""
+
+    device_pages: int
+    host_pages: int
+    chunk_tokens: int = 32
+    swap_out_below: float = 0.25  # of device pages available: copy to the host ahead of need
+    reserve: float = 0.10  # of device pages: kept for turns that are generating
+    swap_outs_max: int = 64  # copies started by one iteration
+    staging_pages: int = (
+        0  # of each of two arenas, for one layer of streamed turns; 0: none is streamed
+    )
+
+    def __post_init__(self) -> None:
+        if self.device_pages < 2:
+            raise ValueError("the device tier needs two or more pages")
+        if (
+            min(self.host_pages, self.staging_pages) < 0
+            or min(self.chunk_tokens, self.swap_outs_max) < 1
+        ):
+            raise ValueError("page counts must not be negative, and chunks hold at least one token")
+        if not 0.0 <= self.reserve <= self.swap_out_below <= 1.0:
+            raise ValueError("0 <= reserve <= swap_out_below <= 1 does not hold")
+
+    @property
+    def can_stream(self) -> bool:
+        """There is room for turns whose KV stays on the host."""
+        return self.staging_pages > 0 and self.host_pages > 0
+
+    @property
+    def device_tokens_max(self) -> int:
+        """The longest context that fits the device tier, one chunk set aside for copy on write."""
+        return (self.device_pages - 1) * self.chunk_tokens
+
+    @property
+    def swap_out_mark_pages(self) -> int:
+        return -int(-self.device_pages * self.swap_out_below // 1)
+
+    @property
+    def reserve_pages(self) -> int:
+        return -int(-self.device_pages * self.reserve // 1)
 
 
 class PagePool:
@@ -79,6 +132,24 @@ class CacheCounters:
     discarded: int = 0  # computed by a turn that failed
     damaged: int = 0  # not on the host any more as they were copied there
     adopted: int = 0  # came from another engine
+
+
+@dataclass(slots=True)
+class Admission:
+    """The pages of a turn's whole present context are reserved; what has to move for that."""
+
+    copies: list[PageCopy] = field(default_factory=list)
+    swap_ins: list[SwapIn] = field(default_factory=list)
+    sources: list[Chunk] = field(default_factory=list)  # of `copies`; released at the commit
+    device_tokens: int = 0  # of the turn's history, found on the device
+    host_tokens: int = 0  # of the turn's history, on their way from the host
+    copied: tuple[Chunk, Chunk] | None = None  # (source, target) of a copy on write
+
+
+class Shortage(NamedTuple):
+    """The turn does not fit now; it would if so many pages were available."""
+
+    required_pages: int
 
 
 @dataclass(slots=True)

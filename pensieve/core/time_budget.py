@@ -1,47 +1,50 @@
-"""How much of prompts may join an iteration that turns which generate wait for.
+"""How many prompt tokens may join an iteration that generating turns wait for.
 
-Whoever generates waits for the whole iteration, so a long piece of somebody's prompt is a gap in everybody
-else's reply.  `TimeBudget` predicts what an iteration takes (iteration_cost.py), and prompts join it as long
-as that stays within what is allowed, the lesser of
+A generating turn waits for the whole iteration, so a long piece of somebody's prompt is a gap in everybody
+else's reply.  `TimeBudget` predicts what an iteration takes (cost.py).  Prompts join as long as the
+prediction stays within the lesser of
 
     tbt_seconds             the objective: the time between two tokens of a reply
     prompt_seconds_max      what prompts may add to what the iteration takes without them: up to twice that
-                            where more than BACKLOG_SECONDS of prompts wait, in proportion
+                            if more than BACKLOG_SECONDS of prompts wait, in proportion
 
-Nor is a turn admitted beside others that would together miss the objective when all of them generate, without
-any prompt: so a batch is as large as the objective allows.  One that it would miss alone limits no batch.
+A turn is also not admitted beside others if all of them together would miss the objective once they generate,
+without any prompt.  So a batch is as large as the objective allows.  A turn that would miss it alone limits
+no batch.
 
-0 is no limit, and where nobody generates there is none: nobody waits.  A prompt ends however slow the
-machine is: TOKENS_MIN of the first one are always allowed.  They cost little where reading the weights is
-what takes the time.
+0 is no limit.  There is also none while no turn generates, because nobody waits.  A prompt ends however slow
+the machine is: TOKENS_MIN of the first prompt are always allowed.  They cost little if reading the weights
+takes most of the time.
 
-**A closed loop.**  What turns that generate take and what prompts add to it are predicted apart, and each is
+**A closed loop.**  The time of generating turns and what prompts add to it are predicted apart, and each is
 corrected by measurement:
 
     seconds = a · predicted without prompts + b · predicted of the prompts' pieces
 
-b is the second highest of the last few ratios (a, while there is none): one late iteration changes nothing,
-two are believed, and a machine whose times vary has shorter pieces, because what counts is the P99 of the
-times and not their median.  (Iterations full of a document, beside other work on two cores, took 1.28 x of
-what was predicted at their P99 with the second highest of seven, 1.47 x with the median; 0.95 and 1.01 x in
-the middle.)  a is the ratio of the last iteration without prompts.  So the prediction need only know how
-iterations differ, and not how fast the machine is, which other work on it changes.  a is measured before any
-prompt joins, and where prompts never end one iteration goes without them after PROBE_AFTER with some; else
-what a prediction for more turns or longer contexts is off by would be charged to the prompts, whose pieces
-would become shorter and shorter.  Where an iteration with prompts takes clearly less than it should without,
-a is measured anew.
+b is the second highest of the last few ratios (a, while there is none).  One late iteration changes nothing,
+and two are believed.  A machine whose times vary has shorter pieces, because the P99 of the times counts and
+not their median.  (Iterations full of a document, beside other work on two cores, took 1.28 times the
+prediction at their P99 with the second highest of seven, and 1.47 times with the median; 0.95 and 1.01 times
+in the middle.)
 
-Few tokens cost nothing where reading the weights is what takes the time, and a b learned from them would let
-in pieces that are far too long.  So no iteration takes more than GROWTH times as much of prompts as the most
-that was measured lately, and no more than that where the last one took its time: pieces double until they
-take time, or reach what is allowed.
+a is the ratio of the last iteration without prompts.  So the prediction need only know how iterations differ,
+and not how fast the machine is, which other work on it changes.  a is measured before any prompt joins.  If
+prompts never end, one iteration goes without them after PROBE_AFTER with some.  Otherwise the error of a
+prediction for more turns or longer contexts would be charged to the prompts, whose pieces would become
+shorter and shorter.  If an iteration with prompts takes clearly less than it should without, a is measured
+anew.
 
-The times are those that `plan` and `commit` are given, so the budget is as repeatable as the rest: a
-journal replays to the same pieces.  With pipeline stages a turn's next token comes with the last of as many
-iterations as there are stages, so each of them is allowed its part of what prompts may add, and the
-objective is kept by what the iterations in flight make of it (stage_times.py).  An iteration in which
-somebody generates took from the last commit to its own, because that is what whoever generates waits for:
-all that is done between two iterations counts.
+Few tokens cost nothing if reading the weights takes most of the time, and a b learned from them would let in
+pieces that are far too long.  So no iteration takes more than GROWTH times as much of prompts as the most
+that was measured lately, and no more than that if the last one took its time.  Pieces double until they take
+time, or reach what is allowed.
+
+`plan` and `commit` are given the times, so the budget is as repeatable as the rest: a journal replays to the
+same pieces.  With pipeline stages a turn's next token comes with the last of as many iterations as there are
+stages.  So each of them is allowed its part of what prompts may add, and the objective is kept by what the
+iterations in flight make of it (stage_times.py).  An iteration in which a turn generates took from the last
+commit to its own, because a generating turn waits for that long: all that is done between two iterations
+counts.
 """
 
 from __future__ import annotations
@@ -51,7 +54,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
-from pensieve.core.prefill_order import num_missing
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stage_times import StageTimes
 from pensieve.core.turn import Turn
@@ -104,13 +106,13 @@ class TimeBudget:
         if a is None or self._num_with >= PROBE_AFTER:
             draft.limit(0)
         elif a > 0.0:
-            num_tokens = num_waiting + sum(map(num_missing, started))
+            num_tokens = num_waiting + sum(turn.num_missing for turn in started)
             allowed = self._added_max * self._backlog_factor(num_tokens) or float("inf")
             if self._tbt:
                 allowed = min(allowed, self._longest(now) - a * without)
             draft.seconds_max = self._predicted_within(max(allowed, 0.0), a)
 
-    def has_place(self, turn: Turn, running: Collection[Turn]) -> bool:
+    def has_room_for(self, turn: Turn, running: Collection[Turn]) -> bool:
         """Whether it may run beside these.
 
         As many run as may, and as could generate together within the objective, if this one alone could.

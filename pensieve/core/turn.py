@@ -141,6 +141,24 @@ class Turn:
         return max(self.history_tokens - 1, 0)
 
     @property
+    def num_new_tokens(self) -> int:
+        """Of its prompt."""
+        return self.prompt_end - self.history_tokens
+
+    @property
+    def num_missing(self) -> int:
+        """At most so many positions of its context are computed before its next token.
+
+        Before its admission nobody knows what of its history is held: only its prompt counts, and nothing if
+        it was suspended.
+        """
+        if self.state is TurnState.RUNNING:
+            return len(self.tokens) + self.pending_tokens - self.frontier
+        if self.state is TurnState.QUEUED:
+            return self.num_new_tokens
+        return 0
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_end
 

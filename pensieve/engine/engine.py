@@ -32,18 +32,18 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
 from pensieve.core.cache import CacheConfig, KVCache
-from pensieve.core.cache_values import IsIntact, trusted
 from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.tiers import IsIntact, trusted
 from pensieve.core.turn import Ended, FinishReason, Turn, Usage
-from pensieve.engine.attainment import Attainment
+from pensieve.engine.cache_views import cached, picture, usage
 from pensieve.engine.hand_over import HandOver, verified
 from pensieve.engine.held_turns import HeldTurns
 from pensieve.engine.messages import (
@@ -70,8 +70,7 @@ from pensieve.engine.messages import (
     TurnAdmitted,
     TurnEnded,
 )
-from pensieve.engine.metrics import Metrics, cached, usage
-from pensieve.engine.pictures import picture
+from pensieve.engine.metrics import Metrics, TurnTimes
 from pensieve.engine.ports import Executor, Observer, Ports
 
 IDLE_SECONDS = 1.0  # a round without anything to do; garbage is collected after the first
@@ -130,18 +129,16 @@ class Engine:
         self.executor = executor
         self.clock, self.mailbox, self.sink = ports.clock, ports.mailbox, ports.sink
         self.metrics = Metrics(self.scheduler, self.clock.now())
-        self.attainment = Attainment(self.scheduler, self.config.ttft_seconds)
-        self._observers: tuple[Observer, ...] = (self.metrics, self.attainment, *observers)
+        self.turn_times = TurnTimes(self.scheduler, self.config.ttft_seconds)
+        self._observers: tuple[Observer, ...] = (self.metrics, self.turn_times, *observers)
         self.num_rounds = 0  # of `run`; read by other threads
         self.held = HeldTurns(ports.preparer, ports.mailbox.wake)
         self.hand_over = HandOver(self.scheduler.cache, ports.pages)
         self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
-        self.check_idle: Callable[[], None] = lambda: (
-            None
-        )  # what raises where no turn would find out
-        self._waiting: dict[
-            int, SubmitTurn
-        ] = {}  # by turn_id: turns whose log the service was asked for
+        # Raises what no turn would find out.
+        self.check_idle: Callable[[], None] = lambda: None
+        # Turns whose log the service was asked for, by turn_id.
+        self._waiting: dict[int, SubmitTurn] = {}
 
     def observe(self, observer: Observer) -> None:
         """Add an observer, which is called from now on."""
@@ -170,7 +167,7 @@ class Engine:
                     collected = False
                     continue
                 if self.mailbox.closed:
-                    if not self.held:
+                    if not self.held.turns:
                         return
                     self.held.wait()
                 self.check_idle()
@@ -185,16 +182,18 @@ class Engine:
     # -- in --
 
     def _deliver(self, messages: Sequence[Message]) -> None:
-        for released in self.held.released():
-            self._receive(released)
+        if self.held.turns:
+            for released in self.held.released():
+                self._receive(released)
         for message in messages:
             if not (isinstance(message, SubmitTurn) and self._is_held(message)):
                 self._receive(message)
 
     def _is_held(self, message: SubmitTurn) -> bool:
-        """From now on, unless it is ready, or refused anyway."""
-        has_room = self._num_waiting < self.config.turns_queued_max
-        return has_room and not self.held.has(message.conversation_id) and self.held.hold(message)
+        """Hold a turn back whose constraint is not ready, unless it is refused anyway."""
+        if message.options.constraint is None or self._num_waiting >= self.config.turns_queued_max:
+            return False
+        return not _is_among(message.conversation_id, self.held.turns) and self.held.hold(message)
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, ImportKv) and not message.is_verified:
@@ -207,14 +206,15 @@ class Engine:
     def take(self, message: Message, now: float) -> list[Event]:
         """Act on one message; returns the events that follow from it at once."""
         scheduler, cache = self.scheduler, self.scheduler.cache
-        self.hand_over.notice(message)
+        if self.hand_over.imports:
+            self.hand_over.close_import(message)
         match message:
             case SubmitTurn():
                 return self._submit(message, now)
             case ProvideLog():
                 self._provide(message, now)
             case CancelTurn(turn_id, keep_tokens):
-                waiting = self._waiting.pop(turn_id, None) or self.held.give_up(turn_id)
+                waiting = self._waiting.pop(turn_id, None) or self.held.turns.pop(turn_id, None)
                 if waiting is not None:
                     return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
                 scheduler.cancel(turn_id, keep_tokens, now)
@@ -247,7 +247,7 @@ class Engine:
             case Picture(query_id, limit, prefix):
                 return [Answer(query_id, rows=picture(cache, limit, prefix))]
             case GetStats(query_id):
-                figures = self.metrics.figures(now) | self.attainment.figures(now)
+                figures = self.metrics.figures(now) | self.turn_times.figures(now)
                 return [Answer(query_id, figures=figures)]
             case CheckIntegrity(query_id):
                 return [Answer(query_id, problems=self._problems(now))]
@@ -293,14 +293,15 @@ class Engine:
         return events
 
     def _is_busy(self, conversation_id: str) -> bool:
-        """Whether a turn of it runs, or waits, for its log too."""
-        if self.scheduler.turn_of(conversation_id) is not None or self.held.has(conversation_id):
+        """Whether a turn of it runs, or waits outside of the scheduler."""
+        if self.scheduler.turn_of(conversation_id) is not None:
             return True
-        return any(each.conversation_id == conversation_id for each in self._waiting.values())
+        outside = self._waiting, self.held.turns
+        return any(_is_among(conversation_id, turns) for turns in outside)
 
     @property
     def _num_waiting(self) -> int:
-        return len(self.scheduler.queued) + len(self._waiting) + len(self.held)
+        return len(self.scheduler.queued) + len(self._waiting) + len(self.held.turns)
 
     def _begin(self, message: SubmitTurn, known: array[int], now: float) -> None:
         """Submit a turn whose context is complete: `known`, then the tokens that the message brought."""
@@ -353,9 +354,10 @@ class Engine:
     ) -> list[Event]:
         """End the turns of a conversation that wait for its log, or are held."""
         ended: list[Event] = []
-        if not warms_only:
-            held = self.held.give_up_all(conversation_id)
-            ended += [_ended_at_once(each, FinishReason.CANCELLED, now) for each in held]
+        for message in [] if warms_only else list(self.held.turns.values()):
+            if message.conversation_id == conversation_id:
+                del self.held.turns[message.turn_id]
+                ended.append(_ended_at_once(message, FinishReason.CANCELLED, now))
         for message in list(self._waiting.values()):
             if message.conversation_id == conversation_id and (message.warm or not warms_only):
                 del self._waiting[message.turn_id]
@@ -364,11 +366,11 @@ class Engine:
         return ended
 
     def _share_no_more(self, conversation_id: str) -> None:
-        """Turns that wait begin without this prefix: another one may have its name by then."""
-        self.held.share_no_more(conversation_id)
-        for turn_id, message in self._waiting.items():
-            if message.prefix_of == conversation_id:
-                self._waiting[turn_id] = replace(message, prefix_of="", prefix_tokens=0)
+        """Let turns that wait begin without this prefix: another one may have its name by then."""
+        for turns in (self.held.turns, self._waiting):
+            for turn_id, message in turns.items():
+                if message.prefix_of == conversation_id:
+                    turns[turn_id] = replace(message, prefix_of="", prefix_tokens=0)
 
     def _share_prefix(self, message: SubmitTurn, now: float) -> int:
         """Let a new conversation share another one's KV of their common prefix; returns how many tokens."""
@@ -409,7 +411,7 @@ class Engine:
 
     def _publish(self, events: Sequence[Event]) -> None:
         if events:
-            for event in events:
+            for event in events if self.held.prepared else ():
                 if isinstance(event, TurnEnded):
                     self.held.ended(event.turn_id)
             for observer in self._observers:
@@ -436,7 +438,8 @@ class Engine:
             )
             for turn in self.scheduler.turns()
         ]
-        waiting = [*self._waiting.values(), *self.held.give_up_all()]
+        waiting = [*self._waiting.values(), *self.held.turns.values()]
+        self.held.turns.clear()
         events += [_ended_at_once(each, failed, now, why) for each in waiting]
         self._publish(events)
 
@@ -446,6 +449,10 @@ class Engine:
         except AssertionError as problem:
             return (str(problem) or "an invariant of the cache does not hold",)
         return ()
+
+
+def _is_among(conversation_id: str, turns: Mapping[int, SubmitTurn]) -> bool:
+    return any(each.conversation_id == conversation_id for each in turns.values())
 
 
 def _ended(end: Ended) -> TurnEnded:

@@ -32,7 +32,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pensieve.core.adoption import Adopted, KvPlace
+from pensieve.core.adoption import Adopted, Adoption, KvPlace
 from pensieve.core.cache import KVCache
 from pensieve.core.prefix_tree import Chunk
 from pensieve.engine.messages import (
@@ -88,10 +88,8 @@ class HandOver:
 
     def __init__(self, cache: KVCache, pages: KvPages | None) -> None:
         """Without `pages` nothing is exported, and of what comes nothing is written."""
-        self._cache, self._pages = cache, pages
-        self._imports: OrderedDict[str, bool] = (
-            OrderedDict()
-        )  # by conversation: whether one part came
+        self._cache, self._pages, self._adoption = cache, pages, Adoption(cache)
+        self.imports = OrderedDict[str, bool]()  # that are open: whether a part has come
 
     # -- the engine that had it --
 
@@ -168,17 +166,17 @@ class HandOver:
         conversation_id = message.conversation_id
         if is_busy or conversation_id in self._cache.conversations:
             return
-        self._imports[conversation_id] = False
-        while len(self._imports) > IMPORTS_MAX:
-            self._imports.popitem(last=False)
+        self.imports[conversation_id] = False
+        while len(self.imports) > IMPORTS_MAX:
+            self.imports.popitem(last=False)
 
-    def notice(self, message: Message) -> None:
-        """What closes the import of a conversation: it is used, or becomes another one."""
+    def close_import(self, message: Message) -> None:
+        """Close the import of a conversation that the message uses, or makes another one."""
         match message:
             case SubmitTurn() | RewindConversation() | DeleteConversation():
-                self._imports.pop(message.conversation_id, None)
+                self.imports.pop(message.conversation_id, None)
             case ForkConversation():
-                self._imports.pop(message.target_id, None)
+                self.imports.pop(message.target_id, None)
 
     def take_in(self, message: ImportKv, now: float) -> Answer:
         """How many chunks of it were adopted, with how many tokens, and how many were damaged."""
@@ -192,9 +190,9 @@ class HandOver:
 
     def _adopt(self, message: ImportKv, now: float) -> list[Adopted]:
         conversation_id, cache = message.conversation_id, self._cache
-        has_begun = self._imports.get(conversation_id)
+        has_begun = self.imports.get(conversation_id)
         if has_begun is None or has_begun != (conversation_id in cache.conversations):
-            self._imports.pop(conversation_id, None)
+            self.imports.pop(conversation_id, None)
             return []
         damaged = set(message.damaged)
         slots = [0 if index in damaged else each for index, each in enumerate(message.slots)]
@@ -207,8 +205,8 @@ class HandOver:
         size, last = cache.config.chunk_tokens, message.first_chunk + len(slots) - 1
         if max(slots) > size or (not has_begun and last * size + slots[-1] > len(log)):
             return []
-        adopted = cache.adopt(conversation_id, log, message.first_chunk, slots, now)
-        self._imports[conversation_id] = conversation_id in cache.conversations
+        adopted = self._adoption.adopt(conversation_id, log, message.first_chunk, slots, now)
+        self.imports[conversation_id] = conversation_id in cache.conversations
         if self._pages is not None:
             body = memoryview(message.body)[message.num_log_tokens * TOKEN_BYTES :]
             pieces = list(_pieces(body, message.slots, self._pages.slot_bytes))

@@ -20,79 +20,56 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 from pensieve.engine.messages import SubmitTurn
 from pensieve.engine.ports import Preparer
 
 
 class HeldTurns:
-    """The engine's main thread calls; `wake` is called by others when one may be ready."""
+    """Called by the engine's main thread, for turns with a constraint; other threads call `wake` when one of
+    them may be ready."""
 
     def __init__(self, preparer: Preparer | None, wake: Callable[[], None]) -> None:
         self._preparer = preparer
         self._wake = wake
-        self._turns: dict[int, SubmitTurn] = {}  # by turn_id, in the order of arrival
+        self.turns: dict[int, SubmitTurn] = {}  # held, by turn_id, in the order of arrival
+        self.prepared: set[int] = set()  # turns that have not ended, held or not
         self._changed = threading.Event()
 
-    def __len__(self) -> int:
-        return len(self._turns)
-
     def hold(self, message: SubmitTurn) -> bool:
-        """Whether it is held from now on; else it may be taken."""
+        """Hold a turn back if its constraint is not ready; False: the engine may take it."""
         constraint = message.options.constraint
         if self._preparer is None or constraint is None:
             return False
+        self.prepared.add(message.turn_id)
         if self._preparer.prepare(message.turn_id, constraint, self._on_ready):
             return False
-        self._turns[message.turn_id] = message
+        self.turns[message.turn_id] = message
         return True
 
     def released(self) -> list[SubmitTurn]:
-        """Those that are ready, and held no longer."""
-        if not self._turns:
-            return []
+        """Return the turns that are ready, which are held no longer."""
         assert self._preparer is not None
         self._changed.clear()
-        ready = [each for each in self._turns if self._preparer.is_ready(each)]
-        return [self._turns.pop(each) for each in ready]
+        ready = [each for each in self.turns if self._preparer.is_ready(each)]
+        return [self.turns.pop(each) for each in ready]
 
     def wait(self) -> None:
-        """Until one is ready, if any is held."""
-        while self._turns and not self._any_ready():
+        """Wait until a turn is ready, if any is held."""
+        while self.turns and not self._any_ready():
             self._changed.wait()
             self._changed.clear()
 
-    def has(self, conversation_id: str) -> bool:
-        return any(each.conversation_id == conversation_id for each in self._turns.values())
-
-    def give_up(self, turn_id: int) -> SubmitTurn | None:
-        """The turn, if it is held; it is no longer."""
-        return self._turns.pop(turn_id, None)
-
-    def give_up_all(self, conversation_id: str | None = None) -> list[SubmitTurn]:
-        """The same, of one conversation or of all."""
-        found = [
-            turn_id
-            for turn_id, each in self._turns.items()
-            if conversation_id is None or each.conversation_id == conversation_id
-        ]
-        return [self._turns.pop(each) for each in found]
-
-    def share_no_more(self, conversation_id: str) -> None:
-        """They begin without this prefix: another one may have its name when they are taken."""
-        for turn_id, message in self._turns.items():
-            if message.prefix_of == conversation_id:
-                self._turns[turn_id] = replace(message, prefix_of="", prefix_tokens=0)
-
     def ended(self, turn_id: int) -> None:
-        """A turn has ended, held or not: what was prepared for it is not needed."""
-        if self._preparer is not None:
+        """A turn has ended, held or not: forget what was prepared for it."""
+        if turn_id in self.prepared:
+            assert self._preparer is not None
+            self.prepared.remove(turn_id)
             self._preparer.forget(turn_id)
 
     def _any_ready(self) -> bool:
         assert self._preparer is not None
-        return any(map(self._preparer.is_ready, self._turns))
+        return any(map(self._preparer.is_ready, self.turns))
 
     def _on_ready(self) -> None:
         self._changed.set()

@@ -31,12 +31,11 @@ from typing import Any, NamedTuple, TextIO
 
 from pensieve import __version__
 from pensieve.core.cache import CacheConfig
-from pensieve.core.cache_values import IsIntact
-from pensieve.core.cost import CostProfile
+from pensieve.core.cost import CostProfile, IterationCost
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, TurnFailure
-from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.tiers import IsIntact
 from pensieve.engine import codec
 from pensieve.engine.engine import Engine, EngineConfig, EngineConfigs
 from pensieve.engine.mailbox import Mailbox

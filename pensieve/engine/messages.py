@@ -90,7 +90,7 @@ class Explain:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Where the chunks of the conversations lie that were used last; see engine/pictures.py."""
+    """Where the chunks of the conversations lie that were used last; see cache_views.py."""
 
     query_id: int
     limit: int

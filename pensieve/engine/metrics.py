@@ -1,23 +1,43 @@
-"""Counts what the engine has done, as figures by name (an observer)."""
+"""Figures of an engine, by name: what it has done (`Metrics`), and what turns have of its time (`TurnTimes`).
+
+    gap           from a token of a reply to the next one, over whatever lies between, also a suspension
+    first token   from a turn's SubmitTurn to its first token
+    stall         a gap longer than STALL_RATIO times the median of the latest minutes.  If there is an
+                  objective, the gap is longer than that, too: a gap that meets it is no stall.
+    suspension    from when a turn has lost its place to when it runs again or ends; not in the figures while
+                  it lasts
+    error         of an iteration's predicted time, as a share of what it took; the latest ERRORS_KEPT
+
+Times are figures of the latest five minutes (distributions.py), except for stalls.  They are the engine's
+times, at which outcomes are taken in.  What the pipe, the service and the network add is not in them.
+
+Times are cheap to note: nearly all turns that get a token got the one before in the same iteration, and have
+the same gap.  So there is a look-up for each token and a logarithm for each different gap.  The suspended
+turns are looked at in each iteration.  Mostly there are none.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from heapq import nlargest, nsmallest
 
-from pensieve.core.cache import KVCache
-from pensieve.core.iteration import Iteration, Outcome
+from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.scheduler import Scheduler
-from pensieve.core.turn import FinishReason
-from pensieve.engine.histogram import Histogram
-from pensieve.engine.messages import Event, Message, TurnEnded
+from pensieve.core.turn import FinishReason, TurnState
+from pensieve.engine.distributions import Histogram, RecentShare, RecentTimes
+from pensieve.engine.messages import Event, Message, SubmitTurn, TurnEnded
 
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 TURNS_WAITING = ("queued", "suspended")  # in the figures, behind `turns_`
+STALL_RATIO = 5
+MEDIAN_SECONDS = 1.0  # between two looks at the median gap
+ERRORS_KEPT = 512
 
 
 class Metrics:
+    """What the engine has done: an observer that counts."""
+
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
         self._started_at = now
@@ -129,46 +149,142 @@ class Metrics:
         return figures
 
 
-def cached(
-    cache: KVCache, limit: int, least_valuable: bool, now: float
-) -> tuple[tuple[str | float, ...], ...]:
-    """A row for each conversation: id, device, host and dropped tokens, idle seconds, value, running.
+class TurnTimes:
+    """What turns have of the engine's time: an observer."""
 
-    Visits every cached chunk, so it is for an operator's query and not for every second.
-    """
-    rows: list[tuple[str | float, ...]] = []
-    size = cache.config.chunk_tokens
-    for conversation in cache.conversations.values():
-        tokens = {"device": 0, "device+host": 0, "host": 0, "dropped": 0}
-        for chunk in conversation.chunks():
-            tokens[chunk.location] += chunk.filled if chunk.resident else size
-        on_device = tokens["device"] + tokens["device+host"]
-        running = conversation.turn_id is not None
-        idle = 0.0 if running else now - conversation.idle_since
-        value = cache.retention_value(conversation, now)
-        rows.append(
-            (
-                conversation.conversation_id,
-                on_device,
-                tokens["host"],
-                tokens["dropped"],
-                idle,
-                math.inf if value is None else value,
-                float(running),
-            )
+    def __init__(self, scheduler: Scheduler, ttft_seconds: float = 0.0) -> None:
+        self._scheduler = scheduler
+        self._tbt, self._ttft = scheduler.config.tbt_seconds, ttft_seconds
+        self._gaps = RecentTimes(self._tbt or math.inf)
+        self._first_tokens = RecentTimes(self._ttft or math.inf)
+        self._suspensions = RecentTimes()
+        self._budget = RecentShare()
+        self._errors = PredictionErrors()
+        self._num_stalls = 0
+        self._median, self._median_due = 0.0, -math.inf
+        self._received_at: dict[int, float] = {}  # turns without a token
+        self._token_at: dict[int, float] = {}  # the latest of each turn that has one
+        self._background: set[int] = set()  # turns of jobs
+        self._suspended_at: dict[int, float] = {}
+        self._num_tokens = 0  # computed by the iterations up to the last one planned
+        self._planned: deque[tuple[float, float]] = deque()  # uncommitted: when, and predicted
+        self._committed_at = -math.inf
+
+    # -- Observer --
+
+    def received(self, message: Message, now: float) -> None:
+        if not isinstance(message, SubmitTurn) or message.warm:
+            return
+        if message.options.background:  # nobody waits for its tokens
+            self._background.add(message.turn_id)
+        else:
+            self._received_at[message.turn_id] = now
+
+    def planned(self, iteration: Iteration | None, now: float) -> None:
+        scheduler = self._scheduler
+        if scheduler.suspended or self._suspended_at:
+            self._look_at_suspended(now)
+        if iteration is not None:
+            self._planned.append((now, iteration.predicted_seconds))
+            num_tokens, before = scheduler.counters.tokens, self._num_tokens
+            if num_tokens > before:
+                self._budget.add(num_tokens - before, scheduler.config.batch_tokens_max, now)
+                self._num_tokens = num_tokens
+
+    def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
+        planned_at, predicted = self._planned.popleft()
+        measured = now - max(planned_at, self._committed_at)
+        self._committed_at = now
+        self._errors.add(predicted, measured)
+
+    def published(self, events: Sequence[Event]) -> None:
+        """Tokens come right behind `committed`, at its time."""
+        now, token_at = self._committed_at, self._token_at
+        num_since: dict[float, int] = {}  # gaps, by when the token before came
+        for event in events:
+            if isinstance(event, SampledToken):
+                turn_id = event.turn_id
+                if turn_id in self._background:
+                    continue
+                before = token_at.get(turn_id)
+                token_at[turn_id] = now
+                if before is not None:
+                    num_since[before] = num_since.get(before, 0) + 1
+                elif (received_at := self._received_at.pop(turn_id, None)) is not None:
+                    self._first_tokens.add(now - received_at, now)
+            elif isinstance(event, TurnEnded):
+                self._received_at.pop(event.turn_id, None)
+                self._background.discard(event.turn_id)
+                token_at.pop(event.turn_id, None)
+        for before, count in num_since.items():
+            self._add_gap(now - before, count, now)
+
+    # -- reading --
+
+    def figures(self, now: float) -> dict[str, float]:
+        gaps, first, suspended = (
+            each.spread(now) for each in (self._gaps, self._first_tokens, self._suspensions)
         )
-    if least_valuable:
-        found = nsmallest(limit, rows, key=lambda row: row[5])
-    else:
-        found = nlargest(limit, rows, key=lambda row: float(row[1]) + float(row[2]))
-    return tuple(found)
+        p50, p90 = self._errors.quantiles(0.5, 0.9)
+        figures = {
+            "tbt_count": gaps.count,
+            "tbt_p50_seconds": gaps.p50,
+            "tbt_p99_seconds": gaps.p99,
+            "ttft_count": first.count,
+            "ttft_p50_seconds": first.p50,
+            "ttft_p99_seconds": first.p99,
+            "stalls": self._num_stalls,
+            "suspended_count": suspended.count,
+            "suspended_p50_seconds": suspended.p50,
+            "suspended_p99_seconds": suspended.p99,
+            "iterations_predicted": len(self._errors),
+            "iteration_error_p50": p50,
+            "iteration_error_p90": p90,
+            "token_budget_used": self._budget.share(now),
+        }
+        if self._tbt:
+            figures["tbt_objective_seconds"] = self._tbt
+            figures["tbt_attained"] = self._gaps.attained(now)
+        if self._ttft:
+            figures["ttft_objective_seconds"] = self._ttft
+            figures["ttft_attained"] = self._first_tokens.attained(now)
+        return figures
+
+    # -- inside --
+
+    def _add_gap(self, seconds: float, count: int, now: float) -> None:
+        if now >= self._median_due:
+            self._median, self._median_due = self._gaps.spread(now).p50, now + MEDIAN_SECONDS
+        if self._median and seconds > max(STALL_RATIO * self._median, self._tbt):
+            self._num_stalls += count
+        self._gaps.add(seconds, now, count)
+
+    def _look_at_suspended(self, now: float) -> None:
+        for turn in self._scheduler.suspended:
+            if turn.state is TurnState.SUSPENDED and not turn.is_background:
+                self._suspended_at.setdefault(turn.turn_id, now)
+        for turn_id, since in list(self._suspended_at.items()):
+            found = self._scheduler.turn(turn_id)
+            if found is None or found.state is not TurnState.SUSPENDED:
+                self._suspensions.add(now - since, now)
+                del self._suspended_at[turn_id]
 
 
-def usage(cache: KVCache, conversation_id: str, now: float) -> dict[str, float]:
-    """Whether a turn of a cached conversation runs, or else since when none does; nothing of another."""
-    conversation = cache.conversations.get(conversation_id)
-    if conversation is None:
-        return {}
-    if conversation.turn_id is not None:
-        return {"running": 1.0}
-    return {"idle_seconds": now - conversation.idle_since}
+class PredictionErrors:
+    """Of the latest iterations: by how much of what each took its prediction was wrong."""
+
+    def __init__(self, num_kept: int = ERRORS_KEPT) -> None:
+        self._errors: deque[float] = deque(maxlen=num_kept)
+
+    def __len__(self) -> int:
+        return len(self._errors)
+
+    def add(self, predicted: float, measured: float) -> None:
+        """Nothing is counted where nothing was predicted, or nothing took time."""
+        if predicted and measured > 0.0:
+            self._errors.append(abs(predicted - measured) / measured)
+
+    def quantiles(self, *shares: float) -> list[float]:
+        """Of none, zeros."""
+        found = sorted(self._errors) or [0.0]
+        return [found[max(math.ceil(share * len(found)) - 1, 0)] for share in shares]

@@ -43,7 +43,7 @@ class Preparer(Protocol):
     def is_ready(self, turn_id: int) -> bool: ...
 
     def forget(self, turn_id: int) -> None:
-        """The turn has ended; nothing may have been prepared for it."""
+        """The turn has ended, and may never have begun."""
 
 
 class KvPages(Protocol):

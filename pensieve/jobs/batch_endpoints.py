@@ -1,15 +1,15 @@
-"""`/v1/files` and `/v1/batches`: the jobs of `pensieve batch`, as OpenAI's API has them.
+"""`/v1/files` and `/v1/batches`: batch jobs, as OpenAI's API has them.
 
-An uploaded file is a job that is only checked, so it is stored, limited, deleted and forgotten as jobs are,
-and what is wrong with its requests is known before a batch is made of it.  A batch is a new job with a copy
-of the lines: one file may become several batches, and may be deleted while they run.
+An uploaded file is a job that is only checked. So files are stored, limited, deleted and forgotten like jobs,
+and a client learns which requests are invalid before it creates a batch. A batch is a new job with a copy of
+the lines. One file may become several batches, and may be deleted while they run.
 
-    file-ID            a file that was uploaded: a job whose lines are only checked (`is_file`)
+    file-ID            an uploaded file: a job whose lines are only checked (`is_file`)
     batch_ID           any other job, however it was created
     file-input.JOB     the lines of a job that was created without an uploaded file
-    file-output.JOB    its answers, and file-errors.JOB its refusals: as many as there are by now
+    file-output.JOB    the job's answers so far; file-errors.JOB has its refusals
 
-A job that is an upload has an id of hexadecimal digits behind `file-`, so no id stands for two things.
+The id of an upload is `file-` and hexadecimal digits, so no id stands for two things.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pensieve.api.openai.request import RequestKind
 from pensieve.errors import InvalidArgument, NotFound, WrongJobState
 from pensieve.guard.callers import Caller, group_of
 from pensieve.guard.limits import delivered
-from pensieve.jobs.job_records import JobOutcome, JobState, ResultBytes, Which
-from pensieve.jobs.values import JobHeader, Jobs, JobView
+from pensieve.jobs.job_records import JobOutcome, JobState, ResultBytes, ResultKind
+from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
 from pensieve.store.records import ID_PATTERN
 
 NAME_CHARACTERS_MAX = 128
@@ -56,12 +56,12 @@ OUTCOMES = {
 
 
 class _OfJobs:
-    def __init__(self, jobs: Jobs | None) -> None:
+    def __init__(self, jobs: DaemonJobs | None) -> None:
         """`jobs`: None of a daemon that has none."""
         self._found = jobs
 
     @property
-    def _jobs(self) -> Jobs:
+    def _jobs(self) -> DaemonJobs:
         if self._found is None:
             raise NotFound("this daemon takes no batches")
         return self._found
@@ -73,13 +73,15 @@ class _OfJobs:
 
 
 class Files(_OfJobs):
-    def __init__(self, bodies: ApiRequests, jobs: Jobs | None, stall_seconds: float) -> None:
+    def __init__(
+        self, requests: ApiRequests, jobs: DaemonJobs | None, stall_seconds: float
+    ) -> None:
         super().__init__(jobs)
-        self._bodies, self._stall_seconds = bodies, stall_seconds
+        self._requests, self._stall_seconds = requests, stall_seconds
         self._sizes: OrderedDict[tuple[object, ...], ResultBytes] = OrderedDict()
 
     async def upload(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        jobs, incoming = self._jobs, self._bodies.front.guard.incoming
+        jobs, incoming = self._jobs, self._requests.front.guard.incoming
         upload = Upload(exchange, incoming, group_of(by, exchange.peer()))
         await upload.find_file()
         name = upload.filename.rpartition("/")[2][:NAME_CHARACTERS_MAX] or "upload"
@@ -118,7 +120,7 @@ class Files(_OfJobs):
 
     async def content(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         view, file_id = await self._file(exchange, by)
-        await self._bodies.front.body(exchange)  # from now on it is seen when the client leaves
+        await self._requests.front.body(exchange)  # from now on it is seen when the client leaves
         kind = "application/octet-stream"
         if exchange.method == "HEAD":
             await exchange.answer_bytes(b"", kind)
@@ -170,19 +172,19 @@ class Files(_OfJobs):
             async for line in lines_of(self._jobs, by.tenant, job_id):
                 yield line
             return
-        which = Which.ANSWERS if content is Content.OUTPUT else Which.ERRORS
+        which = ResultKind.ANSWERS if content is Content.OUTPUT else ResultKind.ERRORS
         async for results in self._jobs.results(by.tenant, job_id, which, 0):
             for result in results:
                 yield result.text.removesuffix(b"\n") + b"\n"
 
 
 class Batches(_OfJobs):
-    def __init__(self, bodies: ApiRequests, jobs: Jobs | None) -> None:
+    def __init__(self, requests: ApiRequests, jobs: DaemonJobs | None) -> None:
         super().__init__(jobs)
-        self._bodies = bodies
+        self._requests = requests
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        jobs, fields = self._jobs, Fields(await self._bodies.json(exchange, by))
+        jobs, fields = self._jobs, Fields(await self._requests.json(exchange, by))
         given, endpoint = fields.needed_text("input_file_id"), fields.needed_text("endpoint")
         if endpoint not in {kind.value for kind in RequestKind}:
             known = ", ".join(kind.value for kind in RequestKind)
@@ -217,7 +219,7 @@ class Batches(_OfJobs):
         return batch_object(await self._batch(exchange, by))
 
     async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        await self._bodies.front.body(exchange)  # which says nothing
+        await self._requests.front.body(exchange)  # which says nothing
         view = await self._batch(exchange, by)
         return batch_object(await self._jobs.cancel(by.tenant, view.job_id))
 
@@ -234,7 +236,7 @@ class Batches(_OfJobs):
         return view
 
 
-async def lines_of(jobs: Jobs, tenant: str, job_id: str) -> AsyncIterator[bytes]:
+async def lines_of(jobs: DaemonJobs, tenant: str, job_id: str) -> AsyncIterator[bytes]:
     """As in the file: blank lines were not kept, but each of the others has the number that it had."""
     number = 0
     async for page in jobs.lines(tenant, job_id):

@@ -1,19 +1,20 @@
-"""The batch jobs of a daemon: received, checked, run one after another, and answered; on the loop.
+"""Receive batch jobs, check them, run them and answer about them. Belongs to the event loop.
 
-    the loop            which job is at work, its run in the engine, who watches
-    the jobs' thread    the store of jobs (jobs/job_store.py), one call at a time
-    the text pool       reading and tokenizing lines, writing answers
+    event loop      which job is at work, its run in the engine, who watches
+    jobs thread     the store of jobs (job_store.py), one call at a time
+    text pool       reading and tokenizing lines, writing answers
 
-At most two *activities* go on: one checks the lines of a job that is `checking`, one runs a job that is
-`running` or `waiting`.  Tenants take turns, and a tenant's jobs run in the order of their creation.  A job
-that is paused, or cannot go on for now (its file is locked, its tenant owes tokens), lets the next one pass.
+At most two *activities* go on at a time: one checks the lines of a job in state `checking`, one runs a job in
+state `running` or `waiting`. Tenants take turns, and a tenant's jobs run in the order of their creation. The
+next job passes one that is paused, or that cannot continue for now because its file is locked or its tenant
+owes tokens.
 
-What is on the disk is the truth.  An activity begins with the pending lines of its job; if it ends early
-(pause, cancel, deletion, the end of the daemon), whatever had no result is pending still.  An operation on a
-job first *holds* it: its activity is told to end, and none begins until the operation is done.
+The store is the truth. An activity begins with the pending lines of its job. If it ends early (pause, cancel,
+deletion, the end of the daemon), the lines without a result are still pending. An operation on a job first
+*holds* the job: its activity is told to end, and no other begins until the operation is done.
 
-A job's turns are background turns: the scheduler gives them what interactive turns leave free
-(core/background_room.py), and the job plans for `pages_share` of the device tier.
+A job's turns are background turns: the scheduler gives them what interactive turns leave free. The job plans
+for `pages_share` of the device tier.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from pensieve.errors import (
 )
 from pensieve.jobs.batch_line import LINE_BYTES_MAX
 from pensieve.jobs.job_records import (
-    Job,
     JobKey,
     JobLine,
     JobOutcome,
@@ -48,7 +48,8 @@ from pensieve.jobs.job_records import (
     NewJob,
     Result,
     ResultBytes,
-    Which,
+    ResultKind,
+    StoredJob,
 )
 from pensieve.jobs.job_run import JobRun
 from pensieve.jobs.job_store import JobStore
@@ -159,7 +160,7 @@ class BatchJobs:
         self._tell()
         return self._view(job)
 
-    def _incoming_of(self, key: JobKey, header: JobHeader, jobs: Sequence[Job]) -> Receiving:
+    def _incoming_of(self, key: JobKey, header: JobHeader, jobs: Sequence[StoredJob]) -> Receiving:
         """If the tenant may have another job, beside those that are on their way."""
         if key in self._incoming or any(job.key == key for job in jobs):
             raise AlreadyExists(f"there is a job {key.job_id!r} already")
@@ -207,7 +208,7 @@ class BatchJobs:
         self._later.pop(key, None)
 
     async def results(
-        self, tenant: str, job_id: str, which: Which, after: int
+        self, tenant: str, job_id: str, which: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         key = JobKey(tenant, job_id)
         while page := await self._store.call(
@@ -263,11 +264,11 @@ class BatchJobs:
                 async with asyncio.timeout(retry_seconds):
                     await news.wait()
 
-    def _next(self, jobs: Sequence[Job], states: Sequence[JobState]) -> Job | None:
+    def _next(self, jobs: Sequence[StoredJob], states: Sequence[JobState]) -> StoredJob | None:
         """Of the tenant whose turn it is, one that runs already, else the oldest."""
         now = self._loop.time()
 
-        def may_go(job: Job) -> bool:
+        def may_go(job: StoredJob) -> bool:
             if job.key in self._held or self._later.get(job.key, 0) > now:
                 return False
             return job.state is JobState.CHECKING or self._daemon.allowance(
@@ -284,7 +285,7 @@ class BatchJobs:
             default=None,
         )
 
-    async def _act(self, job: Job) -> None:
+    async def _act(self, job: StoredJob) -> None:
         key = job.key
         if key in self._held or self._closing:
             return
@@ -367,7 +368,7 @@ class BatchJobs:
         for each in self._news:
             each.set()
 
-    def _view(self, job: Job) -> JobView:
+    def _view(self, job: StoredJob) -> JobView:
         activity, now = self._activities.get(job.key), self._loop.time()
         problem = job.problem or self._problems.get(job.key, "")
         run = activity.run if activity is not None else None

@@ -1,12 +1,12 @@
-"""A line of an OpenAI Batch file, and the lines that answer it.
+"""Read a line of an OpenAI Batch file, and write the lines that answer it.
 
     {"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
 
     answered   {"id": …, "custom_id": "a-1", "response": {"status_code": 200, …, "body": {…}}, "error": null}
     refused    {"id": …, "custom_id": "a-1", "response": null, "error": {"code", "message", "param", "line"}}
 
-Lines are numbered from 1.  A line is read by itself: that a custom_id comes twice is for whoever sees all
-of them.  Other members of a line than these four say nothing and pass.
+Lines are numbered from 1. Each line is read by itself: the worker finds a custom_id that comes twice. Members
+of a line other than these four are ignored.
 """
 
 from __future__ import annotations

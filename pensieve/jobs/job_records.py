@@ -69,7 +69,7 @@ class NewJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StoredJob:
     """A stored job without its lines."""
 
     key: JobKey
@@ -139,7 +139,7 @@ class Duplicate(NamedTuple):
     first_line: int
 
 
-class Which(StrEnum):
+class ResultKind(StrEnum):
     """Of the results of a job."""
 
     ALL = "all"

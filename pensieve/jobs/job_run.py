@@ -1,13 +1,13 @@
-"""Lines of a job in one engine process, from their tokens to what the engine answers; on the loop.
+"""Run lines of a job in one engine process, from tokens to the engine's answers. Belongs to the event loop.
 
-    go      puts what the engine has to hear; after each frame of its events, and when that is allowed again
-    engine_events    a frame of the engine's events; a line whose choices have all ended is `ready`
-    over    all are ready, the engine is lost, or somebody stopped it: `changed` is set, and nothing follows
+    go               put what the engine has to hear: after each frame of its events, and when lines may go on
+    engine_events    take a frame of the engine's events; a line whose choices have all ended is `ready`
+    over             all lines are ready, the engine is lost, or the run was stopped: `changed` is set
 
 Each choice of a line is a request of a `BatchRun` (engine/batch_run.py), so choices share their whole prompt.
 
-Whoever was in the engine when it died may have killed it.  `begun` names the lines that it had begun, so that
-they can be tried again alone (batch_jobs.py).
+Any line that was in the engine when it died may have killed it. `begun` names those lines, so that they can
+be retried alone (worker.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
 from pensieve.engine.messages import Message, OfTurn, SubmitTurn, TurnAdmitted, TurnEnded
 from pensieve.errors import PensieveError
-from pensieve.jobs.prepared import Prepared
+from pensieve.jobs.prepared import PreparedLine
 
 
-class Ready(NamedTuple):
-    prepared: Prepared
+class ReadyLine(NamedTuple):
+    prepared: PreparedLine
     choices: Sequence[Finished]
 
     @property
@@ -40,7 +40,7 @@ class Ready(NamedTuple):
 
 @dataclass(slots=True)
 class _Line:
-    prepared: Prepared
+    prepared: PreparedLine
     choices: dict[int, Finished] = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ class JobRun:
     def __init__(
         self,
         name: str,
-        prepared: Sequence[Prepared],
+        prepared: Sequence[PreparedLine],
         feed: FeedConfig,
         numbers: Callable[[], int],
         share: str,
@@ -72,7 +72,7 @@ class JobRun:
             for index, choice in self._requests
         ]
         self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing)
-        self._ready: list[Ready] = []
+        self._ready: list[ReadyLine] = []
         self.is_held = False  # nothing more is submitted for now; what runs goes on
         self._admitted: dict[int, int] = {}  # line, by turn_id
 
@@ -137,7 +137,7 @@ class JobRun:
 
     # -- reading --
 
-    def take_ready(self) -> list[Ready]:
+    def take_ready(self) -> list[ReadyLine]:
         ready, self._ready = self._ready, []
         return ready
 
@@ -158,7 +158,7 @@ class JobRun:
         line.choices[choice] = finished
         if len(line.choices) == len(line.prepared.samplings):
             self._ready.append(
-                Ready(line.prepared, [line.choices[n] for n in sorted(line.choices)])
+                ReadyLine(line.prepared, [line.choices[n] for n in sorted(line.choices)])
             )
             self.changed.set()
 

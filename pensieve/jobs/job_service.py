@@ -1,7 +1,7 @@
-"""The methods of gRPC's JobService: each translates, calls the jobs of the daemon, and translates.
+"""The gRPC JobService: each method translates, calls the jobs of the daemon, and translates back.
 
-A caller has the jobs of its own tenant.  An operator may name another one's, by the same methods, which the
-audit log then has.  Those who watch are few, and a reader that takes nothing for `stall_seconds` is dropped.
+A caller sees the jobs of its own tenant. An operator may name another tenant; the audit log records such
+calls. Only a few clients may watch at a time, and a reader that takes nothing for `stall_seconds` is dropped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pensieve.errors import (
 )
 from pensieve.guard.callers import caller
 from pensieve.guard.limits import Watchers, delivered
-from pensieve.jobs.job_records import JobOutcome, JobState, Result, Which
-from pensieve.jobs.values import JobHeader, Jobs, JobView
+from pensieve.jobs.job_records import JobOutcome, JobState, Result, ResultKind
+from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
 from pensieve.store.records import ID_PATTERN, check_id
 from pensieve.v1 import jobs_pb2 as pb
 from pensieve.v1 import jobs_pb2_grpc
@@ -47,9 +47,9 @@ OUTCOMES = {
     JobOutcome.CHECKED: pb.JOB_OUTCOME_CHECKED,
 }
 KINDS = {
-    pb.RESULT_KIND_UNSPECIFIED: Which.ALL,
-    pb.RESULT_KIND_ANSWERS: Which.ANSWERS,
-    pb.RESULT_KIND_ERRORS: Which.ERRORS,
+    pb.RESULT_KIND_UNSPECIFIED: ResultKind.ALL,
+    pb.RESULT_KIND_ANSWERS: ResultKind.ANSWERS,
+    pb.RESULT_KIND_ERRORS: ResultKind.ERRORS,
 }
 
 
@@ -58,14 +58,14 @@ SAME_NAMES = [each.name for each in fields(JobView) if each.name in WIRE_NAMES]
 
 
 class JobService(jobs_pb2_grpc.JobServiceServicer):
-    def __init__(self, jobs: Jobs | None, stall_seconds: float) -> None:
+    def __init__(self, jobs: DaemonJobs | None, stall_seconds: float) -> None:
         """`jobs`: None of a daemon that has none."""
         self._found = jobs
         self._stall_seconds = stall_seconds
         self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
 
     @property
-    def _jobs(self) -> Jobs:
+    def _jobs(self) -> DaemonJobs:
         if self._found is None:
             raise NotFound("this daemon takes no jobs")
         return self._found

@@ -1,4 +1,4 @@
-"""The batch jobs: what was sent, and the result of each line, once.
+"""Store batch jobs: the lines that were sent, and one result for each line.
 
     create ──> receiving ──> checking ──> waiting <──> running
                                  │           ^ │          │ ^
@@ -7,42 +7,43 @@
                                  v                 v
                                ended (completed | cancelled | failed | checked)      from each of these four
 
-Each job has a database of its own, `jobs/DIGEST.db` in the data folder, named by a digest of tenant and id:
+Each job has a database of its own, `DIGEST.db` in the folder `jobs` of the data folder, named by a digest of
+tenant and id:
 
-* deleting a job removes a file.  That takes no space, so it works when the disk is full, erases every byte
-  however large the job was, and shortens nothing and moves nothing of other jobs;
-* a damaged file is one job's.  It can be deleted like any other, and the rest goes on.
+* Deleting a job removes a file. That takes no space, so it works when the disk is full. It erases every byte,
+  however large the job was, and touches no other job.
+* A damaged file belongs to one job. It can be deleted like any other, and the other jobs continue.
 
 Invariants, whatever happens to the process or the disk:
 
-* Every public method is one transaction: its effect is all there or not at all, and is on the disk when
-  the method returns (connection.py).
-* A line has one text, and one result or none.  A second one is passed over and the first stays, so a caller
-  that does not know whether its write was committed writes again.  An ended job takes no results.
-* The counts and sums of a job are those of its results: they are written in the same transaction.
+* Every public method is one transaction. Its effect is complete or absent, and it is on the disk when the
+  method returns (store/connection.py).
+* A line has one text, and one result or none. A second result is ignored and the first stays, so a caller
+  that does not know whether its write was committed can write again. An ended job takes no results.
+* The counts and sums of a job match its results: they are written in the same transaction.
 
-Its tables:
+Tables:
 
     job        one row: the job without its lines
     lines      the lines of the file, as they came
-    names      which line has a custom_id, by its digest: it may be of any length
-    results    one row for each line that has its result; its key is the line, so that there is never a second
+    names      which line has a custom_id, by the digest of the custom_id, which may be long
+    results    one row for each line that has a result; the line is the key, so there is never a second one
 
-Lines and results are apart, so that writing a result rewrites no line.  Nothing is ever taken out of these
-tables: a job is deleted with its file.  Each text has a checksum, for disks lose bits.
+Lines and results are apart, so writing a result rewrites no line. No row is ever deleted: a job is deleted
+with its file. Each text has a checksum, because disks lose bits.
 
-What a kill -9 leaves, and what the next `open` makes of it:
+What a kill -9 leaves, and what the next `open` does with it:
 
     before create returned, receiving     nothing was acknowledged: the file is removed
-    checking                              stays; the lines are checked again, which gives the same refusals
-    waiting, running, paused              stay, with the results that were committed; other lines are pending
-    ended                                 stays
-    deleting                              the database goes first, then what SQLite keeps beside it, which
-                                          is removed if it was left
+    checking                              kept; the lines are checked again, with the same refusals
+    waiting, running, paused              kept, with the committed results; other lines are pending
+    ended                                 kept
+    deleting                              the database is removed first, then the files that SQLite keeps
+                                          beside it, which are removed if they were left
 
-A job is known from its file, which is read once when the store is opened (some milliseconds each) and kept in
-memory; after a write that failed it is read again, because nobody knows whether that was committed.  A few
-files are open at a time.  The data folder must be held by this process (folder.py); one thread at a time.
+A job's row is read once when the store is opened (some milliseconds each) and kept in memory. After a failed
+write it is read again, because nobody knows whether the write was committed. Only a few files are open at a
+time. This process must hold the data folder (store/folder.py). One thread at a time may use the store.
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ from pensieve.errors import (
 from pensieve.jobs.job_records import (
     JOB_TRANSITIONS,
     Duplicate,
-    Job,
     JobKey,
     JobLine,
     JobOutcome,
@@ -81,11 +81,12 @@ from pensieve.jobs.job_records import (
     NewRefusal,
     Result,
     ResultBytes,
-    Which,
+    ResultKind,
+    StoredJob,
 )
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS
 from pensieve.store.bodies import canonical_json
-from pensieve.store.connection import Writer, preferred_driver
+from pensieve.store.connection import WriterConnection, preferred_driver
 from pensieve.store.conversation_rows import digest
 from pensieve.store.durable import sync
 from pensieve.store.folder import JOBS_NAME
@@ -105,9 +106,9 @@ OUR_FILE = re.compile(r"(?P<database>[0-9a-f]{32}\.db)(?P<beside>.*)")
 class JobFile:
     """The database of one job, and the job as it was last read."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: WriterConnection) -> None:
         self.writer = writer
-        self.job: Job | None = None  # None before it was read
+        self.job: StoredJob | None = None  # None before it was read
         self.is_sure = False  # that it is what the disk has
 
 
@@ -129,7 +130,9 @@ class JobStore:
         self._busy_timeout_seconds = busy_timeout_seconds
         self._statement_seconds = statement_seconds
         self._files: dict[Path, JobFile] = {}  # of the jobs that can be read
-        self._open: dict[Path, Writer] = {}  # which may be open, the one used last at the end
+        self._open: dict[
+            Path, WriterConnection
+        ] = {}  # which may be open, the one used last at the end
         self._look()
 
     @classmethod
@@ -159,7 +162,7 @@ class JobStore:
 
     # -- jobs --
 
-    def create(self, new: NewJob) -> Job:
+    def create(self, new: NewJob) -> StoredJob:
         """A job without lines, which is `receiving`; AlreadyExists if its tenant has one of this id."""
         check_id("job_id", new.key.job_id)
         path = self._path(new.key)
@@ -197,10 +200,10 @@ class JobStore:
         self._files[path] = file
         return file.job
 
-    def get(self, key: JobKey) -> Job:
+    def get(self, key: JobKey) -> StoredJob:
         return self._read(*self._require(key))
 
-    def list_jobs(self, tenant: str | None = None) -> list[Job]:
+    def list_jobs(self, tenant: str | None = None) -> list[StoredJob]:
         """The jobs of a tenant, or of all of them, in the order of their creation.
 
         One that cannot be read for now is as it was read last.
@@ -225,7 +228,7 @@ class JobStore:
         state: JobState,
         outcome: JobOutcome | None = None,
         problem: str = "",
-    ) -> Job:
+    ) -> StoredJob:
         """The job in another state; `outcome` is for `ended`, and only for that.
 
         The state that it has already changes nothing, not even the outcome.  WrongJobState if the state may
@@ -270,7 +273,7 @@ class JobStore:
 
     # -- lines --
 
-    def append_lines(self, key: JobKey, lines: Sequence[JobLine]) -> Job:
+    def append_lines(self, key: JobKey, lines: Sequence[JobLine]) -> StoredJob:
         """More lines of a job that is `receiving`; one that it has keeps its text."""
         num_lines = num_bytes = 0
         with self._writing(key, JobState.RECEIVING) as (conn, _):
@@ -289,7 +292,7 @@ class JobStore:
 
     def received(
         self, key: JobKey, sha256: str = "", options: Mapping[str, Any] | None = None
-    ) -> Job:
+    ) -> StoredJob:
         """All lines are there: the job is `checking`, and stays if the process is killed.
 
         `sha256` and `options`, if given, are known only now, and take the place of those before.
@@ -330,16 +333,16 @@ class JobStore:
 
     # -- results --
 
-    def answer(self, key: JobKey, answers: Sequence[NewAnswer]) -> Job:
+    def answer(self, key: JobKey, answers: Sequence[NewAnswer]) -> StoredJob:
         """Answers of lines; a line that has a result keeps that one."""
         return self._insert(key, answers)
 
-    def refuse(self, key: JobKey, refusals: Sequence[NewRefusal]) -> Job:
+    def refuse(self, key: JobKey, refusals: Sequence[NewRefusal]) -> StoredJob:
         """What is wrong with lines; a line that has a result keeps that one."""
         return self._insert(key, refusals)
 
     def results(
-        self, key: JobKey, after: int = 0, limit: int = 1000, which: Which = Which.ALL
+        self, key: JobKey, after: int = 0, limit: int = 1000, which: ResultKind = ResultKind.ALL
     ) -> list[Result]:
         """Results of lines behind the line `after`, in the order of lines, about a MiB of them.
 
@@ -349,7 +352,7 @@ class JobStore:
             key,
             "SELECT line, crc, text, is_answer FROM results WHERE line > ? AND is_answer IN (?, ?)"
             " ORDER BY line LIMIT ?",
-            (after, which is not Which.ERRORS, which is Which.ANSWERS, limit),
+            (after, which is not ResultKind.ERRORS, which is ResultKind.ANSWERS, limit),
         )
         return [Result(line, text, bool(is_answer)) for line, _, text, is_answer in page]
 
@@ -364,7 +367,7 @@ class JobStore:
 
     # -- inside --
 
-    def _insert(self, key: JobKey, results: Sequence[NewAnswer | NewRefusal]) -> Job:
+    def _insert(self, key: JobKey, results: Sequence[NewAnswer | NewRefusal]) -> StoredJob:
         states = set(JobState) - {JobState.RECEIVING, JobState.ENDED}
         num_answered = num_refused = num_bytes = prompt = saved = output = 0
         with self._writing(key, *states) as (conn, _):
@@ -414,7 +417,7 @@ class JobStore:
         return page
 
     @contextlib.contextmanager
-    def _writing(self, key: JobKey, *states: JobState) -> Iterator[tuple[Connection, Job]]:
+    def _writing(self, key: JobKey, *states: JobState) -> Iterator[tuple[Connection, StoredJob]]:
         """One transaction on a job that is in one of these states."""
         path, file = self._require(key)
         job = self._read(path, file)
@@ -432,7 +435,7 @@ class JobStore:
         with self._opened(path, file).reading() as conn:
             yield conn
 
-    def _read(self, path: Path, file: JobFile) -> Job:
+    def _read(self, path: Path, file: JobFile) -> StoredJob:
         """The job, from the disk unless what is known is sure."""
         if not file.is_sure:
             with self._opened(path, file).reading() as conn:
@@ -488,8 +491,8 @@ class JobStore:
         file.is_sure = True
         return file
 
-    def _writer(self, path: Path) -> Writer:
-        return Writer(
+    def _writer(self, path: Path) -> WriterConnection:
+        return WriterConnection(
             path,
             lambda db: migrate(db, path, STEPS, APPLICATION_ID, LAST_RESORT),
             self._driver,
@@ -498,7 +501,7 @@ class JobStore:
             noun="the job",
         )
 
-    def _opened(self, path: Path, file: JobFile) -> Writer:
+    def _opened(self, path: Path, file: JobFile) -> WriterConnection:
         """A writer that is about to be used; beyond OPEN_MAX, the one that was used longest ago is closed."""
         self._open.pop(path, None)
         while len(self._open) >= OPEN_MAX:
@@ -535,7 +538,7 @@ class JobStore:
             raise StoreUnavailable(f"{self.path} cannot be used: {error.strerror}") from error
 
 
-def _find_job(conn: Connection) -> Job | None:
+def _find_job(conn: Connection) -> StoredJob | None:
     """The job of a database; None of one that was just made."""
     row = conn.execute(
         "SELECT number, tenant, job_id, name, sha256, options, state, outcome, problem, num_lines,"
@@ -551,7 +554,7 @@ def _find_job(conn: Connection) -> Job | None:
             raise ValueError("options are no object")
     except ValueError as error:
         raise StoreCorrupt(f"a job's row is damaged: {error}") from error
-    return Job(
+    return StoredJob(
         number=row[0],
         key=JobKey(row[1], row[2]),
         name=row[3],

@@ -14,7 +14,7 @@ from pensieve.api.metrics.families import GAUGE, Family, Samples
 from pensieve.jobs.batch_endpoints import Batches, Files
 from pensieve.jobs.job_records import JobState
 from pensieve.jobs.job_service import JobService
-from pensieve.jobs.values import Jobs, JobView
+from pensieve.jobs.values import DaemonJobs, JobView
 from pensieve.v1 import jobs_pb2, jobs_pb2_grpc
 
 FAMILIES = (
@@ -30,7 +30,7 @@ class JobsPlugin:
     service: ServiceDescriptor = jobs_pb2.DESCRIPTOR.services_by_name["JobService"]
     families: Sequence[Family] = FAMILIES
 
-    def __init__(self, jobs: Jobs | None, stall_seconds: float) -> None:
+    def __init__(self, jobs: DaemonJobs | None, stall_seconds: float) -> None:
         """`jobs`: None if this daemon takes none. A reader may take nothing for `stall_seconds`."""
         self._jobs, self._stall_seconds = jobs, stall_seconds
 
@@ -38,9 +38,9 @@ class JobsPlugin:
         service = JobService(self._jobs, self._stall_seconds)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(service, server)
 
-    def routes(self, bodies: ApiRequests) -> Sequence[Route]:
-        files = Files(bodies, self._jobs, self._stall_seconds)
-        batches = Batches(bodies, self._jobs)
+    def routes(self, requests: ApiRequests) -> Sequence[Route]:
+        files = Files(requests, self._jobs, self._stall_seconds)
+        batches = Batches(requests, self._jobs)
         return (
             ("POST", "/v1/files", files.upload, {}),
             ("GET", "/v1/files", files.all, {}),

@@ -1,8 +1,8 @@
-"""A line of a job, read and tokenized: what the engine needs of it, and what its answer says of it.
+"""Turn a line of a job into tokens for the engine, and the engine's answer into a line.
 
-A line gives the same tokens and the same seeds whenever it is read: a date that the template writes is that
-of the job's creation, and a seed that the body does not name follows from the file, the line and the choice.
-So a line that is computed again, after a crash say, is answered with the same words.
+A line gives the same tokens and the same seeds whenever it is read. A date that the template writes is the
+date of the job's creation. A seed that the body does not name follows from the file, the line and the choice.
+So a line that is computed again, for example after a crash, gets the same answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pensieve.api.json_fields import one_line
 from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.request import Served, tokens_of
 from pensieve.api.reply import PromptTokens, ReplyTokens
-from pensieve.conversations.constraints import Constraints
+from pensieve.conversations.constraints import ConstraintChecker
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import Finished
 from pensieve.errors import ContextFull, PensieveError
@@ -30,7 +30,7 @@ from pensieve.jobs.batch_line import (
     line_error,
     read_line,
 )
-from pensieve.jobs.job_records import Job, JobLine, JobUsage, NewAnswer, NewRefusal
+from pensieve.jobs.job_records import JobLine, JobUsage, NewAnswer, NewRefusal, StoredJob
 from pensieve.sampling import Sampling
 from pensieve.text import CallStyle, ChatTemplate, PartMarker
 
@@ -38,7 +38,7 @@ PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation pr
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedLine:
     line: BatchLine  # without its messages
     tokens: array[int]  # 'I': of its prompt
     samplings: tuple[Sampling, ...]  # of its choices
@@ -51,17 +51,17 @@ class Prepared:
 class LineReader(NamedTuple):
     """Reads the lines of one job; in any thread."""
 
-    job: Job
+    job: StoredJob
     served: Served
     template: ChatTemplate
     context_max: int
-    constraints: Constraints
+    constraints: ConstraintChecker
 
-    def read_all(self, lines: Sequence[JobLine]) -> list[Prepared | LineError]:
+    def read_all(self, lines: Sequence[JobLine]) -> list[PreparedLine | LineError]:
         found = map(self.read, lines)
         return [each for each in found if each is not None]
 
-    def read(self, line: JobLine) -> Prepared | LineError | None:
+    def read(self, line: JobLine) -> PreparedLine | LineError | None:
         """None: the line is blank."""
         found = read_line(line.number, line.text, self.served, self.job.options.get("endpoint", ""))
         if not isinstance(found, BatchLine):
@@ -77,7 +77,9 @@ class LineReader(NamedTuple):
             return line_error(found, error)
         samplings = tuple(self._sampling(found, n) for n in range(found.request.num_choices))
         bare = replace(found.request, messages=(), prompt=None)
-        return Prepared(BatchLine(found.line, found.custom_id, bare), array("I", tokens), samplings)
+        return PreparedLine(
+            BatchLine(found.line, found.custom_id, bare), array("I", tokens), samplings
+        )
 
     def _sampling(self, line: BatchLine, choice: int) -> Sampling:
         sampling = line.request.sampling
@@ -90,7 +92,7 @@ class LineReader(NamedTuple):
         )
 
 
-class Writer(NamedTuple):
+class ResultWriter(NamedTuple):
     """Makes results of what the engine has answered; in any thread."""
 
     template: ChatTemplate
@@ -98,7 +100,7 @@ class Writer(NamedTuple):
     now: float  # seconds since 1970
     style: CallStyle | None = None  # how the model writes calls of tools
 
-    def result(self, prepared: Prepared, choices: Sequence[Finished]) -> NewAnswer | NewRefusal:
+    def result(self, prepared: PreparedLine, choices: Sequence[Finished]) -> NewAnswer | NewRefusal:
         failure = next((each.failure for each in choices if each.failure), None)
         if failure is not None:
             return refusal(failed(prepared.line, failure))
@@ -122,7 +124,7 @@ class Writer(NamedTuple):
         text = one_line(answer_line(line_id, line.custom_id, body)).rstrip()
         return NewAnswer(line.line, text, usage)
 
-    def _reply(self, prepared: Prepared, finished: Finished) -> ReplyTokens:
+    def _reply(self, prepared: PreparedLine, finished: Finished) -> ReplyTokens:
         tail = prepared.tokens[-PROMPT_TAIL_TOKENS:]
         marker = PartMarker(self.template.tokenizer, tail)
         samples = finished.samples
@@ -145,7 +147,7 @@ def failed(line: BatchLine, reason: str) -> LineError:
     return LineError(line.line, line.custom_id, reason.lower(), f"the request failed ({reason})")
 
 
-def _answer_id(prepared: Prepared) -> str:
+def _answer_id(prepared: PreparedLine) -> str:
     """The same whenever the line is answered."""
     words = f"{prepared.line.custom_id}/{prepared.line.line}/{prepared.samplings[0].seed}".encode()
     return hashlib.blake2b(words, digest_size=12).hexdigest()

@@ -1,6 +1,6 @@
-"""What goes between the jobs of a daemon and their clients.
+"""The values that the jobs of a daemon exchange with their clients.
 
-A job of another tenant does not exist: NotFound.  WrongJobState: this cannot be done with the job as it is.
+A job of another tenant does not exist: NotFound. WrongJobState: the job's state does not allow the operation.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pensieve.jobs.job_records import JobLine, JobOutcome, JobState, Result, ResultBytes, Which
+from pensieve.jobs.job_records import JobLine, JobOutcome, JobState, Result, ResultBytes, ResultKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class JobView:
     details: Mapping[str, Any] = field(default_factory=dict)  # that it was created with
 
 
-class Jobs(Protocol):
+class DaemonJobs(Protocol):
     """The jobs of a daemon."""
 
     async def create(self, tenant: str, header: JobHeader, chunks: AsyncIterator[bytes]) -> JobView:
@@ -81,7 +81,7 @@ class Jobs(Protocol):
     async def delete(self, tenant: str, job_id: str) -> None: ...
 
     def results(
-        self, tenant: str, job_id: str, which: Which, after: int
+        self, tenant: str, job_id: str, which: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         """The results of lines behind `after` that there are by now, in order, in pages of about a MiB."""
         ...

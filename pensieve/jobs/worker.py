@@ -1,16 +1,17 @@
-"""Checks the lines of a job, and runs it: activities that go on until they have ended or are told to stop.
+"""Check the lines of a job and run it, in activities that end with the job or when they are told to stop.
 
 **Checking** looks at each line before anything is computed.
 
-**Running** gives the pending lines to the engine (job_run.py).  When that dies, the next run begins when it
-is back.  Lines that it had begun are tried again alone, and a line with which the engine died DEATHS_MAX
-times alone is refused.  So a request that kills the engine costs a few restarts, and an engine that is killed
-from outside costs nobody an answer.
+**Running** gives the pending lines to the engine (job_run.py). If the engine dies, the next run begins when
+the engine is back. Lines that the engine had begun are retried alone. A line with which the engine died alone
+DEATHS_MAX times is refused. So a request that kills the engine costs a few restarts, and an engine that is
+killed from outside costs no answer.
 
-**A tenant in debt** (limits.py) has nothing more submitted.  Once nothing of the job is in the engine, its
-activity ends, and another tenant's job may run.  It goes on when half of what can be saved up is.
+**A tenant in debt** (guard/limits.py) gets nothing more submitted. Once the engine has nothing of the job,
+its activity ends, and another tenant's job may run. The job continues when half of the possible savings are
+there.
 
-**A full disk.**  Nothing more is submitted until what was answered is written; the job's `problem` says so.
+**A full disk.** Nothing more is submitted until the answers are written. The job's `problem` says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from pensieve.api.openai.request import Served
-from pensieve.conversations.constraints import Constraints
+from pensieve.conversations.constraints import ConstraintChecker
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.history import Texts
 from pensieve.conversations.threads import FairPool
@@ -34,17 +35,17 @@ from pensieve.core.group_feed import FeedConfig
 from pensieve.errors import Unavailable, one_line
 from pensieve.jobs.batch_line import LineError
 from pensieve.jobs.job_records import (
-    Job,
     JobKey,
     JobLine,
     JobOutcome,
     JobState,
     NewAnswer,
     NewRefusal,
+    StoredJob,
 )
-from pensieve.jobs.job_run import JobRun, Ready
+from pensieve.jobs.job_run import JobRun, ReadyLine
 from pensieve.jobs.job_store import JobStore
-from pensieve.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
+from pensieve.jobs.prepared import LineReader, PreparedLine, ResultWriter, failed, refusal
 from pensieve.text import CallStyle
 
 TURNS_MAX = 64  # of a job at once
@@ -81,7 +82,7 @@ class StoreThread:
 
     async def set_state(
         self, key: JobKey, state: JobState, outcome: JobOutcome | None = None, problem: str = ""
-    ) -> Job:
+    ) -> StoredJob:
         return await self.call(key.tenant, self.jobs.set_state, key, state, outcome, problem)
 
     async def close(self) -> None:
@@ -142,13 +143,13 @@ class Worker:
         """`now` is the clock of the records."""
         self._daemon, self._texts, self._store, self._now = daemon, texts, store, now
         self._config = config
-        self._constraints = Constraints(texts.template.tokenizer)
+        self._constraints = ConstraintChecker(texts.template.tokenizer)
         self._loop = asyncio.get_running_loop()
         self._numbers = count(BACKGROUND_NUMBER_MIN)
         self._names = count(1)
         self.engine_up = asyncio.Event()
 
-    async def check(self, job: Job, activity: Activity) -> None:
+    async def check(self, job: StoredJob, activity: Activity) -> None:
         """Look at each line before anything is computed: what is wrong is known at once, by line."""
         reader, after, key = self._reader(job), 0, job.key
         while pending := await self._pending(job, after):
@@ -156,7 +157,7 @@ class Worker:
             found = await self._read(reader, pending, activity)
             if activity.stopping:
                 return
-            lines = [each.line if isinstance(each, Prepared) else each for each in found]
+            lines = [each.line if isinstance(each, PreparedLine) else each for each in found]
             names = [(each.line, each.custom_id) for each in lines if each.custom_id is not None]
             again = await self._store.call(key.tenant, self._store.jobs.name_lines, key, names)
             wrong = {each.line: each for each in found if isinstance(each, LineError)}
@@ -170,7 +171,7 @@ class Worker:
         else:
             await self._store.set_state(key, JobState.WAITING)
 
-    async def run(self, job: Job, activity: Activity) -> None:
+    async def run(self, job: StoredJob, activity: Activity) -> None:
         """Window by window, until no line is left or its tenant has to let others pass."""
         await self._store.set_state(job.key, JobState.RUNNING)
         while left := await self._window(job, activity):
@@ -180,7 +181,9 @@ class Worker:
         if not activity.stopping:
             await self._store.set_state(job.key, JobState.ENDED, JobOutcome.COMPLETED)
 
-    async def _run_window(self, left: dict[int, Prepared], job: Job, activity: Activity) -> None:
+    async def _run_window(
+        self, left: dict[int, PreparedLine], job: StoredJob, activity: Activity
+    ) -> None:
         deaths: dict[int, int] = {}  # of lines, alone
         suspects: list[int] = []  # lines that may have killed the engine
         while left and not activity.stopping:
@@ -205,7 +208,7 @@ class Worker:
             deaths[line] = deaths.get(line, 0) + 1
         return [*(each for each in before if each not in run.begun), *run.begun]
 
-    async def _made(self, key: JobKey, some: Sequence[Prepared]) -> JobRun:
+    async def _made(self, key: JobKey, some: Sequence[PreparedLine]) -> JobRun:
         ready = self._daemon.engine.ready
         if ready is None:
             raise Unavailable("the engine is starting")
@@ -219,7 +222,7 @@ class Worker:
         )
 
     async def _follow(
-        self, run: JobRun, job: Job, activity: Activity, left: dict[int, Prepared]
+        self, run: JobRun, job: StoredJob, activity: Activity, left: dict[int, PreparedLine]
     ) -> bool:
         """Until it is over; what is answered meanwhile is written, many lines in one transaction.
 
@@ -257,12 +260,12 @@ class Worker:
             activity.run = None
 
     async def _write(
-        self, ready: Sequence[Ready], run: JobRun, job: Job, activity: Activity
+        self, ready: Sequence[ReadyLine], run: JobRun, job: StoredJob, activity: Activity
     ) -> None:
         """The results of lines, until the disk takes them; nothing more is submitted meanwhile."""
         tenant = job.key.tenant
         model, style = self._daemon.engine.model_name, self._config.call_style
-        writer = Writer(self._texts.template, model, self._now(), style)
+        writer = ResultWriter(self._texts.template, model, self._now(), style)
         results = await self._daemon.threads.in_text_pool(
             tenant, lambda: [writer.result(each.prepared, each.choices) for each in ready]
         )
@@ -280,7 +283,7 @@ class Worker:
                 activity.done(len(ready), num_tokens, self._loop.time())
                 return
 
-    async def _put(self, job: Job, results: Sequence[NewAnswer | NewRefusal]) -> None:
+    async def _put(self, job: StoredJob, results: Sequence[NewAnswer | NewRefusal]) -> None:
         answers = [each for each in results if isinstance(each, NewAnswer)]
         refusals = [each for each in results if isinstance(each, NewRefusal)]
         if answers:
@@ -288,34 +291,34 @@ class Worker:
         if refusals:
             await self._store.call(job.key.tenant, self._store.jobs.refuse, job.key, refusals)
 
-    async def _window(self, job: Job, activity: Activity) -> dict[int, Prepared]:
+    async def _window(self, job: StoredJob, activity: Activity) -> dict[int, PreparedLine]:
         """Lines without a result, by number, as many as are in memory at once.
 
         One that cannot be read any more is refused.
         """
-        found: dict[int, Prepared] = {}
+        found: dict[int, PreparedLine] = {}
         reader, after, num_tokens = self._reader(job), 0, 0
         while num_tokens < WINDOW_TOKENS and (lines := await self._pending(job, after)):
             after = lines[-1].number
             read = await self._read(reader, lines, activity)
             await self._refuse(job, [each for each in read if isinstance(each, LineError)])
             for each in read:
-                if isinstance(each, Prepared):
+                if isinstance(each, PreparedLine):
                     found[each.line.line] = each
                     num_tokens += len(each.tokens)
             if activity.stopping:
                 break
         return found
 
-    async def _pending(self, job: Job, after: int) -> list[JobLine]:
+    async def _pending(self, job: StoredJob, after: int) -> list[JobLine]:
         return await self._store.call(
             job.key.tenant, self._store.jobs.pending_lines, job.key, after
         )
 
     async def _read(
         self, reader: LineReader, lines: Sequence[JobLine], activity: Activity
-    ) -> list[Prepared | LineError]:
-        found: list[Prepared | LineError] = []
+    ) -> list[PreparedLine | LineError]:
+        found: list[PreparedLine | LineError] = []
         for first in range(0, len(lines), LINES_A_HOP):
             if activity.stopping:
                 break
@@ -325,10 +328,10 @@ class Worker:
             )
         return found
 
-    async def _refuse(self, job: Job, errors: Sequence[LineError]) -> None:
+    async def _refuse(self, job: StoredJob, errors: Sequence[LineError]) -> None:
         await self._put(job, [refusal(each) for each in errors])
 
-    def _reader(self, job: Job) -> LineReader:
+    def _reader(self, job: StoredJob) -> LineReader:
         daemon = self._daemon
         name = daemon.engine.model_name
         served = Served(

@@ -5,8 +5,8 @@
     copy_pages              pages move between arenas, or inside one
     layer/                  what a decoder layer does around its attention: products, norms, rotation
 
-One Python function per attention kernel (`attention.paged`) checks shapes as algebra (`shapes`) and calls the
-implementation for the tensors' device:
+`attention.input` has the one value that a layer's attention reads.  One Python function per attention kernel
+(`attention.paged`) checks shapes as algebra (`shapes`) and calls the implementation for the tensors' device:
 
     attention.cpu         csrc/cpu through ctypes, loaded by `cpu_library`
     attention.cuda        csrc/cuda, compiled by `nvrtc`, launched by `cuda_launch`; an iteration's work is

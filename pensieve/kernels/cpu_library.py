@@ -19,7 +19,6 @@ import sys
 import sysconfig
 import warnings
 from ctypes import c_char_p as text
-from ctypes import c_float as float32
 from ctypes import c_int32 as int32
 from ctypes import c_int64 as int64
 from ctypes import c_void_p as pointer
@@ -50,7 +49,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
             *(pointer, pointer, pointer),  # offsets, turns and starts of the slices
             *(pointer, pointer, int32),  # groups of slices that share pages
             *(int32, int32, int32, int32, int32),
-            float32,  # scaling
+            pointer,  # kind
             *(pointer, int64, int64),  # out
             int32,
         ),

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.config import Settings
-from pensieve.core.cost import CostProfile
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import CostProfile, IterationCost
 from pensieve.core.scheduler_config import SOME_COST
 from pensieve.errors import ConfigError
 from pensieve.launch import profiles

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from pensieve.config import Settings
 from pensieve.core.cache import CacheConfig
-from pensieve.core.cache_values import IsIntact, trusted
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.tiers import IsIntact, trusted
 from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.journal import Journal, opened
 from pensieve.engine.mailbox import Mailbox
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 class SystemClock:
     """Monotonic seconds."""
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
 
 class Closable(Protocol):

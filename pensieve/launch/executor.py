@@ -34,14 +34,14 @@ from pensieve.model.shape import ModelShape
 from pensieve.text import Tokenizer
 
 
-class Tiers(NamedTuple):
+class KVTiers(NamedTuple):
     memory: KVMemory  # of this rank
     pages: TierPages
     page_bytes: int  # of all ranks together
     staging_pages: int  # that a group may have; 0: no turn is streamed
 
 
-def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report) -> Tiers:
+def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report) -> KVTiers:
     """Allocate both tiers and the staging arenas, in all ranks; on a GPU the device tier is sized by the
     memory that is left."""
     model, leader, whole = ranks
@@ -80,7 +80,7 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
         staged_bytes = STAGING_ARENAS * num_staged * page_bytes // num_layers
         longest = num_staged * settings.chunk_tokens
         report(f"staging: {size_text(staged_bytes)}, for contexts of up to {longest:,} tokens")
-    return Tiers(memory, pages, page_bytes, num_staged)
+    return KVTiers(memory, pages, page_bytes, num_staged)
 
 
 def _graphs(
@@ -104,7 +104,7 @@ def _graphs(
 class BuiltExecutor(NamedTuple):
     executor: TorchExecutor | ParallelExecutor
     ranks: ModelRanks
-    tiers: Tiers
+    tiers: KVTiers
     checksums: PageChecksums | None
 
 

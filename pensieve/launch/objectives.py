@@ -22,8 +22,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration, Slice, TurnStart
-from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.iteration_draft import TOKENS_MIN
 from pensieve.engine.ports import Executor
 from pensieve.errors import ConfigError

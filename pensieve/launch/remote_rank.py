@@ -38,8 +38,8 @@ from pensieve.model.parallel.arrivals import split_address
 from pensieve.model.parallel.handshake import (
     FRAME_BYTES_MAX,
     HANDSHAKE_SECONDS,
-    Arrival,
-    Refused,
+    RankIdentity,
+    RankRefused,
     described,
     present,
     tuned,
@@ -52,7 +52,7 @@ STOP_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 
 
-class Leader(NamedTuple):
+class LeaderAddress(NamedTuple):
     """Where rank 0 listens, and what is known to both."""
 
     host: str
@@ -61,7 +61,9 @@ class Leader(NamedTuple):
 
 
 class RemoteRank:
-    def __init__(self, leader: Leader, own: Arrival, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, leader: LeaderAddress, own: RankIdentity, report: Callable[[str], None]
+    ) -> None:
         self._leader, self._own, self._report = leader, own, report
         self._stopping = threading.Event()
         self.pid: int | None = None  # of the process that computes
@@ -75,7 +77,7 @@ class RemoteRank:
         while not self._stopping.is_set():
             try:
                 sock = self._connected()
-            except (Refused, OSError) as error:
+            except (RankRefused, OSError) as error:
                 if str(error) != reason:
                     reason = str(error)
                     self._report(f"{self._leader.host}:{self._leader.port}: {reason}; trying again")
@@ -158,4 +160,4 @@ def rank_of(settings: Settings, report: Callable[[str], None]) -> RemoteRank:
     threads = settings.threads or torch.get_num_threads()
     own = described(kind, fingerprint, str(folder.resolve()), int(index or 0), threads)
     report(f"a rank of {host}:{port}: {folder}, fingerprint {fingerprint}")
-    return RemoteRank(Leader(host, port, secret), own, report)
+    return RemoteRank(LeaderAddress(host, port, secret), own, report)

@@ -13,7 +13,7 @@ import grpc
 from pensieve.api.grpc.replica import KvFetcher
 from pensieve.api.grpc.server import Server
 from pensieve.config import Settings, read_secret
-from pensieve.conversations.hand_over import HandOver
+from pensieve.conversations.hand_over import KvReceiver
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.guard.callers import Token
 from pensieve.history.connection import Connection, Replica
@@ -107,7 +107,7 @@ def fetch_kv(server: Server, sharing: Sharing) -> None:
     daemon = server.daemon
     if isinstance(daemon.store, RemoteStore):
         fetcher = KvFetcher(sharing.secret, server.listening.peers)
-        daemon.events.begun.subscribe(HandOver(daemon, fetcher.fetch).turn_begun)
+        daemon.events.begun.subscribe(KvReceiver(daemon, fetcher.fetch).turn_begun)
 
 
 def drain(server: Server) -> None:

@@ -19,22 +19,35 @@ The wait comes first, so a page copy may read a page that is being swapped in.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels import multi_token_attention, write_kv
-from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.layer import paged_rows
-from pensieve.kernels.layer.protocol import PagedRows, PageIndex
+from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory, PageMoves
 
 SERVING = "pensieve"
 PROBING = "pensieve-probe"
+
+
+class AttentionCall(NamedTuple):
+    """What one layer of a model asks of its attention, and the rows that it brings."""
+
+    module: torch.nn.Module  # its `layer_idx` is the layer
+    query: torch.Tensor  # (tokens, heads, head_size)
+    key: torch.Tensor  # (tokens, kv_heads, head_size)
+    value: torch.Tensor  # (tokens, kv_heads, head_size)
+    kind: AttentionKind
+    mask: torch.Tensor | None  # from `probing_mask`
+    rest: Mapping[str, Any]  # other arguments, which the probe judges and serving ignores
 
 
 class ForwardPass(Protocol):
@@ -51,16 +64,8 @@ class ForwardPass(Protocol):
     def arrive(self, layer: int) -> None:
         """Return when the layer's pages hold what the iteration needs; a fused layer calls this itself."""
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,  # (tokens, heads, head_size)
-        key: torch.Tensor,  # (tokens, kv_heads, head_size)
-        value: torch.Tensor,  # (tokens, kv_heads, head_size)
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor: ...  # (tokens, heads, head_size)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """(tokens, heads, head_size): what the layer's queries found."""
 
 
 class PagedPass:
@@ -72,26 +77,23 @@ class PagedPass:
         memory: KVMemory,
         wait_layer: Callable[[int], None],
         copies: PageMoves | None = None,
-        work: Work | None = None,
+        plan: DevicePlan | None = None,
         *,
         arriving: bool = True,
     ) -> None:
         self.batch = batch
         self.pages_ready = not arriving and copies is None
-        self._work = work
+        self._plan = plan
         self._memory = memory
         self._wait_layer = wait_layer
         self._copies = copies
-        index = PageIndex(
-            batch.slot_mapping,
-            batch.page_table,
-            batch.slice_offsets,
-            batch.slice_turns,
-            batch.slice_starts,
-            batch.shared,
-        )
         self.paged_rows = paged_rows(
-            memory.device_arena, index, work, memory.shape.dtype, memory.kv_scales
+            memory.device_arena,
+            batch.slot_mapping,
+            batch.page_index,
+            plan,
+            memory.shape.dtype,
+            memory.kv_scales,
         )
 
     def arrive(self, layer: int) -> None:
@@ -99,37 +101,17 @@ class PagedPass:
         if self._copies is not None:
             self._memory.copy_within(layer, self._copies)
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer: int = call.module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
         memory, batch = self._memory, self.batch
         self.arrive(layer)
-        key_pages, value_pages = memory.key_pages(layer), memory.value_pages(layer)
+        pages = (memory.key_pages(layer), memory.value_pages(layer))
         kv_scales = memory.kv_scales(layer)
-        write_kv(key, value, batch.slot_mapping, key_pages, value_pages, kv_scales)
+        write_kv(call.key, call.value, batch.slot_mapping, *pages, kv_scales)
+        query = call.query
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        multi_token_attention(
-            query,
-            key_pages,
-            value_pages,
-            batch.page_table,
-            batch.slice_offsets,
-            batch.slice_turns,
-            batch.slice_starts,
-            scaling,
-            out,
-            self._work,
-            kv_scales,
-            batch.shared,
-        )
+        inputs = AttentionInput(query, *pages, batch.page_index, call.kind, kv_scales)
+        multi_token_attention(inputs, out, self._plan)
         return out
 
 
@@ -145,7 +127,7 @@ class WholeModel(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Past(DynamicCache):  # type: ignore[misc]  # transformers has no types
+class LengthOnlyCache(DynamicCache):  # type: ignore[misc]  # transformers has no types
     """A cache that only says how many tokens came before; keys and values are those of the new tokens."""
 
     def __init__(self, num_tokens: int | torch.Tensor) -> None:
@@ -193,7 +175,7 @@ class FlatModel:
         past = {}
         if self.counts_from_cache:  # position = tokens in the cache + number of the row
             numbers = torch.arange(len(positions), device=positions.device)
-            past = {"past_key_values": Past(positions - numbers)}
+            past = {"past_key_values": LengthOnlyCache(positions - numbers)}
         output = self.module(
             input_ids=input_ids[None],
             position_ids=positions[None],
@@ -222,16 +204,16 @@ def attention_forward(
             f"{type(module).__name__} does not pass the forward's keyword arguments on "
             "to its attention"
         )
-    attended = pensieve_pass.attend(
+    call = AttentionCall(
         module,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
+        AttentionKind(query.shape[-1] ** -0.5 if scaling is None else scaling),
         attention_mask,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
         rest,
     )
-    return attended.unsqueeze(0), None
+    return pensieve_pass.attend(call).unsqueeze(0), None
 
 
 FAR = 1 << 30  # a position beyond any window; mask functions compute with any index

@@ -4,14 +4,11 @@ A piece of a prefill, a recomputed hole and a decode are treated alike: each sli
 with absolute positions, a start, and the page table of the turn that it attends to.
 
     input_ids, positions, slot_mapping   one entry per token, slices one after another
-    slice_offsets                        slice s is rows [offsets[s], offsets[s+1])
-    slice_turns                          the row of slice s in page_table (slices of one turn share a row)
-    slice_starts                         the position of slice s's first token
-    page_table                           a row per turn; entry i is the page of chunk i; padding is page 0
+    page_index                           the pages that each slice attends to (`kernels.attention.input`);
+                                         slices of one turn share a row of the page table, padding is page 0
     logit_rows                           last rows of the slices that need a token
     logit_turn_ids, logit_positions      each such row's turn, and the position of the token to be sampled
     lengths, starts                      of the slices, as numbers on the host
-    shared                               which slices share the pages that they begin with
 
 On the host these are arrays of numbers, and one copy takes them all to the device.
 
@@ -30,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from pensieve.core.iteration import Slice
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import PageIndex
 from pensieve.model.shared_pages import Search, shared_pages
 from pensieve.model.transfer import upload
 
@@ -47,16 +44,12 @@ class Batch:
     input_ids: torch.Tensor  # int64 (tokens)
     positions: torch.Tensor  # int64 (tokens)
     slot_mapping: torch.Tensor  # int64 (tokens): page * slots + slot
-    page_table: torch.Tensor  # int32 (turns, pages_max)
-    slice_offsets: torch.Tensor  # int32 (slices+1)
-    slice_turns: torch.Tensor  # int32 (slices)
-    slice_starts: torch.Tensor  # int32 (slices)
+    page_index: PageIndex
     logit_rows: torch.Tensor  # int64 (rows)
     logit_turn_ids: tuple[int, ...]
     logit_positions: tuple[int, ...]
     lengths: Sequence[int]  # of the slices, for the host
     starts: Sequence[int]
-    shared: SharedPages | None = None
 
     @classmethod
     def from_slices(
@@ -117,20 +110,19 @@ class Batch:
             assert sampled is not None
             known = sampled.ids.index_select(0, there[5]).clamp_(min=0)
             input_ids.index_copy_(0, there[4], known)
+        shared = search(slices, chunk_tokens) if device.type in ("cpu", "cuda") else None
         return cls(
             input_ids=input_ids,
             positions=there[1],
             slot_mapping=there[2],
-            page_table=there[9].view(len(tables), pages_max),
-            slice_offsets=there[6],
-            slice_turns=there[7],
-            slice_starts=there[8],
+            page_index=PageIndex(
+                there[9].view(len(tables), pages_max), there[6], there[7], there[8], shared
+            ),
             logit_rows=there[3],
             logit_turn_ids=tuple(logit_turn_ids),
             logit_positions=tuple(logit_positions),
             lengths=[piece.stop - piece.start for piece in slices],
             starts=starts.tolist(),
-            shared=search(slices, chunk_tokens) if device.type in ("cpu", "cuda") else None,
         )
 
 

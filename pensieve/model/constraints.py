@@ -73,7 +73,7 @@ class Masks(NamedTuple):
     failures: Mapping[int, TurnFailure]  # by turn_id
 
 
-class Constraints:
+class TurnConstraints:
     """Those of an executor's turns."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Constraints:
             self._threads = ThreadPoolExecutor(THREADS, "masks")
         ends = self._eos_token_ids | frozenset(start.sampling.stop_token_ids)
         ends = frozenset(each for each in ends if each < self._vocab_size)
-        thinking = Thinking(self._vocabulary, start.context[-PROMPT_TAIL_TOKENS:])
+        thinking = ThinkingTracker(self._vocabulary, start.context[-PROMPT_TAIL_TOKENS:])
         self._constrained[start.turn_id] = ConstrainedReply(
             start, compiling, ends, thinking, self._num_bytes
         )
@@ -188,7 +188,7 @@ class Constraints:
         return self._compilers.submit(self._grammars.matcher, kind, text)
 
 
-class Thinking:
+class ThinkingTracker:
     """Whether a reply is in its thinking, by the tokens of the prompt's end and its own."""
 
     def __init__(self, vocabulary: ConstrainedVocabulary, prompt_end: Sequence[int]) -> None:
@@ -228,7 +228,7 @@ class ConstrainedReply:
         start: TurnStart,
         compiling: Future[Matcher],
         ends: frozenset[int],
-        thinking: Thinking,
+        thinking: ThinkingTracker,
         num_bytes: int,
     ) -> None:
         self.num_followed = len(start.context)  # tokens of the turn's log

@@ -49,7 +49,7 @@ from pensieve.core.iteration import (
     TurnStart,
 )
 from pensieve.model.batch import SampledIds
-from pensieve.model.constraints import Constraints
+from pensieve.model.constraints import TurnConstraints
 from pensieve.model.forward import Computed, Forward, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.checksums import PageChecksums
@@ -105,7 +105,7 @@ class TorchExecutor:
         flat = model.flat
         self._forward = Forward(flat, memory, self._copier, halves=flat.alone, graphs=graphs)
         self._replies: dict[int, _Reply] = {}  # by turn_id
-        self.constraints = Constraints(tokenizer, sampler.eos_token_ids, sampler.vocab_size)
+        self.constraints = TurnConstraints(tokenizer, sampler.eos_token_ids, sampler.vocab_size)
         self._launched: deque[_Launched] = deque()
 
     @torch.inference_mode()

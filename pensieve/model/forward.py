@@ -27,7 +27,7 @@ from pensieve.core.iteration import Iteration, PageGroup, Slice
 from pensieve.errors import DeviceError
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch, SampledIds
-from pensieve.model.graphs import DecodeGraphs, work_of
+from pensieve.model.graphs import DecodeGraphs, device_plan
 from pensieve.model.kv.copier import Copier
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.kv.streamer import in_host_pages, streamer_for
@@ -143,9 +143,9 @@ class Forward:
         elif graphs is not None and copies is None and graphs.takes(batch, self._copier.arriving):
             logits = graphs.logits(batch)
         else:
-            copier, work = self._copier, work_of(batch, self._memory)
+            copier, plan = self._copier, device_plan(batch, self._memory)
             forward_pass = PagedPass(
-                *(batch, self._memory, copier.wait_layer, copies, work), arriving=copier.arriving
+                *(batch, self._memory, copier.wait_layer, copies, plan), arriving=copier.arriving
             )
             logits = self._flat.logits(
                 batch.input_ids, batch.positions, batch.logit_rows, forward_pass

@@ -32,8 +32,8 @@ import torch
 
 from pensieve.errors import one_line
 from pensieve.kernels.attention import cuda
-from pensieve.kernels.attention.plan import ITEM, MERGE, Plan, Work
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import PageIndex
+from pensieve.kernels.attention.plan import ITEM, MERGE, DevicePlan, Plan
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
@@ -52,7 +52,7 @@ def buckets(turns_max: int) -> list[int]:
     return sorted(size for size in steps if size <= largest)
 
 
-class Attending(Protocol):
+class PlannedSlices(Protocol):
     """Slices that attend together: a batch, or a part of one."""
 
     @property
@@ -62,18 +62,18 @@ class Attending(Protocol):
     def starts(self) -> Sequence[int]: ...
 
     @property
-    def shared(self) -> SharedPages | None: ...
+    def page_index(self) -> PageIndex: ...
 
 
-def work_of(slices: Attending, memory: KVMemory) -> Work | None:
+def device_plan(slices: PlannedSlices, memory: KVMemory) -> DevicePlan | None:
     """The attention's plan on the device; None where torch attends."""
     shape, device = memory.shape, memory.device_arena.device
     if (plan := plan_of(slices, memory)) is None:
         return None
-    return Work.of(plan, shape.num_kv_heads, shape.head_size, device, upload)
+    return DevicePlan.of(plan, shape.num_kv_heads, shape.head_size, device, upload)
 
 
-def plan_of(batch: Attending, memory: KVMemory, waves_more: int | None = None) -> Plan | None:
+def plan_of(batch: PlannedSlices, memory: KVMemory, waves_more: int | None = None) -> Plan | None:
     """The attention's plan for slices; None where torch attends."""
     shape, device = memory.shape, memory.device_arena.device
     if not attends(memory):
@@ -86,7 +86,7 @@ def plan_of(batch: Attending, memory: KVMemory, waves_more: int | None = None) -
         shape.head_size,
         cuda.blocks_at_once(device, shape.head_size, memory.format.element),
         waves_more,
-        batch.shared,
+        batch.page_index.shared,
     )
 
 
@@ -132,12 +132,12 @@ class DecodeGraphs:
         self._slots = zeros(rows)
         self._page_table = zeros(rows, pages_max, dtype=torch.int32)
         self._starts = zeros(rows, dtype=torch.int32)
-        self._index = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(rows, device=device)
         self._logits = torch.empty(rows, shape.vocab_size, device=device)
         self._spare_slot = memory.spare_page * memory.chunk_tokens
         self._pad(0, rows)
-        self._work: Work | None = None
+        self._plan: DevicePlan | None = None
         if attends(memory):
             group, heads = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads
             at_once = cuda.blocks_at_once(device, shape.head_size, memory.format.element)
@@ -147,7 +147,7 @@ class DecodeGraphs:
             # A part of each row's own context; any other may be of a pack as large as they may be.
             rows_of_pack = min(rows * group, cuda.tiling(shape.head_size).wide)
             part_rows = rows * group + self._extra_items * rows_of_pack
-            self._work = Work(
+            self._plan = DevicePlan(
                 *self._lists_of(rows),
                 group,
                 torch.empty(part_rows, heads, shape.head_size, device=device),
@@ -162,7 +162,7 @@ class DecodeGraphs:
             self.failure = f"groups of {group} heads are not for the graphs' work lists"
             return
         shape, device = self._memory.shape, self._input_ids.device
-        if device.type == "cuda" and self._work is None:
+        if device.type == "cuda" and self._plan is None:
             self.failure = f"attention runs in torch ({shape.dtype}, heads of {shape.head_size})"
             return
         try:
@@ -171,7 +171,7 @@ class DecodeGraphs:
 
                 def compute(batch: Batch = batch, size: int = size) -> None:
                     forward_pass = PagedPass(
-                        batch, self._memory, lambda layer: None, None, self._work_of(size)
+                        batch, self._memory, lambda layer: None, None, self._plan_for(size)
                     )
                     logits = self._flat.logits(
                         batch.input_ids, batch.positions, batch.logit_rows, forward_pass
@@ -189,7 +189,7 @@ class DecodeGraphs:
             bool(self._graphs)
             and not arriving
             and len(batch.lengths) <= self._sizes[-1]
-            and len(batch.logit_turn_ids) == len(batch.lengths) == len(batch.page_table)
+            and len(batch.logit_turn_ids) == len(batch.lengths) == len(batch.page_index.page_table)
             and all(length == 1 for length in batch.lengths)
         )
 
@@ -200,11 +200,12 @@ class DecodeGraphs:
         self._input_ids[:rows].copy_(batch.input_ids)
         self._positions[:rows].copy_(batch.positions)
         self._slots[:rows].copy_(batch.slot_mapping)
-        self._starts[:rows].copy_(batch.slice_starts)
-        self._page_table[:rows, : batch.page_table.shape[1]].copy_(batch.page_table)
+        self._starts[:rows].copy_(batch.page_index.slice_starts)
+        page_table = batch.page_index.page_table
+        self._page_table[:rows, : page_table.shape[1]].copy_(page_table)
         self._pad(rows, size)
         self.rows_padded += size - rows
-        if self._work is not None:
+        if self._plan is not None:
             planned = plan_of(batch, self._memory, waves_more=0)
             assert planned is not None
             self._write_plan(planned, size)
@@ -223,10 +224,12 @@ class DecodeGraphs:
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
             slot_mapping=self._slots[:size],
-            page_table=self._page_table[:size],
-            slice_offsets=self._index[: size + 1],
-            slice_turns=self._index[:size],
-            slice_starts=self._starts[:size],
+            page_index=PageIndex(
+                self._page_table[:size],
+                self._numbers[: size + 1],
+                self._numbers[:size],
+                self._starts[:size],
+            ),
             logit_rows=self._rows[:size],
             logit_turn_ids=(),
             logit_positions=(),
@@ -234,12 +237,12 @@ class DecodeGraphs:
             starts=[0] * size,
         )
 
-    def _work_of(self, size: int) -> Work | None:
+    def _plan_for(self, size: int) -> DevicePlan | None:
         """The work list as a graph of `size` rows reads it."""
-        if self._work is None:
+        if self._plan is None:
             return None
         items, wide_items, merges, pack_rows = self._lists_of(size)
-        return self._work._replace(
+        return self._plan._replace(
             items=items, wide_items=wide_items, merges=merges, pack_rows=pack_rows
         )
 
@@ -255,9 +258,9 @@ class DecodeGraphs:
 
     def _write_plan(self, plan: Plan, size: int) -> None:
         """Put all lists in their places, filled up with records of nothing, by one copy."""
-        assert self._work is not None
+        assert self._plan is not None
         assert not plan.wide_items, "a graph's rows are narrow tiles"
-        assert plan.num_part_rows <= len(self._work.part_sums)
+        assert plan.num_part_rows <= len(self._plan.part_sums)
         numbers, end = array("i"), 0
         lists: tuple[Sequence[Sequence[int]], ...] = (plan.merges, plan.items, (plan.pack_rows,))
         for records, most in zip(lists, self._sizes_of_lists(size), strict=True):

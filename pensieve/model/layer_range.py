@@ -78,7 +78,7 @@ class NoProduct(torch.nn.Module):
         return hidden
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """What `cut` has left of a module."""
 
     layers: LayerRange
@@ -106,7 +106,9 @@ def divided(num_layers: int, num_stages: int, head_layers: Fraction) -> list[Lay
     return [LayerRange(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
-def cut(module: Any, layers: Sequence[tuple[Any, str, Any]], index: int, num_stages: int) -> Part:
+def cut(
+    module: Any, layers: Sequence[tuple[Any, str, Any]], index: int, num_stages: int
+) -> StagePart:
     """Leave one stage of a module; `layers` are its (parent, name, layer), in their order."""
     table, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is None:
@@ -126,7 +128,7 @@ def cut(module: Any, layers: Sequence[tuple[Any, str, Any]], index: int, num_sta
         module.set_output_embeddings(NoProduct())
     if index > 0 and not (index == num_stages - 1 and module.config.tie_word_embeddings):
         module.set_input_embeddings(BlankTable(table))
-    return Part(own, others.get(own.first - 1), others.get(own.stop))
+    return StagePart(own, others.get(own.first - 1), others.get(own.stop))
 
 
 def number_from_zero(module: Any, layers: Sequence[torch.nn.Module], first: int) -> None:

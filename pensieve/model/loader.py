@@ -33,7 +33,7 @@ from pensieve.model.layer_range import (
     BlankTable,
     LayerElsewhere,
     NoProduct,
-    Part,
+    StagePart,
     cut,
     number_from_zero,
 )
@@ -245,7 +245,7 @@ def _read_stage(
     if not is_last:  # its table of embeddings is no output product
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     whole: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    parts: list[Part] = []
+    parts: list[StagePart] = []
 
     def cut_at_once(module: Any, *args: Any, **kwargs: Any) -> None:
         whole.__init__(module, *args, **kwargs)  # which allocates no weights yet

@@ -11,7 +11,7 @@ import torch
 
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels.layer.protocol import PagedRows
-from pensieve.model.attention import FlatModel
+from pensieve.model.attention import AttentionCall, FlatModel
 from pensieve.model.shape import ModelShape
 
 # Arguments of an attention call that do not change its result: dropout is 0 outside of training,
@@ -35,7 +35,7 @@ HARMLESS = frozenset(
 MEANING = {"s_aux": "attention sinks", "softcap": "a cap on scores"}
 
 
-class Observer:
+class ObservingPass:
     """A forward pass that notes sizes and types, checks masks and arguments, and computes nothing.
 
     A short view is only noted: a lower context helps there, unless something else is refused.
@@ -51,19 +51,11 @@ class Observer:
         self.sizes: set[tuple[int, int, int]] = set()  # heads, kv_heads, head_size
         self.dtypes: set[torch.dtype] = set()
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
-        layer = getattr(module, "layer_idx", None)
-        self._check_mask(layer, attention_mask)
-        self._check_arguments(layer, module, rest)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        query, key, value = call.query, call.key, call.value
+        layer = getattr(call.module, "layer_idx", None)
+        self._check_mask(layer, call.mask)
+        self._check_arguments(layer, call)
         if key.shape != value.shape or query.shape[::2] != key.shape[::2]:
             described = (
                 f"{each.shape[1]} heads of {each.shape[2]}" for each in (query, key, value)
@@ -100,8 +92,8 @@ class Observer:
                 f"fewer than the context of {self._context_max}; --context-max {reach} serves it up to there"
             )
 
-    def _check_arguments(self, layer: Any, module: torch.nn.Module, rest: dict[str, Any]) -> None:
-        for name, given in rest.items():
+    def _check_arguments(self, layer: Any, call: AttentionCall) -> None:
+        for name, given in call.rest.items():
             if given is None or name in HARMLESS:
                 continue
             if name == "sliding_window":
@@ -112,8 +104,8 @@ class Observer:
             raise UnsupportedModel(
                 f"layer {layer} passes {name}{shown} to its attention, which we do not honour{meaning}"
             )
-        causal = rest.get("is_causal")
-        if not (getattr(module, "is_causal", True) if causal is None else causal):
+        causal = call.rest.get("is_causal")
+        if not (getattr(call.module, "is_causal", True) if causal is None else causal):
             raise UnsupportedModel(f"layer {layer} is not causal")
 
 
@@ -129,7 +121,7 @@ def declared(module: Any) -> str:
 
 def observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
     """The shape of a model, from one prompt at positions 0 … n-1; UnsupportedModel if it is not plain."""
-    observer = Observer(context_max)
+    observer = ObservingPass(context_max)
     tokens, device = len(prompt), flat.module.device
     logits = flat.logits(
         torch.tensor(prompt, device=device),

@@ -39,7 +39,7 @@ from pensieve.kernels import PAGE_SLOTS
 from pensieve.kernels.kv_format import FP8, exponents_for
 from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model import attention
-from pensieve.model.attention import FlatModel, PagedPass, Past
+from pensieve.model.attention import AttentionCall, FlatModel, LengthOnlyCache, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.fuse import Fused, fuse
 from pensieve.model.kv.memory import KVMemory
@@ -278,18 +278,11 @@ class _Recorder:
         self._num_rows = num_rows
         self.arrived: list[torch.Tensor] = []
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
-        self.arrived += [each[: self._num_rows].clone() for each in (query, key, value)]
-        return torch.zeros_like(query)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.arrived += [
+            each[: self._num_rows].clone() for each in (call.query, call.key, call.value)
+        ]
+        return torch.zeros_like(call.query)
 
     def arrive(self, layer: int) -> None:
         """Nothing moves."""
@@ -310,7 +303,7 @@ def _check_far_positions(flat: FlatModel, prompt: list[int], context_max: int) -
         right = _Recorder(num_rows)
         flat.module(
             input_ids=ids[None],
-            past_key_values=Past(first),
+            past_key_values=LengthOnlyCache(first),
             use_cache=True,
             pensieve_pass=right,
         )

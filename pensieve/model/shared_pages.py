@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from pensieve.core.iteration import Slice
 from pensieve.core.prefix_groups import prefix_groups
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import SharedPages
 
 SHARED_MIN = 5  # pages; with fewer there is little to gain
 SEARCH_EVERY = 32

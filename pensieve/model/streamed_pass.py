@@ -18,35 +18,33 @@ writing, so there the two ways differ by rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from pensieve.core.iteration import PageGroup, Slice
 from pensieve.kernels import multi_token_attention, write_kv
-from pensieve.kernels.attention.plan import Work
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import AttentionInput, PageIndex
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.layer.protocol import PagedRows
+from pensieve.model.attention import AttentionCall
 from pensieve.model.batch import Batch
-from pensieve.model.graphs import work_of
+from pensieve.model.graphs import device_plan
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.kv.streamer import Streamer
 from pensieve.model.shared_pages import Search
 
 
-class Part(NamedTuple):
+class AttentionPart(NamedTuple):
     """Slices that attend together, to the same pages; tensors as in `Batch`."""
 
     first_row: int
     stop_row: int
     slot_mapping: torch.Tensor  # of its rows
-    slice_offsets: torch.Tensor  # from its first row on
-    slice_turns: torch.Tensor  # of the whole batch's page table
-    slice_starts: torch.Tensor
+    page_index: PageIndex  # rows count from its first row; the page table is the whole batch's
     lengths: Sequence[int]  # of the slices, for the host
     starts: Sequence[int]
-    shared: SharedPages | None
-    work: Work | None = None  # the plan of its attention
+    plan: DevicePlan | None = None  # the plan of its attention
 
 
 class StreamedPass:
@@ -58,14 +56,15 @@ class StreamedPass:
     def __init__(
         self,
         batch: Batch,
-        parts: Sequence[Part],  # of the resident slices first, if there are any, then of each group
+        parts: Sequence[
+            AttentionPart
+        ],  # of the resident slices first, if there are any, then of each group
         num_groups: int,
         memory: KVMemory,
         wait_layer: Callable[[int], None],
         streamer: Streamer,
         copies: PageMoves | None = None,
     ) -> None:
-        self._page_table = batch.page_table
         self._resident, self._groups = parts[:-num_groups], parts[-num_groups:]
         self._memory = memory
         self._wait_layer = wait_layer
@@ -77,39 +76,29 @@ class StreamedPass:
         if self._copies is not None:
             self._memory.copy_within(layer, self._copies)
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer: int = call.module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
         memory, streamer = self._memory, self._streamer
         self.arrive(layer)
         kv_scales = memory.kv_scales(layer)
+        query = call.query
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
-        def attend_over(part: Part, key_pages: torch.Tensor, value_pages: torch.Tensor) -> None:
+        def attend_over(part: AttentionPart, *pages: torch.Tensor) -> None:
             rows = slice(part.first_row, part.stop_row)
-            pages = (key_pages, value_pages)
-            write_kv(key[rows], value[rows], part.slot_mapping, *pages, kv_scales)
-            multi_token_attention(
-                query[rows],
-                *pages,
-                self._page_table,
-                part.slice_offsets,
-                part.slice_turns,
-                part.slice_starts,
-                scaling,
-                out[rows],
-                part.work,
+            key_pages, value_pages = pages
+            write_kv(
+                call.key[rows],
+                call.value[rows],
+                part.slot_mapping,
+                key_pages,
+                value_pages,
                 kv_scales,
-                part.shared,
             )
+            inputs = AttentionInput(
+                query[rows], key_pages, value_pages, part.page_index, call.kind, kv_scales
+            )
+            multi_token_attention(inputs, out[rows], part.plan)
 
         for part in self._resident:
             attend_over(part, memory.key_pages(layer), memory.value_pages(layer))
@@ -127,29 +116,33 @@ def parts_of(
     groups: Sequence[PageGroup],
     memory: KVMemory,
     search_of: Callable[[int], Search],  # of the resident part, 0, and of group i, i + 1
-) -> list[Part]:
+) -> list[AttentionPart]:
     """The resident slices, if there are any, then each group."""
     stretches = [(group.first_slice, group.stop_slice) for group in groups]
     if stretches[0][0]:
         stretches.insert(0, (0, stretches[0][0]))
     assert [first for first, _ in stretches[1:]] == [stop for _, stop in stretches[:-1]]
     assert stretches[-1][1] == len(slices), "groups come behind all other slices, without a gap"
-    found: list[Part] = []
+    whole = batch.page_index
+    found: list[AttentionPart] = []
     row = 0
-    for index, (first, stop) in enumerate(stretches, len(groups) + 1 - len(stretches)):
+    for number, (first, stop) in enumerate(stretches, len(groups) + 1 - len(stretches)):
         lengths = batch.lengths[first:stop]
         stop_row = row + sum(lengths)
-        part = Part(
+        part = AttentionPart(
             row,
             stop_row,
             batch.slot_mapping[row:stop_row],
-            batch.slice_offsets[first : stop + 1] - row,
-            batch.slice_turns[first:stop],
-            batch.slice_starts[first:stop],
+            PageIndex(
+                whole.page_table,
+                whole.slice_offsets[first : stop + 1] - row,
+                whole.slice_turns[first:stop],
+                whole.slice_starts[first:stop],
+                search_of(number)(slices[first:stop], memory.chunk_tokens),
+            ),
             lengths,
             batch.starts[first:stop],
-            search_of(index)(slices[first:stop], memory.chunk_tokens),
         )
-        found.append(part._replace(work=work_of(part, memory)))
+        found.append(part._replace(plan=device_plan(part, memory)))
         row = stop_row
     return found

@@ -1,6 +1,6 @@
 """What an iteration and a copy cost, in seconds, from published shapes and data sheets.
 
-The rates of an iteration (core/iteration_cost.py) are
+The rates of an iteration (core/cost.py) are
 
     dense       weight bytes / bandwidth, and 2 · parameters / rate for each token
     attention   KV bytes of a token / bandwidth, and 4 · layers · heads · head size / rate for each pair
@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from pensieve.core.cost import CostProfile
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import CostProfile, IterationCost
 
 EFFICIENCY = 0.6
 CHUNK_TOKENS = 32  # of what is simulated

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pensieve.core.cost import CostProfile
-from pensieve.core.iteration_cost import Points
+from pensieve.core.cost import CostProfile, Points
 from pensieve.errors import ConfigError
 from pensieve.sim.cost import CostModel
 from pensieve.sim.fit import Fit

@@ -30,8 +30,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pensieve.core.cost import work_of
 from pensieve.core.iteration import Iteration, Outcome, PageGroup, SampledToken, Slice
-from pensieve.core.iteration_cost import work_of
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
 

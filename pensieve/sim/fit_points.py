@@ -1,4 +1,4 @@
-"""The costs of computing as points (core/iteration_cost.py), fitted to a profile's measured iterations.
+"""The costs of computing as points (core/cost.py), fitted to a profile's measured iterations.
 
 The unknowns are the seconds at each point, and those of attention per key and per pair.  What an iteration
 takes is linear in them: a count between two points takes a share of both.  So they are the least squares that

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pensieve.core.iteration_cost import work_of
+from pensieve.core.cost import work_of
 from pensieve.engine.journal import Replayed
 from pensieve.sim.cost import CostModel
 

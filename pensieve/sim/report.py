@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from pensieve.sim.simulator import Counts
+from pensieve.sim.simulator import SimulationFigures
 
 COLUMNS = (
     ("policy", "policy", "{}"),
@@ -32,7 +32,7 @@ SWEPT = ("rate", "device_size", "host_size")  # shown where they differ
 SAVED = "{:+.1%}"
 
 
-def figures(policy: str, counts: Counts) -> dict[str, Any]:
+def figures(policy: str, counts: SimulationFigures) -> dict[str, Any]:
     """One row: plain numbers, None where there is no value."""
     seconds = counts.seconds
     found = counts.device_tokens + counts.host_tokens

@@ -53,7 +53,7 @@ STEPS_PER_REPORT = 2000  # of the engine, from one call of `progress` to the nex
 
 
 @dataclass
-class Counts:
+class SimulationFigures:
     """Figures of a run; those of turns are of turns that begin at `count_from` or later."""
 
     begun: int = 0  # turns that were begun, counted or not
@@ -111,7 +111,7 @@ class Simulator:
         ports = Ports(self.clock, self.mailbox, self)
         self.engine = Engine(configs, policy, self.executor, ports)
         self.scheduler = self.engine.scheduler
-        self.counts = Counts()
+        self.counts = SimulationFigures()
         self._chunk_tokens = cache.chunk_tokens
         self._keep_gaps = keep_gaps
         self._count_from = count_from
@@ -131,8 +131,10 @@ class Simulator:
         self._num_turns = 0
 
     def run(
-        self, arrivals: Iterable[Arrival], progress: Callable[[float, Counts], None] | None = None
-    ) -> Counts:
+        self,
+        arrivals: Iterable[Arrival],
+        progress: Callable[[float, SimulationFigures], None] | None = None,
+    ) -> SimulationFigures:
         """To the end of the trace and of every turn; `progress` is called now and then."""
         self.begin(arrivals)
         num_steps = 0

@@ -1,7 +1,7 @@
 """Simulates one load with every combination of policies, rates and sizes of the tiers.
 
-A `Point` is one combination; a `Setting` is what all points of a sweep share.  What the tiers may hold is
-bounded by the machine (`Room`), and wrong values are refused with the name of the option that set them.
+A `SweepPoint` is one combination.  A `SweepSettings` is what all points of a sweep share.  The machine bounds
+what the tiers may hold (`Room`).  Wrong values are refused with the name of the option that set them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pensieve.sim.cost import (
     device_tokens_of,
     host_tokens_of,
 )
-from pensieve.sim.simulator import Counts, Simulator
+from pensieve.sim.simulator import SimulationFigures, Simulator
 from pensieve.sim.trace import Arrival, Problems, from_zero, lines_of, read
 from pensieve.sim.workload import HABITS, drawn
 
@@ -40,7 +40,7 @@ DEVICE_TOKENS, HOST_TOKENS = 500_000, 2_000_000  # where no machine limits them
 CLAIRVOYANT = "clairvoyant"
 
 
-class Point(NamedTuple):
+class SweepPoint(NamedTuple):
     """One simulation of a sweep."""
 
     policy: str
@@ -56,9 +56,9 @@ def points(
     devices: Iterable[int],
     hosts: Iterable[int],
     seeds: Iterable[int] = (0,),
-) -> list[Point]:
+) -> list[SweepPoint]:
     """Every combination."""
-    return [Point(*each) for each in product(policies, rates, devices, hosts, seeds)]
+    return [SweepPoint(*each) for each in product(policies, rates, devices, hosts, seeds)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SweepSettings:
     """What all points of a sweep share."""
 
     source: Source
@@ -133,7 +133,7 @@ class Setting:
     stateless: bool
     phases: str
 
-    def simulator(self, point: Point) -> Simulator:
+    def simulator(self, point: SweepPoint) -> Simulator:
         return Simulator(
             self.cost,
             self._policy(point),
@@ -147,12 +147,14 @@ class Setting:
             keep_series=self.keep_series,
         )
 
-    def _policy(self, point: Point) -> RetentionPolicy:
+    def _policy(self, point: SweepPoint) -> RetentionPolicy:
         if point.policy != CLAIRVOYANT:
             return policy_named(point.policy, self.recompute, CHUNK_TOKENS)
         return ClairvoyantPolicy(self.source.arrivals(point.rate, Problems(), point.seed))
 
-    def row(self, point: Point, simulator: Simulator, counts: Counts) -> dict[str, Any]:
+    def row(
+        self, point: SweepPoint, simulator: Simulator, counts: SimulationFigures
+    ) -> dict[str, Any]:
         """The figures of a point, with its point of the sweep."""
         row = {
             **report.figures(point.policy, counts),
@@ -169,7 +171,9 @@ class Setting:
 
 
 @contextmanager
-def recorded(path: Path, simulator: Simulator, setting: Setting, point: Point) -> Iterator[None]:
+def recorded(
+    path: Path, simulator: Simulator, setting: SweepSettings, point: SweepPoint
+) -> Iterator[None]:
     """Inside, what this simulator's engine does is appended to the journal at `path`."""
     cost, scheduler = setting.cost, simulator.scheduler
     computed_by = {

@@ -8,31 +8,31 @@ returns frozen records.
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.records import (
-    Begun,
+    BegunTurn,
     Conversation,
     Message,
     NewConversation,
     NewMessage,
+    NewTurn,
     Page,
     Rewound,
     StoredTurn,
+    StoredTurnState,
     TurnMessages,
-    TurnRequest,
-    TurnState,
 )
 
 __all__ = [
-    "Begun",
+    "BegunTurn",
     "Conversation",
     "ConversationStore",
     "DataFolder",
     "Message",
     "NewConversation",
     "NewMessage",
+    "NewTurn",
     "Page",
     "Rewound",
     "StoredTurn",
+    "StoredTurnState",
     "TurnMessages",
-    "TurnRequest",
-    "TurnState",
 ]

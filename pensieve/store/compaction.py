@@ -1,23 +1,23 @@
-"""Gives the space of wiped bodies back, in steps that each take the store thread a few milliseconds.
+"""Return the space of wiped bodies to the disk, in steps that each take the store thread a few milliseconds.
 
     rest ──wasteful──> fence ──> move ──> remove ──> trim ──> rest
        └────────────mostly free pages────────────────^
 
-A step is one transaction, and between two of them the history is as usable and as verifiable as ever.
+A step is one transaction. Between two steps the history is fully usable and verifiable.
 
-    fence    append rows that each fill a leaf of their own; a pass cleans what lies before them
-    move     copy what is not wiped to the end of the table, where no existing cell moves, let its holder
-             refer to the copy, and wipe it where it was; at the end all rows before the fence are wiped
-    remove   delete these rows from the front on.  SQLite then balances the first leaf with the two next to
-             it, and so copies cells between pages, but they are cells of wiped rows, or of the fence
-    trim     move the last pages of the file into free ones, and shorten it
+    fence    append rows that each fill a leaf of their own; a pass cleans everything before them
+    move     copy live rows to the end of the table, where no existing cell moves, let their holders refer to
+             the copies, and wipe the originals; at the end all rows before the fence are wiped
+    remove   delete these rows from the front on. SQLite then balances the first leaf with the two next to it,
+             and so copies cells between pages, but only cells of wiped rows or of the fence
+    trim     move the last pages of the file into free ones, and shorten the file
 
-Nothing of this is remembered by the database: after a crash a pass begins anew if the file is still wasteful,
-and a statement that failed is tried again by the next step.  A pass copies what is alive, which is less than
-what it frees.  The fence of a pass is removed by the next one.
+The database remembers nothing of this. After a crash a pass begins anew if the file is still wasteful. The
+next step retries a statement that failed. A pass copies the live rows, which are less than what it frees. The
+next pass removes the fence.
 
-Trimming needs a database made with auto_vacuum=INCREMENTAL.  In an older one free pages are used again, but
-the file keeps its length.
+Trimming needs a database made with auto_vacuum=INCREMENTAL. An older database reuses free pages, but its file
+keeps its length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.store.bodies import LOCAL_BYTES_MAX
-from pensieve.store.connection import Writer
+from pensieve.store.connection import WriterConnection
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -47,7 +47,7 @@ HOLDERS = (  # the columns that refer to bodies
 )
 
 
-class Phase(Enum):
+class CompactionPhase(Enum):
     """What the next step does."""
 
     REST = auto()
@@ -57,10 +57,10 @@ class Phase(Enum):
     TRIM = auto()
 
 
-class State(NamedTuple):
+class CompactionState(NamedTuple):
     """Where a pass is; a step makes the next state, which counts once its transaction is committed."""
 
-    phase: Phase
+    phase: CompactionPhase
     fence: int = 0  # the first row of it
     moved: int = 0  # the last row that `move` has looked at
     wiped_bytes: int = 0  # what the pass gives back
@@ -69,19 +69,21 @@ class State(NamedTuple):
 class Compaction:
     """A pass over one database; used outside of transactions."""
 
-    def __init__(self, writer: Writer, first: Phase) -> None:
+    def __init__(self, writer: WriterConnection, first: CompactionPhase) -> None:
         self._writer = writer
-        self._state = State(first)
+        self._state = CompactionState(first)
 
     def step(self) -> bool:
         """Take one step, in one transaction; whether there is another one to take."""
         with self._writer.writing() as conn:
             state = STEPS[self._state.phase](conn, self._state)
         self._state = state
-        return state.phase is not Phase.REST
+        return state.phase is not CompactionPhase.REST
 
 
-def first_phase(writer: Writer, bytes_min: int, *, is_urgent: bool = False) -> Phase:
+def first_phase(
+    writer: WriterConnection, bytes_min: int, *, is_urgent: bool = False
+) -> CompactionPhase:
     """Return what a pass begins with: REST unless `bytes_min` and half of the file are wiped, or free.
 
     `is_urgent`: the disk is full, so give back any free page.
@@ -93,31 +95,31 @@ def first_phase(writer: Writer, bytes_min: int, *, is_urgent: bool = False) -> P
         wiped_bytes = _number(conn, "SELECT wiped_bytes FROM space")
         can_trim = _number(conn, "PRAGMA auto_vacuum") == AUTO_VACUUM_INCREMENTAL
     if wiped_bytes >= bytes_min and 2 * wiped_bytes > file_bytes - free_bytes:
-        return Phase.FENCE
+        return CompactionPhase.FENCE
     is_mostly_free = free_bytes >= bytes_min and 2 * free_bytes > file_bytes
     if can_trim and ((is_urgent and free_bytes) or is_mostly_free):
-        return Phase.TRIM
-    return Phase.REST
+        return CompactionPhase.TRIM
+    return CompactionPhase.REST
 
 
-def _place_fence(conn: Connection, state: State) -> State:
+def _place_fence(conn: Connection, state: CompactionState) -> CompactionState:
     fence = 1 + _number(conn, "SELECT coalesce(max(body), 0) FROM bodies")
     for row in range(fence, fence + FENCE_ROWS):
         conn.execute(
             "INSERT INTO bodies (body, tokens) VALUES (?, zeroblob(?))", (row, FENCE_BYTES)
         )
     wiped_bytes = _number(conn, "SELECT wiped_bytes FROM space")
-    return State(Phase.MOVE, fence, 0, wiped_bytes)
+    return CompactionState(CompactionPhase.MOVE, fence, 0, wiped_bytes)
 
 
-def _move(conn: Connection, state: State) -> State:
+def _move(conn: Connection, state: CompactionState) -> CompactionState:
     rows = conn.execute(
         "SELECT body, crc IS NULL, length(private) + length(tokens) FROM bodies"
         " WHERE body > ? AND body < ? ORDER BY body LIMIT ?",
         (state.moved, state.fence, STEP_ROWS),
     ).fetchall()
     if not rows:
-        return state._replace(phase=Phase.REMOVE)
+        return state._replace(phase=CompactionPhase.REMOVE)
     step_bytes = 0
     for body, is_wiped, num_bytes in rows:
         if not is_wiped:
@@ -143,7 +145,7 @@ def _move_body(conn: Connection, body: int) -> None:
     )
 
 
-def _remove(conn: Connection, state: State) -> State:
+def _remove(conn: Connection, state: CompactionState) -> CompactionState:
     rows = conn.execute(
         "SELECT body FROM bodies WHERE body < ? ORDER BY body LIMIT ?", (state.fence, STEP_ROWS)
     ).fetchall()
@@ -151,21 +153,21 @@ def _remove(conn: Connection, state: State) -> State:
         conn.execute("DELETE FROM bodies WHERE body <= ?", rows[-1])
         return state
     conn.execute("UPDATE space SET wiped_bytes = max(0, wiped_bytes - ?)", (state.wiped_bytes,))
-    return State(Phase.TRIM)
+    return CompactionState(CompactionPhase.TRIM)
 
 
-def _trim(conn: Connection, state: State) -> State:
+def _trim(conn: Connection, state: CompactionState) -> CompactionState:
     before = _number(conn, "PRAGMA freelist_count")
     conn.execute(f"PRAGMA incremental_vacuum({STEP_PAGES})").fetchall()
     is_shorter = _number(conn, "PRAGMA freelist_count") < before
-    return state if is_shorter else State(Phase.REST)
+    return state if is_shorter else CompactionState(CompactionPhase.REST)
 
 
 STEPS = {
-    Phase.FENCE: _place_fence,
-    Phase.MOVE: _move,
-    Phase.REMOVE: _remove,
-    Phase.TRIM: _trim,
+    CompactionPhase.FENCE: _place_fence,
+    CompactionPhase.MOVE: _move,
+    CompactionPhase.REMOVE: _remove,
+    CompactionPhase.TRIM: _trim,
 }
 
 

@@ -59,7 +59,7 @@ REOPEN_AFTER = {8, 10, 14}
 FULL, IO_ERROR = 13, 10
 
 
-class Writer:
+class WriterConnection:
     """The connection for one thread at a time; it opens again after an error.
 
     `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database; `noun` is

@@ -42,30 +42,30 @@ from pensieve.store.chains import Chains, insert_request, insert_state
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.conversation_changes import ConversationChanges, pending_json, take_pending
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
-from pensieve.store.declared_prefixes import DeclaredPrefixes
+from pensieve.store.declared_prefixes import PrefixStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
 from pensieve.store.owners import Owners
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
-    Begun,
+    BegunTurn,
     ChainState,
     Conversation,
     LookedUp,
     Message,
     NewConversation,
     NewMessage,
+    NewTurn,
     Page,
     Rewound,
     StoredTurn,
+    StoredTurnState,
     TurnMessages,
-    TurnRequest,
-    TurnState,
     check_id,
     check_text,
 )
-from pensieve.store.responses import Responses, StoredResponse, put_response
+from pensieve.store.responses import ResponseStore, StoredResponse, put_response
 from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ class ConversationStore:
         self.group = self._transactions.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
         self.forgetting = Forgetting(self._transactions)
-        self.prefixes = DeclaredPrefixes(self._transactions, now)
+        self.prefixes = PrefixStore(self._transactions, now)
         self.chains = Chains(self._transactions)
-        self.responses = Responses(self._transactions, self.erasure)
+        self.responses = ResponseStore(self._transactions, self.erasure)
         self.changes = ConversationChanges(self._transactions, self.erasure, now)
         self.owners = Owners(self._transactions, now)
         try:
@@ -299,7 +299,7 @@ class ConversationStore:
 
     # -- turns --
 
-    def begin_turn(self, conversation_id: str, request: TurnRequest, *, tenant: str = "") -> Begun:
+    def begin_turn(self, conversation_id: str, request: NewTurn, *, tenant: str = "") -> BegunTurn:
         """Commit a turn as `running`, or find the one that this request_id began before.
 
         A turn that is running or has finished is returned as it is.  One that was interrupted or failed
@@ -315,8 +315,8 @@ class ConversationStore:
             stored = None if known is None else turn_rows.require_turn(conn, known)
             if stored is not None and stored.content_hash != content_hash:
                 raise InvalidArgument("request_id", "was used before with other content")
-            if stored and TurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
-                return Begun(stored.turn, must_run=False)
+            if stored and StoredTurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
+                return BegunTurn(stored.turn, must_run=False)
             refuse_running(conversation)
             refuse_stale(conversation, request.expected_revision, request.expected_created_at)
             take_pending(conn, number, conversation, request.pending)
@@ -332,7 +332,7 @@ class ConversationStore:
                 first = links[0].message
                 insert_request(conn, tenant, request.request_id, first, self.now())
         self._transactions.add(turn.turn_id)
-        return Begun(turn, must_run=True)
+        return BegunTurn(turn, must_run=True)
 
     def finish_turn(
         self,
@@ -350,8 +350,8 @@ class ConversationStore:
         was committed is not committed twice.  With an `attempt` it is NotFound if the turn was begun again
         since: a late end of one attempt is no end of the next.
         """
-        is_cancelled = finish_reason == TurnState.CANCELLED.value
-        state = TurnState.CANCELLED if is_cancelled else TurnState.COMPLETED
+        is_cancelled = finish_reason == StoredTurnState.CANCELLED.value
+        state = StoredTurnState.CANCELLED if is_cancelled else StoredTurnState.COMPLETED
         with self._transactions.ending(turn_id, attempt) as conn:
             check_text([reply])
             now = self.now()
@@ -359,12 +359,12 @@ class ConversationStore:
             number, found, made, revision, tenant, end, messages = progress
             if found is state and made is not None:
                 return made
-            if found is not TurnState.RUNNING:
+            if found is not StoredTurnState.RUNNING:
                 raise NotFound(f"turn {turn_id} no longer runs, it is {found}")
             revision += 1
-            links = [message_rows.Link(each, revision, length) for each, length in messages]
+            links = [message_rows.HistoryRow(each, revision, length) for each, length in messages]
             message = message_rows.insert_message(conn, tenant, reply, turn_id, finish_reason)
-            links.append(message_rows.Link(message, revision, len(reply.token_ids)))
+            links.append(message_rows.HistoryRow(message, revision, len(reply.token_ids)))
             message_rows.append_history(conn, number, links, end)
             turn_rows.insert_logprobs(conn, tenant, turn_id, reply.logprobs)
             if chain_state is not None:
@@ -378,14 +378,14 @@ class ConversationStore:
     def fail_turn(self, turn_id: int, failure: str, attempt: int = 0) -> StoredTurn:
         """End a turn that the engine could not finish; its messages stay out of the history."""
         with self._transactions.ending(turn_id, attempt) as conn:
-            if turn_rows.require_turn(conn, turn_id).turn.state is TurnState.RUNNING:
+            if turn_rows.require_turn(conn, turn_id).turn.state is StoredTurnState.RUNNING:
                 turn_rows.fail_turn(conn, turn_id, failure, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
     def interrupt_turn(self, turn_id: int, attempt: int = 0) -> StoredTurn:
         """End a turn that no client waits for any more; its messages stay out of the history."""
         with self._transactions.ending(turn_id, attempt) as conn:
-            if turn_rows.require_turn(conn, turn_id).turn.state is TurnState.RUNNING:
+            if turn_rows.require_turn(conn, turn_id).turn.state is StoredTurnState.RUNNING:
                 turn_rows.interrupt_turn(conn, turn_id, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
@@ -480,7 +480,7 @@ class ConversationStore:
         return problems
 
 
-def _shared_head(conn: Connection, new: NewConversation) -> list[message_rows.Link]:
+def _shared_head(conn: Connection, new: NewConversation) -> list[message_rows.HistoryRow]:
     """The messages that a new conversation shares with others of its prefix_id; empty if it needs its own.
 
     The first conversation with a prefix_id fixes system prompt and tools: PrefixTaken if these are others.

@@ -47,7 +47,7 @@ def stored_id(prefix_id: str) -> str:
     return MARK + prefix_id
 
 
-class DeclaredPrefixes:
+class PrefixStore:
     """Used outside of transactions, in the thread of the store."""
 
     def __init__(self, transactions: StoreTransactions, now: Callable[[], float]) -> None:

@@ -38,7 +38,7 @@ LENGTHS = (  # of a message, without and with its token ids; one that is missing
 )
 
 
-class Link(NamedTuple):
+class HistoryRow(NamedTuple):
     """One row of a history: a message, the revision that added it, and its length."""
 
     message: int
@@ -66,16 +66,16 @@ def insert_messages(
     messages: Sequence[NewMessage],
     turn_id: int | None,
     revision: int,
-) -> list[Link]:
+) -> list[HistoryRow]:
     """Insert messages that no history holds yet; returns the links that will add them to one."""
     return [
-        Link(insert_message(conn, tenant, message, turn_id), revision, len(message.token_ids))
+        HistoryRow(insert_message(conn, tenant, message, turn_id), revision, len(message.token_ids))
         for message in messages
     ]
 
 
 def append_history(
-    conn: Connection, conversation: int, links: Iterable[Link], end: tuple[int, int] = (0, 0)
+    conn: Connection, conversation: int, links: Iterable[HistoryRow], end: tuple[int, int] = (0, 0)
 ) -> None:
     """Add messages to a history behind its `end`: how many messages and tokens it has."""
     position, first_token = end
@@ -93,19 +93,19 @@ def append_history(
         )
 
 
-def links(conn: Connection, conversation: int, until_revision: int) -> list[Link]:
+def links(conn: Connection, conversation: int, until_revision: int) -> list[HistoryRow]:
     """The messages of a history up to a revision, in order."""
     found = conn.execute(
         "SELECT h.message, h.revision, m.num_tokens FROM history h JOIN messages m USING (message)"
         " WHERE h.conversation = ? AND h.revision <= ? ORDER BY h.position",
         (conversation, until_revision),
     )
-    return [Link(*row) for row in found]
+    return [HistoryRow(*row) for row in found]
 
 
 def require_links(
     conn: Connection, number: int, conversation: Conversation, revision: int
-) -> list[Link]:
+) -> list[HistoryRow]:
     """The history up to a revision that is in it: 0, a message's, or the present one."""
     found = links(conn, number, revision)
     if revision not in (0, conversation.revision) and (not found or found[-1].revision != revision):
@@ -158,7 +158,7 @@ def replace_tokens(
             wipe_logprobs(conn, tenant, turn_id)
         inserted = insert_message(conn, tenant, again, turn_id, finish_reason)
         copy_states(conn, message, inserted)
-        new.append(Link(inserted, revision, len(ids)))
+        new.append(HistoryRow(inserted, revision, len(ids)))
     cut_history(conn, conversation, tenant, after_revision=-1)
     append_history(conn, conversation, new)
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.errors import NotFound, OwnedElsewhere, Unavailable
 from pensieve.store import conversation_rows
-from pensieve.store.records import TurnState
+from pensieve.store.records import StoredTurnState
 from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Claim(NamedTuple):
     previous: int = NOBODY  # the session that had it before
 
 
-class Owner(NamedTuple):
+class Ownership(NamedTuple):
     session: int
     epoch: int
 
@@ -67,7 +67,7 @@ class OwnedTurn(NamedTuple):
 
     session: int  # NOBODY without an owner
     epoch: int
-    state: TurnState
+    state: StoredTurnState
     attempt: int
 
 
@@ -242,7 +242,7 @@ class Owners:
             ).fetchone()
         return found is not None
 
-    def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
+    def owner(self, conversation_id: str, *, tenant: str = "") -> Ownership | None:
         """None if it has none."""
         with self._transactions.reading() as conn:
             return owner_of(conn, conversation_id, tenant)
@@ -258,8 +258,8 @@ class Owners:
         if row is None:
             return None
         session, epoch, state, attempt = row
-        is_dead = state == TurnState.RUNNING and self._transactions.is_dead(turn_id)
-        found = TurnState.INTERRUPTED if is_dead else TurnState(state)
+        is_dead = state == StoredTurnState.RUNNING and self._transactions.is_dead(turn_id)
+        found = StoredTurnState.INTERRUPTED if is_dead else StoredTurnState(state)
         return OwnedTurn(session or NOBODY, epoch or 0, found, attempt)
 
 
@@ -280,13 +280,13 @@ def _session(conn: Connection, number: int) -> Session:
     return _session_of(row)
 
 
-def owner_of(conn: Connection, conversation_id: str, tenant: str) -> Owner | None:
+def owner_of(conn: Connection, conversation_id: str, tenant: str) -> Ownership | None:
     row = conn.execute(
         "SELECT o.session, o.epoch FROM owners o JOIN conversations c USING (conversation)"
         " WHERE c.key = ?",
         (conversation_rows.conversation_key(conversation_id, tenant),),
     ).fetchone()
-    return None if row is None else Owner(*row)
+    return None if row is None else Ownership(*row)
 
 
 def _next_number(conn: Connection) -> int:

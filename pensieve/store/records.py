@@ -24,7 +24,7 @@ PAGE_SIZE_MAX = 1000
 PAGE_BYTES_MAX = 2 << 20  # of a page's records; one of a single record may be larger
 
 
-class TurnState(StrEnum):
+class StoredTurnState(StrEnum):
     """The states of a turn's row; LEGAL_TRANSITIONS says which may follow which."""
 
     RUNNING = "running"
@@ -35,16 +35,23 @@ class TurnState(StrEnum):
 
 
 # Of a turn that its request finds when it comes again, and does not begin again.
-KNOWN_STATES = frozenset({TurnState.RUNNING, TurnState.COMPLETED, TurnState.CANCELLED})
+KNOWN_STATES = frozenset(
+    {StoredTurnState.RUNNING, StoredTurnState.COMPLETED, StoredTurnState.CANCELLED}
+)
 
-LEGAL_TRANSITIONS: Mapping[TurnState, frozenset[TurnState]] = {
-    TurnState.RUNNING: frozenset(
-        {TurnState.COMPLETED, TurnState.CANCELLED, TurnState.INTERRUPTED, TurnState.FAILED}
+LEGAL_TRANSITIONS: Mapping[StoredTurnState, frozenset[StoredTurnState]] = {
+    StoredTurnState.RUNNING: frozenset(
+        {
+            StoredTurnState.COMPLETED,
+            StoredTurnState.CANCELLED,
+            StoredTurnState.INTERRUPTED,
+            StoredTurnState.FAILED,
+        }
     ),
-    TurnState.COMPLETED: frozenset(),
-    TurnState.CANCELLED: frozenset(),
-    TurnState.INTERRUPTED: frozenset({TurnState.RUNNING}),  # its request_id came again
-    TurnState.FAILED: frozenset({TurnState.RUNNING}),
+    StoredTurnState.COMPLETED: frozenset(),
+    StoredTurnState.CANCELLED: frozenset(),
+    StoredTurnState.INTERRUPTED: frozenset({StoredTurnState.RUNNING}),  # its request_id came again
+    StoredTurnState.FAILED: frozenset({StoredTurnState.RUNNING}),
 }
 
 
@@ -129,7 +136,7 @@ class NewPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRequest:
+class NewTurn:
     """A turn to begin, as its client requested it.
 
     `sampling` is what the client sent, without defaults and without a seed that the service chose, so that
@@ -219,7 +226,7 @@ class StoredTurn:
     conversation_id: str
     tenant: str
     request_id: str
-    state: TurnState
+    state: StoredTurnState
     attempts: int  # how often it has begun; above 1 after an interruption or failure
     sampling: dict[str, Any]
     seed: int
@@ -255,7 +262,7 @@ class ChainRequest(NamedTuple):
     num_messages: int  # that the request added
 
 
-class Begun(NamedTuple):
+class BegunTurn(NamedTuple):
     """A turn, and whether the caller must compute it; if not, it is running or has finished already."""
 
     turn: StoredTurn

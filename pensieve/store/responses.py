@@ -53,7 +53,7 @@ class Removed(NamedTuple):
     revision: int = 0  # of the conversation, at which that was so
 
 
-class Responses:
+class ResponseStore:
     """Used outside of transactions, in the thread of the store."""
 
     def __init__(self, transactions: StoreTransactions, erasure: ErasureSteps) -> None:

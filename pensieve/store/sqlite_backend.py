@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store import verify
 from pensieve.store.backend import ErasureSteps, TimeLimit
-from pensieve.store.compaction import Compaction, Phase, first_phase
-from pensieve.store.connection import Writer, explained, open_read_only
+from pensieve.store.compaction import Compaction, CompactionPhase, first_phase
+from pensieve.store.connection import WriterConnection, explained, open_read_only
 from pensieve.store.folder import RESERVE_NAME, DataFolder
 from pensieve.store.migrations import migrate, remove_copies
 from pensieve.store.verify import (
@@ -51,7 +51,7 @@ class SqliteBackend:
         statement_seconds: float,
     ) -> None:
         self._path = folder.database_path
-        self.writer = Writer(
+        self.writer = WriterConnection(
             self._path,
             lambda db: migrate(db, self._path),
             driver,
@@ -157,7 +157,7 @@ class Erasure(ErasureSteps):
     when the history is opened may contain anything, and is truncated then or by the first step that can.
     """
 
-    def __init__(self, writer: Writer, compact_bytes_min: int, reserve: Reserve) -> None:
+    def __init__(self, writer: WriterConnection, compact_bytes_min: int, reserve: Reserve) -> None:
         self.pending = writer.has_journal()
         self._writer = writer
         self._reserve = reserve
@@ -220,7 +220,7 @@ class Erasure(ErasureSteps):
         """Begin a pass if the file wastes enough space."""
         if self._compaction is None:
             phase = first_phase(self._writer, self._compact_bytes_min, is_urgent=is_urgent)
-            if phase is not Phase.REST:
+            if phase is not CompactionPhase.REST:
                 self._compaction = Compaction(self._writer, phase)
 
 

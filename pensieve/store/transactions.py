@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 from pensieve.errors import NotFound, PensieveError
 from pensieve.store import turn_rows
 from pensieve.store.backend import Transactions
-from pensieve.store.records import Conversation, StoredTurn, TurnState
+from pensieve.store.records import Conversation, StoredTurn, StoredTurnState
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -195,9 +195,9 @@ class StoreTransactions:
 
     def turn_as_read(self, turn: StoredTurn) -> StoredTurn:
         """The turn as the next transaction will find it."""
-        if turn.state is not TurnState.RUNNING or not self._reads_dead(turn.turn_id):
+        if turn.state is not StoredTurnState.RUNNING or not self._reads_dead(turn.turn_id):
             return turn
-        return replace(turn, state=TurnState.INTERRUPTED)
+        return replace(turn, state=StoredTurnState.INTERRUPTED)
 
     def _reads_dead(self, turn_id: int) -> bool:
         return self.is_dead(turn_id) and turn_id not in self._ended

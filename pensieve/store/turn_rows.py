@@ -21,10 +21,10 @@ from pensieve.store.conversation_rows import digest
 from pensieve.store.records import (
     Conversation,
     NewMessage,
+    NewTurn,
     StoredTurn,
+    StoredTurnState,
     TurnMessages,
-    TurnRequest,
-    TurnState,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _turn(row: Any) -> TurnRow:
         conversation_id=owner["conversation_id"],
         tenant=tenant,
         request_id=private["request_id"],
-        state=TurnState(state),
+        state=StoredTurnState(state),
         attempts=attempts,
         sampling=private["sampling"],
         seed=int(seed),
@@ -84,11 +84,11 @@ def _turn(row: Any) -> TurnRow:
     return TurnRow(conversation, private["content_hash"], turn)
 
 
-class Progress(NamedTuple):
+class TurnProgress(NamedTuple):
     """What `finish_turn` needs to know of a turn."""
 
     conversation: int
-    state: TurnState
+    state: StoredTurnState
     revision: int | None  # the one it made, if it has ended
     conversation_revision: int
     tenant: str
@@ -115,7 +115,7 @@ def require_turn(conn: Connection, turn_id: int) -> TurnRow:
     return found
 
 
-def require_progress(conn: Connection, turn_id: int) -> Progress:
+def require_progress(conn: Connection, turn_id: int) -> TurnProgress:
     found = conn.execute(PROGRESS, (turn_id,))
     messages = conn.execute(
         "SELECT message, num_tokens FROM messages WHERE turn_id = ? ORDER BY message", (turn_id,)
@@ -125,7 +125,9 @@ def require_progress(conn: Connection, turn_id: int) -> Progress:
         raise NotFound(f"there is no turn {turn_id}")
     end = row[5] or 0, row[6] or 0
     number, state, made, revision, tenant = row[:5]
-    return Progress(number, TurnState(state), made, revision, tenant, end, tuple(messages))
+    return TurnProgress(
+        number, StoredTurnState(state), made, revision, tenant, end, tuple(messages)
+    )
 
 
 PROGRESS = """
@@ -142,7 +144,7 @@ def insert_turn(
     conn: Connection,
     number: int,
     conversation: Conversation,
-    request: TurnRequest,
+    request: NewTurn,
     content_hash: str,
     now: float,
 ) -> StoredTurn:
@@ -163,7 +165,7 @@ def insert_turn(
         conversation_id=conversation.conversation_id,
         tenant=conversation.tenant,
         request_id=request.request_id,
-        state=TurnState.RUNNING,
+        state=StoredTurnState.RUNNING,
         attempts=1,
         sampling=dict(request.sampling),
         seed=request.seed,
@@ -213,7 +215,7 @@ def read_turn_messages(conn: Connection, turn_id: int) -> TurnMessages:
 def finish_turn(
     conn: Connection,
     turn_id: int,
-    state: TurnState,
+    state: StoredTurnState,
     finish_reason: str,
     usage: Mapping[str, Any],
     revision: int,

@@ -1,6 +1,6 @@
 """Text to tokens and back, exactly; no torch.
 
-    messages ──ChatTemplate──> TemplateText ──Tokenizer──> Delta: ids that are appended to the log
+    messages ──ChatTemplate──> TemplateText ──Tokenizer──> TemplateDelta: ids that are appended to the log
     sampled ids ──Detokenizer──> text ──StopMatcher──> text that may be sent
                                       ──ReplyPieces──> thinking, text, calls of tools
 
@@ -10,11 +10,11 @@ tokens, and `probe` finds what a template would do to earlier turns if they were
 """
 
 from pensieve.text.detokenizer import Detokenizer
-from pensieve.text.message import Message, Setting, ToolCall
+from pensieve.text.message import Message, TemplateSetting, ToolCall
 from pensieve.text.parts import Part, PartMarker
 from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
 from pensieve.text.stop import StopMatcher
-from pensieve.text.template import ChatTemplate, Delta
+from pensieve.text.template import ChatTemplate, TemplateDelta
 from pensieve.text.template_probe import TemplateReport, probe
 from pensieve.text.template_text import TemplateText
 from pensieve.text.tokenizer import Tokenizer
@@ -25,15 +25,15 @@ __all__ = [
     "CallBegan",
     "CallStyle",
     "ChatTemplate",
-    "Delta",
     "Detokenizer",
     "Message",
     "Part",
     "PartMarker",
     "ReplyPieces",
-    "Setting",
     "StopMatcher",
+    "TemplateDelta",
     "TemplateReport",
+    "TemplateSetting",
     "TemplateText",
     "Text",
     "Thinking",

@@ -49,7 +49,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TemplateSetting:
     """What a conversation fixes when it begins: tools, template options, and the date."""
 
     tools: Sequence[Mapping[str, Any]] = ()

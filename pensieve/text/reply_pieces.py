@@ -26,7 +26,7 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 from pensieve.text.parts import THINKING_MARKS, Part
-from pensieve.text.tool_calls import Call, CallArguments, CallBegan, CallFinder, CallStyle
+from pensieve.text.tool_calls import CallArguments, CallBegan, CallFinder, CallStyle, ParsedCall
 
 __all__ = ["CallArguments", "CallBegan", "Piece", "ReplyPieces", "Text", "Thinking", "merged"]
 
@@ -95,7 +95,7 @@ class ReplyPieces:
         return 0 if self._finder is None else self._finder.calls.num_begun
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ParsedCall]:
         """The whole ones, in their order."""
         return [] if self._finder is None else self._finder.calls.whole
 

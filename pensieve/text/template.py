@@ -44,7 +44,7 @@ from pensieve.text.message import (
     ROLES,
     Arguments,
     Message,
-    Setting,
+    TemplateSetting,
     ToolCall,
     plain,
     plain_text,
@@ -73,7 +73,7 @@ FAILURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class TemplateDelta:
     """Tokens to append to a log, and the span of each new message in them; the spans tile the tokens."""
 
     token_ids: list[int]
@@ -81,7 +81,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class CommonOpening:
     """What all openings with the same first messages begin with; the spans of these tile its tokens."""
 
     token_ids: list[int]
@@ -89,7 +89,7 @@ class Head:
     text: TemplateText  # before its last token, which is a control token
 
 
-NO_HEAD = Head([], (), written(""))
+NO_HEAD = CommonOpening([], (), written(""))
 
 
 class ChatTemplate:
@@ -138,7 +138,7 @@ class ChatTemplate:
         """Whether it writes messages of that role, which few do."""
         return "developer" not in self._refused_first
 
-    def opening(self, messages: Sequence[Message], setting: Setting) -> Delta:
+    def opening(self, messages: Sequence[Message], setting: TemplateSetting) -> TemplateDelta:
         """The first tokens of a log, BOS included if the template writes one."""
         new = self._checked(messages, setting, self._refused_first)
         text = self._render(new, setting, reply_follows=True)
@@ -146,7 +146,7 @@ class ChatTemplate:
         borders = self._borders(text, [], new, setting)
         return _delta(encoded, borders, skipped=0)
 
-    def head(self, messages: Sequence[Message], setting: Setting) -> Head:
+    def head(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
         """What each opening with these messages and a user's begins with; it may have no token."""
         first = self._checked(messages, setting, self._refused_first, None) if messages else []
         texts = [
@@ -164,18 +164,22 @@ class ChatTemplate:
         while count and not self._ends_with_control(encoded, count, end):
             count -= 1
         if not count:
-            return Head([], ((0, 0),) * len(first), written(""))
+            return CommonOpening([], ((0, 0),) * len(first), written(""))
         edges = [min(start, count) for start, _ in _delta(encoded, [*borders, len(text)], 0).spans]
         edges[-1] = count
-        return Head(
+        return CommonOpening(
             encoded.ids[:count],
             tuple(pairwise(edges)),
             text[: encoded.starts[count - 1]],
         )
 
     def behind(
-        self, head: Head, first: Sequence[Message], messages: Sequence[Message], setting: Setting
-    ) -> Delta:
+        self,
+        head: CommonOpening,
+        first: Sequence[Message],
+        messages: Sequence[Message],
+        setting: TemplateSetting,
+    ) -> TemplateDelta:
         """What follows the head of the `first` messages where these open a log with them."""
         before = self._checked(first, setting, self._refused_first, None) if first else []
         is_later = any(each.role == "assistant" for each in first)
@@ -198,8 +202,8 @@ class ChatTemplate:
         return _delta(encoded, [max(each - written_before, 0) for each in borders], skipped)
 
     def delta(
-        self, messages: Sequence[Message], last_token_id: int | None, setting: Setting
-    ) -> Delta:
+        self, messages: Sequence[Message], last_token_id: int | None, setting: TemplateSetting
+    ) -> TemplateDelta:
         """What follows a log that ends with a reply; `last_token_id` is the reply's last token."""
         new = self._checked(messages, setting, self._refused_later)
         past = _skeleton(None)
@@ -215,13 +219,13 @@ class ChatTemplate:
         return _delta(encoded, borders, skipped=self._closed(encoded.ids, last_token_id))
 
     def render(
-        self, messages: Sequence[Message], setting: Setting, *, reply_follows: bool = True
+        self, messages: Sequence[Message], setting: TemplateSetting, *, reply_follows: bool = True
     ) -> TemplateText:
         """A whole conversation as the template would write it, for comparison only."""
         new = self._checked(messages, setting, self._refused_first, None)
         return self._render(new, setting, reply_follows=reply_follows)
 
-    def continuation(self, messages: Sequence[Message], setting: Setting) -> TemplateText:
+    def continuation(self, messages: Sequence[Message], setting: TemplateSetting) -> TemplateText:
         """The text of a delta after a reply that has no end-of-turn token yet."""
         new = self._checked(messages, setting, self._refused_later)
         return self._after_reply(_skeleton(None), new, setting)
@@ -231,7 +235,7 @@ class ChatTemplate:
     def _checked(
         self,
         messages: Sequence[Message],
-        setting: Setting,
+        setting: TemplateSetting,
         refusals: Mapping[str, str],
         messages_max: int | None = MESSAGES_MAX,
     ) -> list[dict[str, Any]]:
@@ -258,7 +262,7 @@ class ChatTemplate:
     # -- rendering --
 
     def _render(
-        self, messages: list[dict[str, Any]], setting: Setting, *, reply_follows: bool
+        self, messages: list[dict[str, Any]], setting: TemplateSetting, *, reply_follows: bool
     ) -> TemplateText:
         template = self._templates.get("tool_use") if setting.tools else None
         if template is None:
@@ -286,12 +290,12 @@ class ChatTemplate:
         self,
         past: list[dict[str, Any]],
         new: list[dict[str, Any]],
-        setting: Setting,
+        setting: TemplateSetting,
         *,
         reply_follows: bool = True,
     ) -> TemplateText:
         if self._tools_move:
-            setting = Setting((), setting.options, setting.now)
+            setting = TemplateSetting((), setting.options, setting.now)
         text = self._render(past + new, setting, reply_follows=reply_follows)
         at = text.rfind(REPLY)
         if at < 0:
@@ -309,7 +313,7 @@ class ChatTemplate:
         text: TemplateText,
         past: list[dict[str, Any]],
         new: list[dict[str, Any]],
-        setting: Setting,
+        setting: TemplateSetting,
         num_known: int = 0,
     ) -> list[int]:
         """The character at which each new message ends, but for the first `num_known`.
@@ -364,7 +368,7 @@ class ChatTemplate:
                 tested |= {"tool_call_id": "call00000", "name": "f"}
                 messages = [*_skeleton(tested), tested]
             try:
-                text = self._render(messages, Setting(), reply_follows=True)
+                text = self._render(messages, TemplateSetting(), reply_follows=True)
             except InvalidArgument as error:
                 refusals[role] = error.problem
                 continue
@@ -378,7 +382,7 @@ class ChatTemplate:
         parts = [{"type": "text", "text": MARK}]
         try:
             text = self._render(
-                [{"role": ROLE["user"], "content": parts}], Setting(), reply_follows=True
+                [{"role": ROLE["user"], "content": parts}], TemplateSetting(), reply_follows=True
             )
         except InvalidArgument:
             return False
@@ -392,12 +396,12 @@ class ChatTemplate:
             "description": "m",
             "parameters": {"type": "object", "properties": {}},
         }
-        setting = Setting(tools=({"type": "function", "function": function},))
+        setting = TemplateSetting(tools=({"type": "function", "function": function},))
         user = {"role": ROLE["user"], "content": "."}
         differences = []
         for past in [], _skeleton(None):
             try:
-                without = self._render([*past, user], Setting(), reply_follows=True)
+                without = self._render([*past, user], TemplateSetting(), reply_follows=True)
                 given = self._render([*past, user], setting, reply_follows=True)
             except InvalidArgument:
                 return False, False
@@ -407,12 +411,12 @@ class ChatTemplate:
     def _find_closing(self) -> TemplateText:
         """What the template writes after a last reply."""
         try:
-            return self._after_reply(_skeleton(None), [], Setting(), reply_follows=False)
+            return self._after_reply(_skeleton(None), [], TemplateSetting(), reply_follows=False)
         except InvalidArgument:  # the template needs a user's message at the end
             return written("")
 
 
-def _delta(encoded: Encoded, borders: list[int], skipped: int) -> Delta:
+def _delta(encoded: Encoded, borders: list[int], skipped: int) -> TemplateDelta:
     edges = [0]
     for border in borders[:-1]:
         edge = bisect_left(encoded.starts, border)
@@ -420,7 +424,7 @@ def _delta(encoded: Encoded, borders: list[int], skipped: int) -> Delta:
             edge -= 1  # the token before crosses the border
         edges.append(max(edge - skipped, edges[-1]))  # never falling, whatever the template does
     edges.append(len(encoded.ids) - skipped)
-    return Delta(encoded.ids[skipped:], tuple(pairwise(edges)))
+    return TemplateDelta(encoded.ids[skipped:], tuple(pairwise(edges)))
 
 
 def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:

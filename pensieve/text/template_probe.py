@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from pensieve.errors import InvalidArgument
-from pensieve.text.message import Message, Setting, ToolCall
+from pensieve.text.message import Message, TemplateSetting, ToolCall
 from pensieve.text.template import ChatTemplate, common_prefix
 from pensieve.text.template_text import TemplateText, written
 
@@ -44,7 +44,7 @@ class Dialogue:
     name: str
     turns: tuple[tuple[tuple[Message, ...], Message], ...]  # (new messages, the reply to them)
     end: Message
-    setting: Setting = field(default_factory=Setting)
+    setting: TemplateSetting = field(default_factory=TemplateSetting)
 
 
 def probe(template: ChatTemplate) -> TemplateReport:
@@ -81,17 +81,17 @@ def _dialogues(template: ChatTemplate) -> list[Dialogue]:
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     }
     tools = ({"type": "function", "function": function},)
-    equipped = Setting(tools=tools if template.knows_tools else ())
+    equipped = TemplateSetting(tools=tools if template.knows_tools else ())
     turns = (((hello,), yes), ((more,), yes))
     dialogues = [
         Dialogue("conversations", turns, bye),
         Dialogue("a system prompt", (((Message("system", SYSTEM), hello), yes), turns[1]), bye),
         Dialogue("thinking", (((hello,), thoughtful), ((more,), thoughtful)), bye),
-        Dialogue("tools", turns, bye, Setting(tools=tools)),
+        Dialogue("tools", turns, bye, TemplateSetting(tools=tools)),
         Dialogue("tool calls", (((hello,), call), ((answer,), yes)), more, equipped),
     ]
     if "enable_thinking" in template.options:
-        quiet = Setting(options={"enable_thinking": False})
+        quiet = TemplateSetting(options={"enable_thinking": False})
         dialogues.append(Dialogue("thinking switched off", turns, bye, quiet))
     return dialogues
 
@@ -123,7 +123,7 @@ def _render_both(template: ChatTemplate, dialogue: Dialogue) -> tuple[str, str, 
 
 
 def _as_sampled(
-    template: ChatTemplate, messages: list[Message], reply: Message, setting: Setting
+    template: ChatTemplate, messages: list[Message], reply: Message, setting: TemplateSetting
 ) -> TemplateText:
     """The reply as a model that follows its template would sample it, without its end-of-turn token."""
     invited = template.render(messages, setting)

@@ -68,7 +68,7 @@ def section_kernels(bench: Bench) -> None:
             paged = Paged.of(device, slices, heads, kv_heads, head_size, dtype, index)
             where = f"attention of {kind} items, {dtype}, head {head_size}, {heads}/{kv_heads}"
             with _naming(
-                kind if paged.work is not None and len(paged.work.wide_items) else "narrow"
+                kind if paged.plan is not None and len(paged.plan.wide_items) else "narrow"
             ):
                 worst = max(worst, _check_attention(paged, where))
         agree = f"{kind}: {len(lattice)} shapes agree, worst {worst:.1e}"

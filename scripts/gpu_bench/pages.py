@@ -17,8 +17,13 @@ from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import multi_token_attention
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.attention.plan import Work
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import (
+    AttentionInput,
+    AttentionKind,
+    PageIndex,
+    SharedPages,
+)
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.kv_format import FP8
 from scripts.gpu_bench.harness import check
 
@@ -29,14 +34,10 @@ class Paged:
 
     query: torch.Tensor
     arena: torch.Tensor
-    table: torch.Tensor
-    offsets: torch.Tensor
-    turns: torch.Tensor
-    starts: torch.Tensor
-    work: Work | None
+    page_index: PageIndex
+    plan: DevicePlan | None
     out: torch.Tensor
     kv_scales: torch.Tensor | None = None  # of pages in fp8
-    shared: SharedPages | None = None
 
     @classmethod
     def of(
@@ -80,50 +81,46 @@ class Paged:
         shared = None
         if front:
             shared = SharedPages(array("i", [0] * len(slices)), array("i", [front]))
-        work = None
+        device_plan = None
         if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size, stored=stored):
             starts = [start for start, _ in slices]
             blocks = cuda.blocks_at_once(device, head_size, stored)
             plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks, shared=shared)
-            work = Work.of(plan, kv_heads, head_size, device)
+            device_plan = DevicePlan.of(plan, kv_heads, head_size, device)
         return cls(
             query,
             wide.to(stored),
-            table.to(device),
-            torch.tensor([0, *lengths]).cumsum(0).int().to(device),
-            column(list(range(len(slices)))),
-            column([start for start, _ in slices]),
-            work,
+            PageIndex(
+                table.to(device),
+                torch.tensor([0, *lengths]).cumsum(0).int().to(device),
+                column(list(range(len(slices)))),
+                column([start for start, _ in slices]),
+                shared,
+            ),
+            device_plan,
             torch.full_like(query, float("nan")),
             kv_scales,
-            shared,
         )
 
     def run(self) -> torch.Tensor:
-        multi_token_attention(
-            *(self.query, self.arena[:, 0], self.arena[:, 1]),
-            *(self.table, self.offsets, self.turns, self.starts),
-            self.scaling,
-            self.out,
-            self.work,
-            self.kv_scales,
-            self.shared,
-        )
+        multi_token_attention(self.inputs(), self.out, self.plan)
         return self.out
 
-    @property
-    def scaling(self) -> float:
-        return float(self.query.shape[2] ** -0.5)
+    def inputs(self) -> AttentionInput:
+        return AttentionInput(
+            *(self.query, self.arena[:, 0], self.arena[:, 1]),
+            self.page_index,
+            AttentionKind.plain(self.query.shape[2]),
+            self.kv_scales,
+        )
 
     def right(self) -> torch.Tensor:
         out = torch.empty(self.query.shape, device=self.query.device)
         wide = self.wide()
-        reference.multi_token_attention(
-            *(self.query.float(), wide[:, 0], wide[:, 1]),
-            *(self.table, self.offsets, self.turns, self.starts),
-            self.scaling,
-            out,
+        inputs = self.inputs()._replace(
+            query=self.query.float(), key_pages=wide[:, 0], value_pages=wide[:, 1], kv_scales=None
         )
+        reference.multi_token_attention(inputs, out)
         return out
 
     def wide(self) -> torch.Tensor:
@@ -134,9 +131,10 @@ class Paged:
 
     def contiguous(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in one piece, (batch, kv_heads, context, D); all slices of one length."""
-        context = int(self.starts[0]) + int(self.offsets[1])
+        table, offsets, _, starts, _ = self.page_index
+        context = int(starts[0]) + int(offsets[1])
         arena = self.arena if self.kv_scales is None else self.wide().to(self.query.dtype)
-        gathered = arena[self.table.long()]  # (batch, pages, 2, kv_heads, 32, D)
+        gathered = arena[table.long()]  # (batch, pages, 2, kv_heads, 32, D)
         batch, pages, _, kv_heads, _, head_size = gathered.shape
         whole = gathered.permute(2, 0, 3, 1, 4, 5).reshape(
             2, batch, kv_heads, pages * PAGE, head_size

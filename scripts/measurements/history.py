@@ -31,7 +31,7 @@ from pensieve.errors import Unavailable
 from pensieve.history.connection import Connection, Replica
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
-from pensieve.store.records import NewConversation, NewMessage, TurnRequest
+from pensieve.store.records import NewConversation, NewMessage, NewTurn
 from pensieve.store.remote.remote_store import RemoteStore, Store
 from scripts.measurements.processes import counts, cpu_seconds
 
@@ -76,7 +76,7 @@ class Talker:
         if known is not None:
             raise Unavailable(f"{name} has had {request_id} before it was said")
         question = NewMessage("user", "q" * 4 * TOKENS_IN, range(TOKENS_IN))
-        request = TurnRequest(request_id, [question], expected_revision=found.revision)
+        request = NewTurn(request_id, [question], expected_revision=found.revision)
         turn = store.begin_turn(name, request).turn
         reply = NewMessage("assistant", "a" * 4 * TOKENS_OUT, range(TOKENS_OUT))
         self._revisions[name] = store.finish_turn(turn.turn_id, reply, "stop", {})

@@ -8,7 +8,7 @@ whole; or what was lost, with the tokens that it has already written) and writes
     arrive → [waits] → plan, plan, … (one token each) → the last of its tokens → gone
 
 An iteration takes what the cost model says of its slices, in one pass, as those of the daemon's own scheduler
-do (sim/executor.py), and the figures are the same `Counts`.
+do (sim/executor.py), and the figures are the same `SimulationFigures`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.sim.clock import VirtualClock
-from pensieve.sim.simulator import STEPS_PER_REPORT, Counts
+from pensieve.sim.simulator import STEPS_PER_REPORT, SimulationFigures
 from pensieve.sim.trace import Arrival
 
 
@@ -72,14 +72,14 @@ class ScheduleRun:
     def __init__(self, schedule: Schedule, cost: IterationCost) -> None:
         self.schedule = schedule
         self.clock = VirtualClock()
-        self.counts = Counts()
+        self.counts = SimulationFigures()
         self._cost = cost
 
     def finish(
         self,
         arrivals: Iterable[Arrival],
-        progress: Callable[[float, Counts], None] | None = None,
-    ) -> Counts:
+        progress: Callable[[float, SimulationFigures], None] | None = None,
+    ) -> SimulationFigures:
         source = iter(arrivals)
         ahead = next(source, None)
         clock, schedule = self.clock, self.schedule

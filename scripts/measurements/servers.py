@@ -30,7 +30,7 @@ from pensieve.core.policies.registry import DEFAULT, policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.errors import InvalidArgument
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
-from pensieve.sim.simulator import Counts, Simulator
+from pensieve.sim.simulator import SimulationFigures, Simulator
 from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import HABITS, drawn
 from scripts.measurements.machine_options import Progress, add_machine, machine_of
@@ -110,7 +110,7 @@ def counts_of(
     system: str,
     setting: ServingSetting,
     arrivals: Iterator[Arrival],
-) -> Counts:
+) -> SimulationFigures:
     """The figures of one system under that load."""
     if system in OURS:
         return _ours(setting, system == "streamed").run(arrivals)
@@ -215,7 +215,7 @@ class Figures(NamedTuple):
     tokens_per_second: float
 
 
-def figures_of(counts: Counts) -> Figures:
+def figures_of(counts: SimulationFigures) -> Figures:
     return Figures(
         1000 * counts.latencies.total / counts.latencies.count,
         1000 * (counts.gaps.quantile(1.0) or 0.0),

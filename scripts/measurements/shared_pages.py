@@ -25,7 +25,12 @@ from pensieve.bench.report import machine
 from pensieve.core.iteration import Slice
 from pensieve.errors import PensieveError
 from pensieve.kernels import multi_token_attention
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import (
+    AttentionInput,
+    AttentionKind,
+    PageIndex,
+    SharedPages,
+)
 from pensieve.model.shared_pages import SHARED_MIN, shared_pages
 
 LAYERS = 16
@@ -89,7 +94,7 @@ class Inputs:
             Slice(index, start, start + 1, array("I", [0]), array("i", pages), True, False)
             for index, pages in enumerate(self.page_table.tolist())
         ]
-        self.index = (
+        self.slices_index = (
             torch.arange(shape.batch + 1, dtype=torch.int32),
             torch.arange(shape.batch, dtype=torch.int32),
             torch.full((shape.batch,), start, dtype=torch.int32),
@@ -97,16 +102,14 @@ class Inputs:
         rows = (shape.batch, shape.heads, shape.head_size)
         self.query = torch.randn(rows, generator=draw).to(dtype)
         self.out = torch.empty_like(self.query)
-        self.scaling: float = shape.head_size**-0.5
+        self.kind = AttentionKind.plain(shape.head_size)
         self.shared = shared_pages(self.slices, SLOTS)
 
     def run(self, shared: SharedPages | None) -> torch.Tensor:
-        multi_token_attention(
-            *(self.query, self.key_pages, self.value_pages, self.page_table, *self.index),
-            self.scaling,
-            self.out,
-            shared=shared,
-        )
+        page_index = PageIndex(self.page_table, *self.slices_index, shared=shared)
+        pages = (self.key_pages, self.value_pages)
+        inputs = AttentionInput(self.query, *pages, page_index, self.kind)
+        multi_token_attention(inputs, self.out)
         return self.out
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from pensieve.bench.bench_daemon import serving
 from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.report import machine, percentile
-from pensieve.bench.workload import Shape, scripts_of
+from pensieve.bench.workload import WorkloadShape, scripts_of
 from pensieve.client.admin import Admin
 from pensieve.client.client import Client
 from pensieve.errors import PensieveError
@@ -49,8 +49,8 @@ def main(given: Sequence[str] | None = None) -> None:
 
 def first_tokens(folder: Path, history: int, repeats: int) -> dict[str, list[float]]:
     """Return the seconds to the first token, by tier."""
-    (script,) = scripts_of(Shape(1, 1, history, 1), 1)
-    (message,) = scripts_of(Shape(1, 1, MESSAGE_TOKENS, 1), 2)
+    (script,) = scripts_of(WorkloadShape(1, 1, history, 1), 1)
+    (message,) = scripts_of(WorkloadShape(1, 1, MESSAGE_TOKENS, 1), 2)
     times: dict[str, list[float]] = {tier: [] for tier in TIERS}
     replies = set()
     size = f"{8 * (history + MESSAGE_TOKENS + 64)}t"

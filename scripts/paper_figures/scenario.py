@@ -16,7 +16,7 @@ from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim import report
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
-from pensieve.sim.simulator import Counts, Simulator
+from pensieve.sim.simulator import SimulationFigures, Simulator
 from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import Habits, drawn
 from scripts.measurements.replica import LIFETIMES_BEFORE, REACTION_TIMES_FREE, steady_load
@@ -26,7 +26,7 @@ SECONDS_PER_TOKEN = (
 )
 
 Row = dict[str, Any]
-Progress = Callable[[float, Counts], None]
+Progress = Callable[[float, SimulationFigures], None]
 
 
 @dataclass(frozen=True)

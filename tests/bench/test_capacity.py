@@ -13,14 +13,14 @@ import pytest
 from pensieve.bench import capacity as bench
 from pensieve.bench.bench_daemon import serving
 from pensieve.bench.capacity import FIRST, MIXED, OURS, CapacityOptions, Scheduling, Trial
-from pensieve.bench.capacity_load import Figures, Load, Played, Seen, play
+from pensieve.bench.capacity_load import Figures, ObservedTurn, OfferedLoad, Played, play
 from pensieve.bench.capacity_report import CapacityRow, plot
 from pensieve.bench.report import Report
 from pensieve.bench.step import decode_seconds
 from pensieve.cli.main import main
 from pensieve.errors import InvalidArgument
 
-LOAD = Load(2, 8, 6, 0.5, 40, 0.01)
+LOAD = OfferedLoad(2, 8, 6, 0.5, 40, 0.01)
 
 
 def options(**changes: object) -> CapacityOptions:
@@ -51,9 +51,9 @@ def test_some_first_messages_are_documents_and_no_later_one() -> None:
 
 
 def test_what_clients_see_is_counted_from_the_warm_up_on() -> None:
-    early = Seen(0.5, 9.0, 9.0, [9.0] * 50, 6, True)
-    late = Seen(1.0, 0.2, 0.1, [0.1] * 99 + [0.5], 6, True)
-    cut = Seen(2.0, 4.0, 4.0)
+    early = ObservedTurn(0.5, 9.0, 9.0, [9.0] * 50, 6, True)
+    late = ObservedTurn(1.0, 0.2, 0.1, [0.1] * 99 + [0.5], 6, True)
+    cut = ObservedTurn(2.0, 4.0, 4.0)
     figures = Figures.of(Played([early, late, cut], 10.0), 1.0, 0.4)
     assert (figures.turns, figures.unfinished) == (2, 1)
     assert (figures.gap_p50, figures.gap_p99) == (0.1, 0.1)
@@ -67,7 +67,7 @@ def test_what_clients_see_is_counted_from_the_warm_up_on() -> None:
 def test_a_load_that_is_cut_off_leaves_nothing_behind() -> None:
     """An iteration takes 0.2 s, and a reply sixty of them."""
     with serving([], {"PENSIEVE_ENGINE": "echo:0.2"}) as daemon:
-        scripts = Load(1, 8, 60, 0.0, 40, 0.0).scripts(20.0, 1.0, 0)
+        scripts = OfferedLoad(1, 8, 60, 0.0, 40, 0.0).scripts(20.0, 1.0, 0)
         cut = asyncio.run(play(daemon.address, scripts, 60, 2.0))
         assert len(cut.turns) == len(scripts)
         assert not any(turn.is_complete for turn in cut.turns)
@@ -87,7 +87,7 @@ def carried_to(limit: float) -> Trial:
     def trial(rate: float, seed: int, seconds_max: float | None) -> Played:
         assert seconds_max == 60.0
         gap = 0.05 if rate <= limit else 0.3
-        return Played([Seen(10.0, 0.1, 0.0, [gap] * 100, 100, True)], 60.0)
+        return Played([ObservedTurn(10.0, 0.1, 0.0, [gap] * 100, 100, True)], 60.0)
 
     return trial
 
@@ -120,7 +120,7 @@ def test_where_no_load_is_low_enough_the_search_ends_and_says_why() -> None:
 
 def test_a_median_queue_beyond_two_seconds_is_not_carried() -> None:
     def queued(rate: float, seed: int, seconds_max: float | None) -> Played:
-        return Played([Seen(10.0, 3.0, 2.5, [0.01], 2, True)], 60.0)
+        return Played([ObservedTurn(10.0, 3.0, 2.5, [0.01], 2, True)], 60.0)
 
     (found,) = bench.search(Scheduling(MIXED), (0.1,), options(), queued).found
     assert "median in the queue 2.5 s" in found.why
@@ -192,8 +192,8 @@ def test_one_load_on_each_daemon(random_model: Path, capsys: pytest.CaptureFixtu
     ("changes", "message"),
     [
         ({"rounds": 0}, "at least 1"),
-        ({"load": Load(output_tokens=1)}, "has no gap"),
-        ({"load": Load(document_share=1.5)}, "a share"),
+        ({"load": OfferedLoad(output_tokens=1)}, "has no gap"),
+        ({"load": OfferedLoad(document_share=1.5)}, "a share"),
         ({"tbt": -0.1}, "not negative"),
         ({"seconds": 0.0}, "above 0"),
         ({"rate": 0.01}, "fewer than 4"),
@@ -208,7 +208,7 @@ def test_the_plot_has_a_line_for_each_scheduling_and_a_level_for_each_objective(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("matplotlib")
-    turn = [Seen(10.0, 0.1, 0.0, [0.05], 2, True)]
+    turn = [ObservedTurn(10.0, 0.1, 0.0, [0.05], 2, True)]
     rows = [
         CapacityRow(name, 0.1, rate, seed, Figures.of(Played(turn, 60.0), 1.0, 0.1))
         for name in ("ours, 100 ms", FIRST)

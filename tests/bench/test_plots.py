@@ -232,7 +232,7 @@ def test_every_bench_draws_one_sheet_that_names_model_and_machine(
 ) -> None:
     pytest.importorskip("matplotlib")
     facts = ["random weights 0.37B bfloat16", machine(), "seed 1"]
-    turns = [bench_chat.Turn(i % 3, 0.1 * i, 1.0, [0.001, 0.2 * i], 3) for i in range(1, 9)]
+    turns = [bench_chat.MeasuredTurn(i % 3, 0.1 * i, 1.0, [0.001, 0.2 * i], 3) for i in range(1, 9)]
     steps = [
         bench_step.StepRow(kind, batch, 64, 0, 0.02, 0.03, 0.01, ratio, 50.0)
         for kind, ratio in (("decode", 1.3), ("mixed", 1.32))

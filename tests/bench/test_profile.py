@@ -10,13 +10,21 @@ import pytest
 
 from pensieve.bench.profile import Profile, about_machine, objectives, plot, profiled
 from pensieve.bench.profile_driver import COPIED_PAGES, ROUNDS, Driver, measured
-from pensieve.bench.profile_points import CHUNKS, DECODES, MIXES, PROMPTS, Limits, Point, points_of
+from pensieve.bench.profile_points import (
+    CHUNKS,
+    DECODES,
+    MIXES,
+    PROMPTS,
+    IterationLimits,
+    ProfilePoint,
+    points_of,
+)
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.errors import ModelError
 from pensieve.sim.cost import CostModel
 from pensieve.sim.fit_points import fit_points
 
-LIMITS = Limits(turns=64, tokens=512, context=4096, pages=4096, chunk_tokens=32)
+LIMITS = IterationLimits(turns=64, tokens=512, context=4096, pages=4096, chunk_tokens=32)
 LAW = CostModel(
     *(0.0, 0.0, 1e-9, 2e-9, 0.0, 8, 1000, 1e6, "a law"),
     dense_points=((2, 0.0004), (32, 0.0006), (512, 0.007)),
@@ -72,7 +80,9 @@ class LawfulMachine:
         return self._outcome
 
 
-def profile_of(machine: LawfulMachine, limits: Limits = LIMITS, quick: bool = False) -> Profile:
+def profile_of(
+    machine: LawfulMachine, limits: IterationLimits = LIMITS, quick: bool = False
+) -> Profile:
     points = points_of(limits, quick)
     driver = Driver(machine, limits, 1000, points, lambda: machine.now)
     return profiled(driver, points, limits, about_machine(8, 1000, "a machine"), 1000, quick)
@@ -156,7 +166,11 @@ def test_a_small_machine_is_profiled_too() -> None:
 
 def test_the_dearest_are_left_out_when_time_is_short() -> None:
     slow = LawfulMachine(LAW)
-    points = [Point(DECODES, ((63, 64),)), Point(PROMPTS, ((0, 512),)), Point(PROMPTS, ((0, 16),))]
+    points = [
+        ProfilePoint(DECODES, ((63, 64),)),
+        ProfilePoint(PROMPTS, ((0, 512),)),
+        ProfilePoint(PROMPTS, ((0, 16),)),
+    ]
     driver = Driver(slow, LIMITS, 1000, points, lambda: slow.now)
     found = measured(driver, points, 0.0001, ROUNDS, clock=lambda: slow.now)
     assert [each.point for each in found] == [points[0]]
@@ -174,4 +188,4 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
 
 def test_a_fit_needs_more_than_one_kind() -> None:
     with pytest.raises(ValueError, match="too few"):
-        fit_points([Point(DECODES, ((0, 1),)).observed(0.1)], LAW)
+        fit_points([ProfilePoint(DECODES, ((0, 1),)).observed(0.1)], LAW)

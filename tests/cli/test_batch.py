@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.cli.batch import CLEAR, Progress, line_of, summary_of
+from pensieve.cli.batch import CLEAR, ProgressLine, line_of, summary_of
 from pensieve.cli.main import main
 from pensieve.client import Client, Job
 from pensieve.jobs.job_records import JobKey, JobState
@@ -383,12 +383,12 @@ class Screen(io.StringIO):
 
 def test_a_terminal_has_one_changing_line_and_a_file_a_line_now_and_then() -> None:
     screen, file, seconds = Screen(), io.StringIO(), [0.0]
-    with Progress(screen) as progress:
+    with ProgressLine(screen) as progress:
         progress.show(job())
         progress.show(job())
         progress.note("away")
     assert screen.getvalue() == f"{CLEAR}{line_of(job())}{CLEAR}away{CLEAR}"
-    with Progress(file, lambda: seconds[0]) as progress:
+    with ProgressLine(file, lambda: seconds[0]) as progress:
         for number in range(30):
             seconds[0] = float(number)
             progress.show(job(num_answered=number))

@@ -119,8 +119,11 @@ def test_a_conversation_is_saved_as_markdown_or_as_a_line_of_json(
 
 def test_several_settings_may_be_set_at_once(terminal: Terminal) -> None:
     lines = said(terminal, "/set temperature=0.7 top_p=0.9").splitlines()
-    assert lines == ["temperature  0.7          (/set)", "top_p        0.9          (/set)"]
-    assert said(terminal, "/set top_k = 7") == "top_k        7            (/set)"
+    assert lines == [
+        "temperature        0.7          (/set)",
+        "top_p              0.9          (/set)",
+    ]
+    assert said(terminal, "/set top_k = 7") == "top_k              7            (/set)"
     assert said(terminal, "/thinking") == "none"
 
 

@@ -27,10 +27,13 @@ def test_a_talk_with_a_model_that_names_nothing_has_values_of_its_own_and_says_s
     talk = sampling({})
     assert talk.options == FOR_A_TALK
     assert FOR_A_TALK == {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05, "top_k": 40}
-    assert talk.line("temperature") == "temperature  0.8          (chat's, as the model names none)"
+    assert (
+        talk.line("temperature")
+        == "temperature        0.8          (chat's, as the model names none)"
+    )
     talk.set("temperature", "0")
     assert talk.options == {**FOR_A_TALK, "temperature": 0.0}
-    assert talk.line("temperature") == "temperature  0.0          (/set)"
+    assert talk.line("temperature") == "temperature        0.0          (/set)"
     talk.set("temperature", "default")
     assert talk.options == FOR_A_TALK
 
@@ -45,7 +48,7 @@ def test_what_the_model_names_is_left_to_it(named: Mapping[str, float]) -> None:
     talk = sampling(named)
     assert talk.options == {}
     assert talk.line("temperature").endswith("(the model's own)")
-    assert talk.line("min_p") == "min_p        the model's own"
+    assert talk.line("min_p") == "min_p              the model's own"
 
 
 def test_a_daemon_that_does_not_tell_is_left_alone() -> None:

@@ -107,7 +107,7 @@ def test_tab_completes_commands_settings_and_conversations(terminal: Terminal) -
     said(terminal, "Hello there.")
     said(terminal, "/fork cat-and-mouse")
     assert "conversation cat-and-mouse" in said(terminal, "/resume cat\t")
-    assert "max_tokens   8" in said(terminal, "/set max\t")
+    assert "max_tokens         8" in said(terminal, "/set max\t")
     assert "/retry" in said(terminal, "/he\t")
     terminal.type("a message\t has no completion\n")
     assert "a message has no completion" in text_of(terminal.read_until(PROMPT))
@@ -157,11 +157,11 @@ def test_a_retry_has_another_seed_than_the_one_that_is_set(
 
 def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal) -> None:
     lines = said(terminal, "/set").splitlines()
-    assert lines[0] == "temperature  0.0          (the model's own)"
-    assert lines[1] == "top_p        the model's own"
-    assert lines[4] == "max_tokens   8            (--max-tokens)"
-    assert said(terminal, "/set temperature 0.7") == "temperature  0.7          (/set)"
-    assert said(terminal, "/set temperature") == "temperature  0.7          (/set)"
+    assert lines[0] == "temperature        0.0          (the model's own)"
+    assert lines[1] == "top_p              the model's own"
+    assert lines[9] == "max_tokens         8            (--max-tokens)"
+    assert said(terminal, "/set temperature 0.7") == "temperature        0.7          (/set)"
+    assert said(terminal, "/set temperature") == "temperature        0.7          (/set)"
     assert said(terminal, "/set temperature default") == lines[0]
     assert "! /set: top_p is a number in 0..1, not '7'" in said(terminal, "/set top_p 7")
     assert "! /set: knows temperature, top_p" in said(terminal, "/set colour 7")

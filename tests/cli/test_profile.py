@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.bench import profile as bench_profile
 from pensieve.bench.profile_driver import Driver
-from pensieve.bench.profile_points import Point
+from pensieve.bench.profile_points import ProfilePoint
 from pensieve.cli.main import main
 from pensieve.client import Client
 from pensieve.sim import cost_file
@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_no_profile(
     num_steps = 0
     seconds = Driver.seconds
 
-    def interrupted(self: Driver, point: Point) -> float:
+    def interrupted(self: Driver, point: ProfilePoint) -> float:
         nonlocal num_steps
         num_steps += 1
         if num_steps > 20:

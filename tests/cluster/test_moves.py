@@ -17,7 +17,7 @@ import pytest
 from pensieve.api.grpc.replica import KvFetcher
 from pensieve.client import Client
 from pensieve.conversations.daemon_config import DaemonConfig
-from pensieve.conversations.hand_over import HandOver
+from pensieve.conversations.hand_over import KvReceiver
 from tests.api.http.rig_http import HttpRig
 from tests.conversations.exactness import HttpGuest, assert_exact, play
 from tests.conversations.rig import Reference, write_model
@@ -31,8 +31,8 @@ TINY = {"device_cache": "480t", "host_cache": "480t", "chunk_tokens": "8"}
 TINY |= {"token_budget": "48", "turns_max": "12", "threads": "1"}
 
 
-async def hand_over(rig: DaemonRig, always: bool) -> HandOver:
-    fetched = HandOver(rig.daemon, KvFetcher().fetch, always=always)
+async def hand_over(rig: DaemonRig, always: bool) -> KvReceiver:
+    fetched = KvReceiver(rig.daemon, KvFetcher().fetch, always=always)
     rig.daemon.events.begun.subscribe(fetched.turn_begun)
     return fetched
 

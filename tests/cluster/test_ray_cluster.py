@@ -27,7 +27,7 @@ import yaml
 from pensieve.client import Client
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.store import ConversationStore
-from pensieve.store.records import TurnState
+from pensieve.store.records import StoredTurnState
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.conversations.rig_daemon import details, wait_for
@@ -447,7 +447,7 @@ def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> 
     with ConversationStore.open(cluster.folder / "history" / "history", "a test") as store:
         stored = store.find_turn("last", "last-1")
         assert stored is not None
-        assert stored.state is TurnState.COMPLETED
+        assert stored.state is StoredTurnState.COMPLETED
 
 
 def tried(stub: Any, conversation_id: str) -> str:

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any
 
 from pensieve.config import Settings
-from pensieve.conversations.draft import Ask, Draft, Outdated
+from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.heads import ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
-from pensieve.conversations.live_turn import Begun, Known, LiveTurn, cache_key, replayed
+from pensieve.conversations.live_turn import KnownTurn, LiveTurn, StartedTurn, cache_key, replayed
 from pensieve.conversations.turns import Turns, failure_of
 from pensieve.core.constraint import Constraint
 from pensieve.core.iteration import SampledToken
@@ -60,7 +60,7 @@ class Conversations:
     def warm(self, conversation_id: str) -> None:
         number = self.turns.begin_warm(conversation_id, "")
         found = self.history.warm(conversation_id, number)
-        assert not isinstance(found, Outdated)
+        assert not isinstance(found, OutdatedTokens)
         self._tell(found)
 
     def fork(self, source_id: str, new_id: str, at_revision: int) -> None:
@@ -88,23 +88,23 @@ class Conversations:
             messages = [Message("user", messages)]
         options = TurnOptions(sampling or self._defaults, priority, constraint=constraint)
         drafted = self.history.draft(
-            Ask(conversation_id, tuple(messages), options, request_id=request_id)
+            TurnRequest(conversation_id, tuple(messages), options, request_id=request_id)
         )
-        if isinstance(drafted, Known):
+        if isinstance(drafted, KnownTurn):
             return self._live(drafted)
         assert isinstance(drafted, Draft)
         return self.begin(drafted, drafted.prompt())
 
-    def draft(self, ask: Ask) -> Draft | Known:
+    def draft(self, ask: TurnRequest) -> Draft | KnownTurn:
         drafted = self.history.draft(ask)
-        assert isinstance(drafted, Draft | Known)
+        assert isinstance(drafted, Draft | KnownTurn)
         return drafted
 
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
         return self._live(self.history.begin(draft, prompt))
 
-    def _live(self, found: Begun | Known) -> LiveTurn:
-        if isinstance(found, Begun):
+    def _live(self, found: StartedTurn | KnownTurn) -> LiveTurn:
+        if isinstance(found, StartedTurn):
             live, submit = self.turns.begin(found, 0.0)
             self._mailbox.put(submit)
             return live

@@ -56,7 +56,7 @@ def started(model: Path, data: Path, **settings: str) -> Runtime:
 def step(runtime: Runtime) -> bool:
     """One iteration of the engine, and its events; in this thread, so that a seed decides all."""
     runtime.engine.held.wait()
-    worked = runtime.engine.step() or bool(runtime.engine.held)
+    worked = runtime.engine.step() or bool(runtime.engine.held.turns)
     while (event := runtime.outbox.get(0)) is not None:
         runtime.conversations.handle(event)
         worked = True  # it may bring the engine a message, such as a log that it asked for

@@ -30,7 +30,7 @@ from pensieve.guard.exposure import Listening
 from pensieve.jobs.batch_jobs import BatchJobs
 from pensieve.jobs.job_store import JobStore
 from pensieve.jobs.plugin import JobsPlugin
-from pensieve.jobs.values import Jobs
+from pensieve.jobs.values import DaemonJobs
 from pensieve.jobs.worker import JobsConfig
 from pensieve.launch.model_folder import load_texts
 from pensieve.launch.shared_history import Sharing, announce, open_store
@@ -70,7 +70,7 @@ class DaemonRig:
         listening: Listening | None = None,
         program: tuple[str, ...] = ECHO,
         written: dict[str, str] | None = None,
-        jobs: Jobs | None = None,
+        jobs: DaemonJobs | None = None,
         batch_jobs: JobsConfig | None = None,
         model_folder: Path = MODEL_PATH,
         history: str = "",
@@ -174,7 +174,7 @@ class DaemonRig:
         return said(self.send(conversation_id, *contents, **fields))
 
     @property
-    def batch(self) -> Jobs:
+    def batch(self) -> DaemonJobs:
         assert self._jobs is not None
         return self._jobs
 

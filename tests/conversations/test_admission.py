@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.conversations.admission import Admission, Ahead, Load
+from pensieve.conversations.admission import Admission, DaemonLoad, WorkAhead
 from pensieve.conversations.daemon_config import DaemonConfig
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
@@ -26,13 +26,15 @@ from tests.conversations.rig_daemon import ECHO, DaemonRig, details, said, stopp
 LONG = pb.Sampling(max_tokens=60, ignore_eos=True)  # 0.3 s at 5 ms a token
 
 
-def load(num_waiting: int = 0, waiting_since: float | None = None) -> Load:
-    return Load(False, True, num_waiting, num_waiting, lambda: Ahead(num_waiting), waiting_since)
+def load(num_waiting: int = 0, waiting_since: float | None = None) -> DaemonLoad:
+    return DaemonLoad(
+        False, True, num_waiting, num_waiting, lambda: WorkAhead(num_waiting), waiting_since
+    )
 
 
-def behind(seconds: float) -> Load:
+def behind(seconds: float) -> DaemonLoad:
     """Prompts of so many predicted seconds are ahead, and the engine has room for all of them."""
-    return Load(False, True, 1, 1, lambda: Ahead(0, seconds))
+    return DaemonLoad(False, True, 1, 1, lambda: WorkAhead(0, seconds))
 
 
 # -- the estimate --
@@ -138,10 +140,14 @@ def one_by_one(tmp_path: Path) -> Iterator[DaemonRig]:
         yield rig
 
 
-def ask(conversation_id: str, request_id: str, tenant: str = "", max_tokens: int = 60) -> Ask:
+def ask(
+    conversation_id: str, request_id: str, tenant: str = "", max_tokens: int = 60
+) -> TurnRequest:
     options = TurnOptions(Sampling(max_tokens=max_tokens, ignore_eos=True))
     messages = (Message("user", "hello"),)
-    return Ask(conversation_id, messages, options, tenant, request_id, create_if_missing=True)
+    return TurnRequest(
+        conversation_id, messages, options, tenant, request_id, create_if_missing=True
+    )
 
 
 def begin(rig: DaemonRig, *args: Any) -> LiveTurn:
@@ -292,7 +298,7 @@ def test_turns_about_to_begin_are_ahead_of_the_next(one_by_one: DaemonRig) -> No
     assert num_ahead() == 0
 
 
-async def _begun(rig: DaemonRig, wanted: Ask) -> None:
+async def _begun(rig: DaemonRig, wanted: TurnRequest) -> None:
     await rig.daemon.begin(wanted)
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.client import Client
-from pensieve.conversations.constraints import KNOWN_MAX, Constraints
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.constraints import KNOWN_MAX, ConstraintChecker
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.core.turn import FinishReason, TurnOptions
@@ -184,9 +184,9 @@ def test_turns_beside_them_say_what_they_say_alone(tmp_path: Path) -> None:
 
 
 def test_the_same_request_has_the_same_constraint() -> None:
-    def ask(constraint: Constraint | None, given: dict[str, Any] | None = None) -> Ask:
+    def ask(constraint: Constraint | None, given: dict[str, Any] | None = None) -> TurnRequest:
         options = TurnOptions(Sampling(), constraint=constraint)
-        return Ask("c", (Message("user", "hi"),), options, given_sampling=given)
+        return TurnRequest("c", (Message("user", "hi"),), options, given_sampling=given)
 
     for given in (None, {}, {"seed": 7}):
         one = ask(choice_of(("a", "b")), given)
@@ -205,7 +205,7 @@ def test_what_was_checked_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch)
         return compile_once(self, kind, text)
 
     monkeypatch.setattr(Grammars, "compile", counted)
-    constraints = Constraints(Tokenizer.load(MODEL_PATH))
+    constraints = ConstraintChecker(Tokenizer.load(MODEL_PATH))
     options = TurnOptions(constraint=Constraint(Kind.REGEX, "a+"))
     assert not constraints.knows(options)
     for _ in range(3):
@@ -222,8 +222,8 @@ def test_what_was_checked_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch)
 def test_a_constraint_beside_ignore_eos_is_refused() -> None:
     options = TurnOptions(Sampling(ignore_eos=True), constraint=choice_of(("a",)))
     with pytest.raises(InvalidArgument, match=r"sampling\.ignore_eos"):
-        Constraints(Tokenizer.load(MODEL_PATH)).check(options)
-    Constraints(Tokenizer.load(MODEL_PATH)).check(replace(options, sampling=Sampling()))
+        ConstraintChecker(Tokenizer.load(MODEL_PATH)).check(options)
+    ConstraintChecker(Tokenizer.load(MODEL_PATH)).check(replace(options, sampling=Sampling()))
 
 
 def many(number: int) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.conversations.draft import Ask, Draft
-from pensieve.conversations.live_turn import Begun, Known
+from pensieve.conversations.draft import Draft, TurnRequest
+from pensieve.conversations.live_turn import KnownTurn, StartedTurn
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import StaleRevision
 from pensieve.sampling import Sampling
-from pensieve.store.records import TurnState
+from pensieve.store.records import StoredTurnState
 from pensieve.text import Message
 from tests.conversations.in_process import Runtime
 from tests.conversations.rig import ask, finish, started, step, write_model
@@ -52,7 +52,7 @@ def test_a_revision_that_was_wrong_when_it_was_read_stays_wrong(runtime: Runtime
     """What is drafted from one log must not begin on another, though the client named that one."""
     conversations = runtime.conversations
     conversations.create("moved")
-    wanted = Ask("moved", (Message("user", "one"),), TurnOptions(Sampling(max_tokens=2)))
+    wanted = TurnRequest("moved", (Message("user", "one"),), TurnOptions(Sampling(max_tokens=2)))
     with pytest.raises(StaleRevision):
         conversations.draft(replace(wanted, expected_revision=1))
     draft = conversations.draft(replace(wanted, expected_revision=0))
@@ -68,7 +68,7 @@ def test_a_draft_does_not_begin_on_another_conversation_of_the_same_name(runtime
     for name, content in (("named", "aaa"), ("other", "bbb")):
         conversations.create(name)
         ask(runtime, name, content, sampling=Sampling(max_tokens=2, ignore_eos=True))
-    wanted = Ask("named", (Message("user", "go on"),), TurnOptions(Sampling(max_tokens=2)))
+    wanted = TurnRequest("named", (Message("user", "go on"),), TurnOptions(Sampling(max_tokens=2)))
     draft = conversations.draft(wanted)
     assert isinstance(draft, Draft)
     runtime.store.delete_conversation("named")
@@ -84,7 +84,7 @@ def test_a_turn_that_ended_while_it_was_looked_up_is_begun_by_the_next_draft(
     """To look whether a request says the same begins its turn where it runs no more, for nobody."""
     conversations, store = runtime.conversations, runtime.store
     conversations.create("ends")
-    wanted = Ask(
+    wanted = TurnRequest(
         *("ends", (Message("user", "one"),), TurnOptions(Sampling(max_tokens=2))), request_id="r"
     )
     draft = conversations.draft(wanted)
@@ -100,9 +100,9 @@ def test_a_turn_that_ended_while_it_was_looked_up_is_begun_by_the_next_draft(
     with monkeypatch.context() as patched:
         patched.setattr(store, "look_up", look_before_it_ends)
         known = conversations.draft(wanted)
-    assert isinstance(known, Known)
+    assert isinstance(known, KnownTurn)
     assert (known.turn.turn_id, known.reply) == (first.turn_id, None)
-    assert store.get_turn(first.turn_id).state is TurnState.INTERRUPTED
+    assert store.get_turn(first.turn_id).state is StoredTurnState.INTERRUPTED
     again = conversations.draft(wanted)
     assert isinstance(again, Draft)
     third = begun(conversations.history.begin(again, again.prompt())).turn
@@ -110,8 +110,8 @@ def test_a_turn_that_ended_while_it_was_looked_up_is_begun_by_the_next_draft(
     store.interrupt_turn(first.turn_id)
 
 
-def begun(found: object) -> Begun:
-    assert isinstance(found, Begun)
+def begun(found: object) -> StartedTurn:
+    assert isinstance(found, StartedTurn)
     return found
 
 

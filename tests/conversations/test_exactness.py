@@ -21,7 +21,7 @@ from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished
 from pensieve.engine.messages import DeleteConversation, EvictConversation
 from pensieve.launch.model_folder import load_texts
 from pensieve.sampling import Sampling
-from pensieve.text import Message, Setting
+from pensieve.text import Message, TemplateSetting
 from tests.conversations.exactness import (
     PASSING,
     House,
@@ -244,7 +244,7 @@ def test_every_reply_under_a_prefix_is_what_plain_transformers_would_have_said(
             said = [Message(each.role, each.content) for each in turn if not each.finish_reason]
             if not said:
                 continue
-            whole = template.render([*first, *said], Setting(options=options))
+            whole = template.render([*first, *said], TemplateSetting(options=options))
             ids = template.tokenizer.encode(whole, at_start=True).ids
             log = list(runtime.store.log(name))
             assert log[: len(ids)] == ids, name

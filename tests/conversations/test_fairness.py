@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.conversations.draft import Outdated
+from pensieve.conversations.draft import OutdatedTokens
 from pensieve.conversations.threads import FairPool, Threads
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.store import ConversationStore, NewConversation, NewMessage
@@ -208,14 +208,14 @@ def old_history_being_tokenized(
     head = [NewMessage("system", "Be brief.")]
     with ConversationStore.open(tmp_path / "data", "test") as store:
         store.create_conversation(NewConversation("old", "another", head))
-    began, gate, tokens = threading.Event(), threading.Event(), Outdated.tokens
+    began, gate, tokens = threading.Event(), threading.Event(), OutdatedTokens.tokens
 
-    def wait(outdated: Outdated) -> list[list[int]]:
+    def wait(outdated: OutdatedTokens) -> list[list[int]]:
         began.set()
         assert gate.wait(PATIENCE_SECONDS)
         return tokens(outdated)
 
-    monkeypatch.setattr(Outdated, "tokens", wait)
+    monkeypatch.setattr(OutdatedTokens, "tokens", wait)
     with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(rig.ask, "old", "hello", sampling=pb.Sampling(max_tokens=2))
         try:

@@ -21,7 +21,7 @@ from pensieve.conversations.threads import LoopLag, Quantiles
 from pensieve.guard.exposure import Listening
 from pensieve.guard.limits import Limits
 from pensieve.store import connection
-from pensieve.store.connection import Writer
+from pensieve.store.connection import WriterConnection
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
@@ -93,7 +93,7 @@ def test_a_commit_is_timed_and_not_what_comes_before_it(
 ) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(connection, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    writer = Writer(tmp_path / "x.db", lambda db: None)
+    writer = WriterConnection(tmp_path / "x.db", lambda db: None)
 
     def on_commit(statement: str) -> None:
         clock.now += 3.0 if statement == "COMMIT" else 0.0

@@ -21,7 +21,7 @@ import pytest
 
 from pensieve.api.grpc.replica import KvFetcher
 from pensieve.conversations import hand_over
-from pensieve.conversations.hand_over import HandOver, KvHeader, KvPart, Parts, Pulled
+from pensieve.conversations.hand_over import KvHeader, KvPart, KvReceiver, Parts, PullResult
 from pensieve.errors import Unavailable
 from pensieve.guard import callers
 from pensieve.guard.exposure import Listening
@@ -59,14 +59,14 @@ class Two:
 
     def pull(
         self, name: str, fetch: hand_over.Fetch | None = None, address: str = "", **options: Any
-    ) -> Pulled:
-        async def pull() -> Pulled:
+    ) -> PullResult:
+        async def pull() -> PullResult:
             options.setdefault("always", True)
-            pulling = HandOver(self.b.daemon, fetch or KvFetcher().fetch, **options)
+            pulling = KvReceiver(self.b.daemon, fetch or KvFetcher().fetch, **options)
             return await pulling.pull(address or self.a.server.address, "", name)
 
         pulled = self.b.call(pull())
-        assert isinstance(pulled, Pulled)
+        assert isinstance(pulled, PullResult)
         return pulled
 
     def check_replies(self, name: str, recomputed: int | None = None) -> None:

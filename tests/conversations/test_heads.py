@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.conversations.draft import Ask, Draft, Outdated
+from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.heads import (
     ConversationSettings,
     GivenHistory,
-    Heads,
     PrefixSettings,
+    PromptHeads,
     message_of,
     setting_of,
 )
@@ -24,7 +24,7 @@ from pensieve.errors import ContextFull, InvalidArgument
 from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.text import ChatTemplate, Message, Setting, ToolCall
+from pensieve.text import ChatTemplate, Message, TemplateSetting, ToolCall
 from tests.text.families import (
     LLAMA_3,
     MISTRAL,
@@ -78,15 +78,15 @@ def declare(history: History, **fields: Any) -> records.Prefix:
 def create(history: History, name: str) -> records.Conversation:
     """The prefix is made anew where it must be, as the daemon does it."""
     while isinstance(
-        made := history.create(ConversationSettings(name, prefix_id="rules")), Outdated
+        made := history.create(ConversationSettings(name, prefix_id="rules")), OutdatedTokens
     ):
         history.renew(made, made.tokens())
     return made
 
 
 def drafted(history: History, name: str, text: str) -> Draft:
-    ask = Ask(name, (Message("user", text),), TurnOptions())
-    while isinstance(found := history.draft(ask), Outdated):
+    ask = TurnRequest(name, (Message("user", text),), TurnOptions())
+    while isinstance(found := history.draft(ask), OutdatedTokens):
         history.renew(found, found.tokens())
     assert isinstance(found, Draft)
     return found
@@ -100,7 +100,7 @@ def say(history: History, store: ConversationStore, name: str, text: str) -> Non
     store.finish_turn(begun.turn.turn_id, reply, "length", {})
 
 
-def opened(template: ChatTemplate, messages: list[Message], setting: Setting) -> list[int]:
+def opened(template: ChatTemplate, messages: list[Message], setting: TemplateSetting) -> list[int]:
     return template.tokenizer.encode(template.render(messages, setting), at_start=True).ids
 
 
@@ -119,7 +119,7 @@ def test_tools_alone_are_a_prefix(store: ConversationStore, family: Family) -> N
         log += ids
     tools = store.get_conversation("c").tools
     assert tools == (TOOL,)
-    whole = opened(template, [Message("user", "Is it far?")], Setting(tools, options))
+    whole = opened(template, [Message("user", "Is it far?")], TemplateSetting(tools, options))
     assert log == whole
 
 
@@ -133,7 +133,7 @@ def test_where_nothing_is_fixed_in_front_all_comes_with_the_first_turn(
     create(history, "c")
     (ids,) = drafted(history, "c", "So?").prompt()
     before = [Message("system", "Be brief."), *SHOTS]
-    assert ids == opened(template, [*before, Message("user", "So?")], Setting())
+    assert ids == opened(template, [*before, Message("user", "So?")], TemplateSetting())
     say(history, store, "c", "So?")
     store.rewind_conversation("c", 0)
     assert drafted(history, "c", "So?").prompt() == [ids]
@@ -154,16 +154,16 @@ def test_another_template_makes_the_tokens_of_a_prefix_and_of_what_is_under_it_a
     again = history_of(store, other)
     create(again, "new")
     first = [Message("system", "Be brief."), *shots]
-    head = other.head(first, Setting())
+    head = other.head(first, TemplateSetting())
     assert [*store.log("new")] == head.token_ids
     for name in ("new", "silent"):
         log = [*store.log(name)] if name == "new" else head.token_ids
         for ids in drafted(again, name, "So?").prompt():
             log = [*log, *ids]
-        assert log == opened(other, [*first, Message("user", "So?")], Setting())
+        assert log == opened(other, [*first, Message("user", "So?")], TemplateSetting())
         assert [*store.log(name)] == head.token_ids
     drafted(again, "said", "And now?")  # which makes its tokens anew
-    asked = opened(other, [*first, Message("user", "Is it far?")], Setting())
+    asked = opened(other, [*first, Message("user", "Is it far?")], TemplateSetting())
     yes = other.tokenizer.encode_text("yes")
     assert [*store.log("said")] == [*asked, *yes] != qwen
     store.rewind_conversation("said", 0)
@@ -195,10 +195,10 @@ def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     template = template_of(QWEN_2_5)
-    heads, made = Heads(template, 4000), []
+    heads, made = PromptHeads(template, 4000), []
     original = ChatTemplate.head
 
-    def counted(self: ChatTemplate, messages: Any, setting: Setting) -> Any:
+    def counted(self: ChatTemplate, messages: Any, setting: TemplateSetting) -> Any:
         made.append(messages)
         return original(self, messages, setting)
 
@@ -206,11 +206,11 @@ def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
     monkeypatch.setattr("pensieve.conversations.heads.HEADS_MAX", 2)
     prompts = [[Message("system", f"Be brief {number}.")] for number in range(3)]
     for each in (prompts[0], prompts[0], prompts[1], prompts[0]):
-        heads.of(each, Setting())
+        heads.of(each, TemplateSetting())
     assert len(made) == 2
-    heads.of(prompts[2], Setting())  # 1 was asked for longest ago
-    assert [heads.knows(each, Setting()) for each in prompts] == [True, False, True]
-    assert not heads.knows(prompts[0], Setting(options={"a": 1}))
+    heads.of(prompts[2], TemplateSetting())  # 1 was asked for longest ago
+    assert [heads.knows(each, TemplateSetting()) for each in prompts] == [True, False, True]
+    assert not heads.knows(prompts[0], TemplateSetting(options={"a": 1}))
 
 
 def test_a_given_history_with_calls_of_tools_goes_on_as_it_was_tokenized(store: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.conversations.prefixes import TOKENS_MAX, Prefixes, Shared, common
+from pensieve.conversations.prefixes import TOKENS_MAX, Prefixes, SharedPrefix, common
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import DaemonRig, Said
@@ -41,8 +41,8 @@ def test_the_latest_conversation_of_a_prefix_is_shared_within_its_tenant() -> No
     prefixes = Prefixes()
     prefixes.remember("a", "p", "first", tokens(1, 2, 3, 4))
     prefixes.remember("a", "p", "second", tokens(1, 2, 9))
-    assert prefixes.shared("a", "p", tokens(1, 2, 9, 9)) == Shared("second", 3)
-    assert prefixes.shared("a", "p", tokens(1, 2, 3, 4)) == Shared("second", 2)
+    assert prefixes.shared("a", "p", tokens(1, 2, 9, 9)) == SharedPrefix("second", 3)
+    assert prefixes.shared("a", "p", tokens(1, 2, 3, 4)) == SharedPrefix("second", 2)
     assert prefixes.shared("a", "p", tokens(7, 2, 3, 4)) is None
     assert prefixes.shared("b", "p", tokens(1, 2, 9, 9)) is None
     assert prefixes.shared("a", "q", tokens(1, 2, 9, 9)) is None
@@ -51,7 +51,7 @@ def test_the_latest_conversation_of_a_prefix_is_shared_within_its_tenant() -> No
 def test_one_token_at_least_is_left_to_compute() -> None:
     prefixes = Prefixes()
     prefixes.remember("", "p", "c", tokens(1, 2, 3))
-    assert prefixes.shared("", "p", tokens(1, 2, 3)) == Shared("c", 2)
+    assert prefixes.shared("", "p", tokens(1, 2, 3)) == SharedPrefix("c", 2)
     assert prefixes.shared("", "p", tokens(1)) is None
 
 
@@ -70,7 +70,7 @@ def test_memory_is_bounded() -> None:
     for name in ("p", "q", "p", "r"):
         prefixes.remember("", name, "c", long)
     assert prefixes.shared("", "q", long) is None
-    assert prefixes.shared("", "p", long) == Shared("c", TOKENS_MAX)
+    assert prefixes.shared("", "p", long) == SharedPrefix("c", TOKENS_MAX)
 
 
 @pytest.fixture

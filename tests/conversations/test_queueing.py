@@ -7,17 +7,24 @@ from typing import Any
 
 import pytest
 
-from pensieve.conversations.admission import Ahead, Pace, Prompts, Waiting, ahead_of, waiting
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.admission import (
+    PromptPace,
+    PromptTimes,
+    WaitingTurn,
+    WorkAhead,
+    ahead_of,
+    waiting,
+)
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.core.turn import TurnOptions
 from pensieve.text import Message
 
 NUMBERS = count(1)
 
 
-def turn(*args: Any, **options: Any) -> Waiting:
+def turn(*args: Any, **options: Any) -> WaitingTurn:
     return waiting(live_turn(*args, **options))
 
 
@@ -29,10 +36,10 @@ def live_turn(
     weight: float = 1.0,
     priority: int = 0,
 ) -> LiveTurn:
-    ask = Ask("c", (Message("user", "?"),), TurnOptions(priority=priority), tenant, "r")
+    ask = TurnRequest("c", (Message("user", "?"),), TurnOptions(priority=priority), tenant, "r")
     return LiveTurn(
         *(1, "c", 0, 5),
-        ask=ask,
+        request=ask,
         tenant=tenant,
         number=next(NUMBERS),
         admitted=begun,
@@ -43,30 +50,30 @@ def live_turn(
 
 
 def test_of_ones_own_share_everything_is_ahead() -> None:
-    assert ahead_of([], "a", 1.0, 0) == Ahead(0, 0)
+    assert ahead_of([], "a", 1.0, 0) == WorkAhead(0, 0)
     turns = [turn("a", 3.0, begun=True), turn("a", 2.0), turn("a", 0.5)]
-    assert ahead_of(turns, "a", 1.0, 0) == Ahead(2, 5.5)
+    assert ahead_of(turns, "a", 1.0, 0) == WorkAhead(2, 5.5)
 
 
 def test_a_higher_priority_passes_those_that_wait_and_not_what_has_begun() -> None:
     turns = [turn("a", 3.0, begun=True), turn("a", 2.0), turn("a", 0.5, priority=2)]
-    assert ahead_of(turns, "a", 1.0, 1) == ahead_of(turns, "a", 1.0, 2) == Ahead(1, 3.5)
-    assert ahead_of(turns, "a", 1.0, 3) == Ahead(0, 3.0)
-    assert ahead_of(turns, "a", 1.0, 0) == Ahead(2, 5.5)
+    assert ahead_of(turns, "a", 1.0, 1) == ahead_of(turns, "a", 1.0, 2) == WorkAhead(1, 3.5)
+    assert ahead_of(turns, "a", 1.0, 3) == WorkAhead(0, 3.0)
+    assert ahead_of(turns, "a", 1.0, 0) == WorkAhead(2, 5.5)
 
 
 def test_a_tenant_that_floods_is_ahead_of_itself_alone() -> None:
     flood = [turn("noisy", 2.0) for _ in range(1000)]
-    assert ahead_of(flood, "noisy", 1.0, 0) == Ahead(1000, 2000.0)
-    assert ahead_of(flood, "quiet", 1.0, 0) == Ahead(0, 0.0)
+    assert ahead_of(flood, "noisy", 1.0, 0) == WorkAhead(1000, 2000.0)
+    assert ahead_of(flood, "quiet", 1.0, 0) == WorkAhead(0, 0.0)
     one_more = [*flood, turn("quiet", 3.0)]
-    assert ahead_of(one_more, "quiet", 1.0, 0) == Ahead(1 + 1.5, 3.0 + 3.0)
+    assert ahead_of(one_more, "quiet", 1.0, 0) == WorkAhead(1 + 1.5, 3.0 + 3.0)
 
 
 def test_weights_divide_the_time_between_shares() -> None:
     turns = [turn("a", 4.0, weight=1.0), *(turn("b", 1.0, weight=2.0) for _ in range(10))]
-    assert ahead_of(turns, "a", 1.0, 0) == Ahead(1 + 8, 4.0 + 8.0)
-    assert ahead_of(turns, "b", 2.0, 0) == Ahead(10 + 1, 10.0 + 4.0), "never more than it has"
+    assert ahead_of(turns, "a", 1.0, 0) == WorkAhead(1 + 8, 4.0 + 8.0)
+    assert ahead_of(turns, "b", 2.0, 0) == WorkAhead(10 + 1, 10.0 + 4.0), "never more than it has"
 
 
 def test_what_was_computed_of_a_prompt_is_not_ahead_any_more() -> None:
@@ -78,7 +85,7 @@ def test_what_was_computed_of_a_prompt_is_not_ahead_any_more() -> None:
 
 
 def test_the_pace_is_the_time_of_prompts_over_their_predictions() -> None:
-    pace = Pace()
+    pace = PromptPace()
     assert pace.ratio is None
     pace.begun(10.0, is_only=True)
     assert pace.served_since(11.0) == 0.0, "nothing is known"
@@ -93,7 +100,7 @@ def test_the_pace_is_the_time_of_prompts_over_their_predictions() -> None:
 
 
 def test_prompts_that_end_together_are_one_piece_of_work() -> None:
-    pace = Pace()
+    pace = PromptPace()
     for round_at in range(0, 1000, 10):
         for number in range(4):
             pace.begun(float(round_at), is_only=number == 0)
@@ -103,7 +110,7 @@ def test_prompts_that_end_together_are_one_piece_of_work() -> None:
 
 
 def test_an_engine_that_becomes_slower_is_found_out() -> None:
-    pace = Pace()
+    pace = PromptPace()
     for number in range(60):
         pace.begun(100.0 * number, is_only=True)
         pace.ended(1.0, 100.0 * number + (1.0 if number < 30 else 5.0))
@@ -111,7 +118,7 @@ def test_an_engine_that_becomes_slower_is_found_out() -> None:
 
 
 def test_a_prompt_is_predicted_by_its_new_tokens_and_then_by_what_is_missing() -> None:
-    prompts, live = Prompts(), live_turn()
+    prompts, live = PromptTimes(), live_turn()
     prompts.submitted(live)
     assert live.prompt_seconds == 0.0, "no engine has named its costs"
     prompts.cost = IterationCost(0.01, 0.02, 0.0, 0.001, 0.003)
@@ -121,20 +128,20 @@ def test_a_prompt_is_predicted_by_its_new_tokens_and_then_by_what_is_missing() -
     prompts.admitted(live, 120, 0.0, is_only=True)
     assert live.prompt_seconds == pytest.approx(120 * 0.01 + 150 * 0.001 + 0.003)
     prompts.ended(live, 2.706)
-    assert prompts.wait_seconds(Ahead(0, 1.0)) == pytest.approx(2.0)
+    assert prompts.wait_seconds(WorkAhead(0, 1.0)) == pytest.approx(2.0)
 
 
 def test_who_is_about_to_begin_counts_by_what_characters_made_lately() -> None:
-    prompts, live = Prompts(), live_turn()
-    ask = Ask("d", (Message("user", "x" * 400),), TurnOptions(priority=3), "b", "r")
+    prompts, live = PromptTimes(), live_turn()
+    ask = TurnRequest("d", (Message("user", "x" * 400),), TurnOptions(priority=3), "b", "r")
     prompts.cost = IterationCost(0.01, 0.0, 0.0, 0.0, 0.5)
-    assert prompts.arriving(ask, 2.0) == Waiting("b", 2.0, 3, 0.0), "nothing is known"
-    assert live.ask is not None
+    assert prompts.arriving(ask, 2.0) == WaitingTurn("b", 2.0, 3, 0.0), "nothing is known"
+    assert live.request is not None
     for num_tokens in (30, 10):
-        live.prompt_tokens = num_tokens * live.ask.num_characters
+        live.prompt_tokens = num_tokens * live.request.num_characters
         prompts.submitted(live)
     expected = (30 * 7 / 8 + 10) / (7 / 8 + 1)  # the latest counts most
     seconds = prompts.arriving(ask, 2.0).prompt_seconds
     assert seconds == pytest.approx(expected * 400 * 0.01 + 0.5, rel=1e-3)
-    assert ahead_of([prompts.arriving(ask, 2.0)], "b", 2.0, 3) == Ahead(1, seconds)
-    assert ahead_of([prompts.arriving(ask, 2.0)], "b", 2.0, 4) == Ahead(0, 0.0)
+    assert ahead_of([prompts.arriving(ask, 2.0)], "b", 2.0, 3) == WorkAhead(1, seconds)
+    assert ahead_of([prompts.arriving(ask, 2.0)], "b", 2.0, 4) == WorkAhead(0, 0.0)

@@ -83,7 +83,7 @@ def turn_row() -> records.StoredTurn:
         conversation_id="c",
         tenant="",
         request_id="r",
-        state=records.TurnState.COMPLETED,
+        state=records.StoredTurnState.COMPLETED,
         attempts=1,
         sampling={},
         seed=1,

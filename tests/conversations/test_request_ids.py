@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.store.records import Begun
+from pensieve.store.records import BegunTurn
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig, said, wait_for
 from tests.guard.test_tenants import TokensRig
@@ -155,10 +155,10 @@ def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_secon
             return live
 
         live = rig.call(running())
-        assert live.ask is not None
+        assert live.request is not None
         begin, look_up = daemon.store.begin_turn, daemon.store.look_up
 
-        def begin_again(*given: Any, **named: Any) -> Begun:
+        def begin_again(*given: Any, **named: Any) -> BegunTurn:
             request = replace(given[1], expected_revision=None, expected_created_at=None)
             return begin(given[0], request, **named)._replace(must_run=True)
 
@@ -170,11 +170,11 @@ def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_secon
         if not is_seen:
             monkeypatch.setattr(daemon.store, "look_up", look_before)
 
-        async def found(ask: Ask) -> list[LiveTurn | None]:
+        async def found(ask: TurnRequest) -> list[LiveTurn | None]:
             conversations = daemon.conversations
             return [await conversations.begin(ask), await conversations.known(ask)]
 
-        assert rig.call(found(live.ask)) == [live, live]
+        assert rig.call(found(live.request)) == [live, live]
         assert rig.num_live == 1
         assert said(stream).completed.revision == 1
 

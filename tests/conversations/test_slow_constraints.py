@@ -117,7 +117,7 @@ def test_a_held_turn_is_cancelled_and_its_conversation_goes_on(gate: Gate, tmp_p
         while held.finish is None:
             assert step(runtime)
         assert held.finish is FinishReason.CANCELLED
-        assert not runtime.engine.held
+        assert not runtime.engine.held.turns
         gate.is_open.set()
         turn = runtime.conversations.send("held", "And now?", sampling=HELD, constraint=SLOW)
         finish(runtime, [turn])

@@ -10,7 +10,7 @@ from pensieve.conversations.transfer_times import (
     LATENCY_SECONDS,
     LINKS_MAX,
     TransferTimes,
-    Wanted,
+    WantedKv,
     gain_of,
 )
 
@@ -18,17 +18,17 @@ TOKEN_BYTES = 10_000
 PART_BYTES = 1_000_000  # of a hundred tokens
 
 
-def wanted(num_tokens: int, tokens_per_second: float) -> Wanted:
-    return Wanted(num_tokens, TOKEN_BYTES, lambda start, stop: (stop - start) / tokens_per_second)
+def wanted(num_tokens: int, tokens_per_second: float) -> WantedKv:
+    return WantedKv(num_tokens, TOKEN_BYTES, lambda start, stop: (stop - start) / tokens_per_second)
 
 
-def growing(num_tokens: int, seconds_per_pair: float) -> Wanted:
+def growing(num_tokens: int, seconds_per_pair: float) -> WantedKv:
     """Computing costs by what a token sees."""
 
     def seconds(start: int, stop: int) -> float:
         return seconds_per_pair * (stop * stop - start * start) / 2
 
-    return Wanted(num_tokens, TOKEN_BYTES, seconds)
+    return WantedKv(num_tokens, TOKEN_BYTES, seconds)
 
 
 def test_of_an_unknown_link_little_is_assumed() -> None:

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from pensieve.builtin import MODEL_PATH
-from pensieve.conversations.draft import Ask
-from pensieve.conversations.live_turn import Begun, Committed, LiveTurn, Phase, cache_key
+from pensieve.conversations.draft import TurnRequest
+from pensieve.conversations.live_turn import (
+    CommittedReply,
+    LiveTurn,
+    StartedTurn,
+    TurnPhase,
+    cache_key,
+)
 from pensieve.conversations.turns import Turns, failure_of
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, TurnOptions, Usage
@@ -31,14 +37,14 @@ def turns(tokenizer: Tokenizer) -> Turns:
     return Turns(tokenizer, ENGINE_SINCE)
 
 
-def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> Begun:
+def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> StartedTurn:
     """A turn of three tokens behind a log of ten."""
     turn = records.StoredTurn(
         turn_id=turn_id,
         conversation_id=f"c{turn_id}",
         tenant=tenant,
         request_id=f"r{turn_id}",
-        state=records.TurnState.RUNNING,
+        state=records.StoredTurnState.RUNNING,
         attempts=1,
         sampling={},
         seed=7,
@@ -52,8 +58,8 @@ def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> Begun
     tokens = array("I", [5, 6, 7])
     key = cache_key(tenant, f"c{turn_id}")
     submit = SubmitTurn(0, key, tokens.tobytes(), 10, first_position=10)
-    ask = Ask(f"c{turn_id}", (Message("user", "?"),), TurnOptions(), tenant, f"r{turn_id}")
-    return Begun(turn, ask, submit, 2, tokens, changed_at, False)
+    ask = TurnRequest(f"c{turn_id}", (Message("user", "?"),), TurnOptions(), tenant, f"r{turn_id}")
+    return StartedTurn(turn, ask, submit, 2, tokens, changed_at, False)
 
 
 def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnded:
@@ -82,7 +88,7 @@ def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turn
     assert (ending.reply.token_ids, ending.reply.text) == ((8,), "a")
     assert (ending.reply.finish, ending.reply.is_cut) == (FinishReason.CANCELLED, True)
     assert live.finish is None  # until it is in the store
-    turns.finish(live, ending.reply, Committed(3, "c"))
+    turns.finish(live, ending.reply, CommittedReply(3, "c"))
     found: Any = (live.finish, live.revision, live.tail)
     assert found == (FinishReason.CANCELLED, 3, "c")
     assert turns.num_live == turns.num_of_tenant("") == 0
@@ -114,9 +120,9 @@ def test_what_began_to_end_a_turn_ends_it(turns: Turns) -> None:
     assert turns.take(SampledToken(interrupting.number, 8, "a")) is interrupting
     assert interrupting.num_tokens == 0
     turns.fail(interrupting, TurnInterrupted("it was given up"))
-    assert interrupting.phase is Phase.ENDED
+    assert interrupting.phase is TurnPhase.ENDED
     with pytest.raises(AssertionError):
-        interrupting.move_to(Phase.RUNNING)
+        interrupting.move_to(TurnPhase.RUNNING)
 
 
 def test_events_of_turns_that_are_not_live_find_nothing(turns: Turns) -> None:

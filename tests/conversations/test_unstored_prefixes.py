@@ -6,11 +6,11 @@ import random
 from array import array
 from collections.abc import Sequence
 
-from pensieve.conversations.unstored import Chain, Found, UnstoredPrefixes
+from pensieve.conversations.unstored import ChunkDigests, SharedChunks, UnstoredPrefixes
 
 
 def chain(tokens: Sequence[int] | str, tenant: str = "", size: int = 2) -> list[bytes]:
-    made = Chain(tenant, size)
+    made = ChunkDigests(tenant, size)
     made.extend(array("I", [ord(each) if isinstance(each, str) else each for each in tokens]))
     return made.digests
 
@@ -19,7 +19,7 @@ def test_a_chain_made_in_pieces_is_the_chain_of_the_whole() -> None:
     whole = chain(range(100), size=7)
     assert len(whole) == 14
     rng = random.Random(1)
-    made, at = Chain("", 7), 0
+    made, at = ChunkDigests("", 7), 0
     while at < 100:
         step = rng.randint(0, 20)
         made.extend(array("I", range(at, min(at + step, 100))))
@@ -36,8 +36,8 @@ def test_a_digest_is_of_all_that_is_before_it() -> None:
 def test_the_longest_known_beginning_is_found() -> None:
     prefixes = UnstoredPrefixes(100)
     assert prefixes.register("x", chain("aabbcc")) == []
-    assert prefixes.find(chain("aabbccdd")) == Found("x", 3, True)
-    assert prefixes.find(chain("aabbdd")) == Found("x", 2, False)
+    assert prefixes.find(chain("aabbccdd")) == SharedChunks("x", 3, True)
+    assert prefixes.find(chain("aabbdd")) == SharedChunks("x", 2, False)
     assert prefixes.find(chain("bbaa")) is None
     assert prefixes.find([]) is None
 
@@ -47,7 +47,7 @@ def test_one_that_holds_what_another_one_held_takes_its_place() -> None:
     prefixes.register("x", chain("aabb"))
     assert prefixes.register("y", chain("aabbcc")) == ["x"]
     assert "x" not in prefixes
-    assert prefixes.find(chain("aabb")) == Found("y", 2, False)
+    assert prefixes.find(chain("aabb")) == SharedChunks("y", 2, False)
     prefixes.check()
 
 
@@ -55,8 +55,8 @@ def test_one_that_holds_something_of_its_own_stays() -> None:
     prefixes = UnstoredPrefixes(100)
     prefixes.register("x", chain("aabbcc"))
     assert prefixes.register("y", chain("aabbdd")) == []
-    assert prefixes.find(chain("aabbcc")) == Found("x", 3, True)
-    assert prefixes.find(chain("aabb")) == Found("y", 2, False)
+    assert prefixes.find(chain("aabbcc")) == SharedChunks("x", 3, True)
+    assert prefixes.find(chain("aabb")) == SharedChunks("y", 2, False)
     prefixes.check()
 
 
@@ -72,7 +72,7 @@ def test_the_first_that_was_registered_goes_where_there_are_too_many() -> None:
     prefixes.register("y", chain("ccdd"))
     prefixes.register("x", chain("aabb"))  # it was used again
     assert prefixes.register("z", chain("ee")) == ["y"]
-    assert prefixes.find(chain("aabb")) == Found("x", 2, True)
+    assert prefixes.find(chain("aabb")) == SharedChunks("x", 2, True)
     assert prefixes.register("w", chain("ffgghhiijj")) == ["x", "z", "w"]
     assert prefixes.find(chain("ff")) is None
     prefixes.check()

@@ -9,6 +9,7 @@ from array import array
 
 import pytest
 
+from pensieve.core.adoption import Adoption
 from tests.core.world import Stage
 
 
@@ -102,7 +103,7 @@ def test_a_conversation_that_runs_a_turn_adopts_nothing() -> None:
     moved(stage, "a", 9)
     running = stage.ask("a", 2, 4)
     stage.next()
-    assert stage.cache.adopt("a", array("I", stage.logs["a"]), 0, [4, 4], stage.now) == []
+    assert Adoption(stage.cache).adopt("a", array("I", stage.logs["a"]), 0, [4, 4], stage.now) == []
     stage.until_ended(running)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.core.iteration_cost import Work, work_of
+from pensieve.core.cost import Work, work_of
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.time_budget import TimeBudget
 from tests.core.world import Stage

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache import KVCache
-from pensieve.core.cache_values import Admission
-from pensieve.core.candidates import Candidates
-from pensieve.core.eviction import Eviction
+from pensieve.core.eviction import Candidates, Eviction
 from pensieve.core.iteration import PageGroup, SampledToken, SwapIn, SwapOut
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.policies.queue import QUALIFIES, Role
@@ -20,7 +18,7 @@ from pensieve.core.prefix_tree import Branch, Chunk, PrefixTree
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.stream_groups import StreamGroups, _Group
 from pensieve.core.streamed_pages import StreamedPages
-from pensieve.core.tiers import PagePool, Tiers
+from pensieve.core.tiers import Admission, PagePool, Tiers
 from pensieve.core.turn import Turn
 from tests.core.world import SPOILED, TWINS, Shape, Stage, run
 
@@ -64,7 +62,7 @@ def uncounted_copies(
     for copy in copies:
         chunk = eviction._tiers.swaps[copy.copy_id].source
         chunk.in_flight -= 1
-        eviction._candidates.requalify(chunk, now)
+        eviction.candidates.requalify(chunk, now)
     return copies
 
 
@@ -174,7 +172,7 @@ def valid_at_once(
     for copy in copies:
         chunk = eviction._tiers.swaps[copy.copy_id].source
         chunk.host_filled = chunk.filled
-        eviction._candidates.requalify(chunk, now)
+        eviction.candidates.requalify(chunk, now)
     return copies
 
 

@@ -11,6 +11,7 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.policies.value import ValuePolicy
+from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn, TurnState
 from tests.core.world import Shape, Stage, World
@@ -152,3 +153,21 @@ def test_policies_have_names() -> None:
 
 def test_nothing_to_do_is_none() -> None:
     assert World(0, Shape()).scheduler.plan(0.0) is None
+
+
+def test_features_are_made_only_while_they_are_on() -> None:
+    stage = Stage(12, 12)
+    stage.say("a", 4, 2)
+    scheduler = stage.scheduler
+    assert scheduler.streaming is None
+    assert scheduler.micro_batches is None
+    assert scheduler.background is None
+    assert stage.cache.streamed is None
+    stage.ask("job", 4, 2, background=True)
+    assert scheduler.background is not None
+    streams = Stage(12, 12, staging_pages=4)
+    assert streams.scheduler.streaming is not None
+    assert streams.cache.streamed is not None
+    pipeline = Scheduler(streams.cache, SchedulerConfig(stages=2))
+    assert pipeline.micro_batches is not None
+    assert pipeline.streaming is None

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.streaming import StreamCost, StreamLoad, solved
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from pensieve.core import stream_groups
-from pensieve.core.cache_config import CacheConfig
+from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration
-from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.streamed_pages import StreamedPages
-from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR, StreamCost, StreamLoad
+from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR, StreamCost, Streaming, StreamLoad
+from pensieve.core.tiers import CacheConfig
 from pensieve.core.turn import Turn, TurnState
 from tests.core.world import Stage
 
@@ -208,6 +208,7 @@ def fill_a_shared_chunk_while_another_wants_it() -> bool:
     world.ask("filler", 20, 12)
     for _ in range(6):
         world.next()
+    assert world.cache.streamed is not None
     world.cache.streamed._is_intact = lambda page: False
     a = world.ask("a", 2, 3)
     while not a.streamed:
@@ -379,18 +380,23 @@ def test_background_turns_stream_while_nobody_waits_for_a_reply() -> None:
 # -- whether it pays --
 
 
+def streaming_of(world: Stage) -> Streaming:
+    assert world.scheduler.streaming is not None
+    return world.scheduler.streaming
+
+
 def automatic(**seconds: float) -> Stage:
     """A world with iterations of ten milliseconds, in which `auto` expects what is given."""
     cost = IterationCost(1e-4, 1e-2, 0.0, 1e-6, 0.0)
     config = SchedulerConfig(cost=cost, **{"group_seconds": 1e-4, **seconds})  # type: ignore[arg-type]
     world = stage(stream="auto")
-    world.scheduler.streaming.cost = StreamCost(config, 16)
+    streaming_of(world).cost = StreamCost(config, 16)
     return world
 
 
 def freeze(world: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is learned."""
-    monkeypatch.setattr(world.scheduler.streaming.cost, "took", lambda *a: None)
+    monkeypatch.setattr(streaming_of(world).cost, "took", lambda *a: None)
 
 
 @pytest.mark.parametrize(("copy_seconds", "pays"), [(1e-4, True), (1e-2, False)])
@@ -423,7 +429,7 @@ def test_it_keeps_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     for tbt_seconds, streams in ((0.5, True), (0.0101, False)):
         world = automatic(copy_seconds=1e-4)
         freeze(world, monkeypatch)
-        world.scheduler.streaming._tbt = tbt_seconds
+        streaming_of(world)._tbt = tbt_seconds
         _, b = two(world)
         for _ in range(6):
             world.next()
@@ -440,7 +446,7 @@ def test_it_stops_where_it_turns_out_not_to_pay_and_tries_again_later(
     while not b.streamed:
         world.next()
     monkeypatch.undo()
-    streaming = world.scheduler.streaming
+    streaming = streaming_of(world)
     streaming._num_streamed = TRIED_FOR
     for _ in range(20):
         streaming.cost.took(StreamLoad(1, 30, 0), 0.01)
@@ -464,7 +470,7 @@ def test_who_outgrows_the_objective_stops_one_after_the_other(
     turns = [world.ask(name, 20, 8) for name in "bc"]
     while not all(turn.streamed for turn in turns):
         world.next()
-    world.scheduler.streaming._tbt = 0.0108  # which the copies of two contexts exceed
+    streaming_of(world)._tbt = 0.0108  # which the copies of two contexts exceed
     world.next()
     assert [turn.streamed for turn in turns] == [True, False]
     world.run_until_idle()

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
-from pensieve.core.adoption import Adopted
+from pensieve.core.adoption import Adopted, Adoption
 from pensieve.core.cache import CacheConfig, KVCache
-from pensieve.core.cost import CostProfile
+from pensieve.core.cost import CostProfile, IterationCost
 from pensieve.core.iteration import Iteration
-from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler import PASSES_MAX, Scheduler
@@ -367,7 +366,7 @@ class World:
             del self.arriving[name]  # what had come was evicted
             return []
         log = array("I", self.logs[name])
-        adopted = self.cache.adopt(name, log, first, slots, self.clock.now())
+        adopted = Adoption(self.cache).adopt(name, log, first, slots, self.clock.now())
         prefixes = prefixes_of(log)
         size = self.shape.chunk_tokens
         for index, page, num_slots in adopted:

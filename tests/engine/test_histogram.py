@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.engine.histogram import Histogram
+from pensieve.engine.distributions import Histogram
 from pensieve.engine.messages import GetStats
 from tests.engine.rig import Rig, submit
 

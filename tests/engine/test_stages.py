@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
+from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.journal import replay
 from pensieve.engine.messages import Message
@@ -107,7 +107,7 @@ def test_the_limits_are_those_of_all_iterations_between_two_tokens_of_a_turn() -
     for stages in (1, 2):
         config = replace(SCHEDULER, cost=cost, batch_tokens_max=512, prompt_seconds_max=0.064)
         rig, _ = watched(stages, config, stops=False)
-        sizes[stages] = rig.scheduler._time_budget._added_max
+        sizes[stages] = rig.scheduler.time_budget._added_max
     assert sizes == {1: 0.064, 2: 0.032}
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from pensieve.conversations.cancelling import Cancel
+from pensieve.conversations.cancelling import CancelRequest
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.readers import CUT
@@ -68,8 +68,8 @@ class Request:
     def priority(self) -> int:
         return PRIORITIES[self.deed % len(PRIORITIES)]
 
-    def ask(self, words: str) -> Ask:
-        return Ask(
+    def ask(self, words: str) -> TurnRequest:
+        return TurnRequest(
             self.conversation,
             (Message("user", words),),
             TurnOptions(Sampling(max_tokens=self.max_tokens), self.priority),
@@ -331,7 +331,7 @@ class People:
                 most = live.num_tokens if keep_tokens is None else keep_tokens
                 request.is_cut |= most < live.num_tokens
                 request.cancelled_at.add(min(most, live.num_tokens))
-            wanted = Cancel(
+            wanted = CancelRequest(
                 name,
                 str(live.turn_id) if live is not None and not by_id else "",
                 request_id if live is None or by_id else "",

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from pensieve.errors import ModelError, UnsupportedModel
 from pensieve.gguf.header import Header
 from pensieve.gguf.tokenizer import RULES, tokenizer_of, write_tokenizer
-from pensieve.text import ChatTemplate, Message, Setting, Tokenizer
+from pensieve.text import ChatTemplate, Message, TemplateSetting, Tokenizer
 from tests.gguf.tiny import write_gguf
 from tests.text.families import QWEN_2_5
 from tests.text.tiny_tokenizers import CORPUS, byte_level_library, sentencepiece_library
@@ -125,7 +125,7 @@ def test_the_folder_is_one_that_the_service_reads(tmp_path: Path) -> None:
     for name, text in write_tokenizer(Header(tmp_path / "tiny.gguf")).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     template = ChatTemplate(Tokenizer.load(tmp_path))
-    opening = template.opening([Message("user", "Hello.")], Setting())
+    opening = template.opening([Message("user", "Hello.")], TemplateSetting())
     assert "Hello." in template.tokenizer.decode(opening.token_ids)
 
 

@@ -18,7 +18,7 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.client import Client, Retry
 from pensieve.client.admin import Admin
-from pensieve.conversations.admission import Admission, Load
+from pensieve.conversations.admission import Admission, DaemonLoad
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.errors import ContextFull, NotFound, QueueFull, StorageFull
 from pensieve.guard import callers
@@ -565,8 +565,8 @@ async def _num_warms(rig: DaemonRig) -> int:
 
 
 def test_a_flood_leaves_others_room_to_begin() -> None:
-    def load(num_turns: int, num_of_tenant: int) -> Load:
-        return Load(False, True, num_turns, num_of_tenant)
+    def load(num_turns: int, num_of_tenant: int) -> DaemonLoad:
+        return DaemonLoad(False, True, num_turns, num_of_tenant)
 
     shared = Admission(90, {"a": Limits(), "b": Limits()}, 0.0)
     assert shared.refusal("a", load(80, 80), None, 0.0) is None

@@ -21,7 +21,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.history.connection import PROTOCOL_VERSION, Connection
-from pensieve.store import NewConversation, TurnRequest, TurnState
+from pensieve.store import NewConversation, NewTurn, StoredTurnState
 from pensieve.store.remote.methods import METHODS
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
@@ -32,8 +32,8 @@ NEW = NewConversation("c", "fingerprint 1")
 FINISH = (reply("hello", 3, 4), "stop", {"output_tokens": 2})
 
 
-def request(request_id: str = "r") -> TurnRequest:
-    return TurnRequest(request_id, [user("say", 1, 2)], seed=5)
+def request(request_id: str = "r") -> NewTurn:
+    return NewTurn(request_id, [user("say", 1, 2)], seed=5)
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_reply_that_was_given_up_before_it_was_sent_is_there_for_who_repeats_t
     turn = call(one, "begin_turn", "c", request()).turn.turn_id
     _end_in_vain(rig, one, turn, "finish_turn", 1)
     _, stored, _ = call(one, "look_up", "c", "r", 1)
-    assert (stored.turn_id, stored.state) == (turn, TurnState.COMPLETED)
+    assert (stored.turn_id, stored.state) == (turn, StoredTurnState.COMPLETED)
     again = call(one, "begin_turn", "c", request())
     assert (again.turn.turn_id, again.turn.attempts, again.must_run) == (turn, 1, False)
     messages = call(one, "messages", "c")
@@ -259,7 +259,7 @@ def test_a_session_that_was_lost_fails_its_calls_and_says_so_before_the_next_one
         assert lost == [first]
         with pytest.raises(Unavailable):
             call(one, "finish_turn", turn, *FINISH, attempt=1)
-        assert call(one, "get_turn", turn).state is TurnState.INTERRUPTED
+        assert call(one, "get_turn", turn).state is StoredTurnState.INTERRUPTED
 
 
 def test_a_daemon_whose_stream_breaks_for_a_moment_keeps_what_another_one_wants_to_take(

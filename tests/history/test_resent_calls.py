@@ -18,7 +18,7 @@ from pensieve.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest, TurnState
+from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn, StoredTurnState
 from pensieve.store.conversation_changes import Pending
 from pensieve.store.owners import NOBODY, Session
 from pensieve.store.remote import wire
@@ -79,8 +79,8 @@ def value(call: Call, outcome: Outcome) -> Any:
     return METHODS[call.method].read_result(outcome.result, outcome.parts)
 
 
-def request(request_id: str) -> TurnRequest:
-    return TurnRequest(request_id, [user(f"say {request_id}", 1, 2)], seed=5)
+def request(request_id: str) -> NewTurn:
+    return NewTurn(request_id, [user(f"say {request_id}", 1, 2)], seed=5)
 
 
 CREATED_AT = 1000.0
@@ -225,10 +225,10 @@ def test_beginnings_and_ends_of_one_group_survive_a_commit_that_fails(
     assert not any(each.failed for each in outcomes)
     begun = value(calls[1], outcomes[1])
     assert begun.must_run
-    assert begun.turn.state is TurnState.RUNNING
-    assert rig.store.get_turn(begun.turn.turn_id).state is TurnState.RUNNING
+    assert begun.turn.state is StoredTurnState.RUNNING
+    assert rig.store.get_turn(begun.turn.turn_id).state is StoredTurnState.RUNNING
     assert rig.do(a, "finish_turn", begun.turn.turn_id, *FINISH) == 1
-    assert rig.store.get_turn(turn_a).state is TurnState.RUNNING
+    assert rig.store.get_turn(turn_a).state is StoredTurnState.RUNNING
     assert rig.do(a, "finish_turn", turn_a, *FINISH) == 1
 
 
@@ -284,7 +284,7 @@ def test_the_end_of_an_attempt_does_not_end_the_next_one(rig: Rig) -> None:
         rig.do(second, "finish_turn", turn, *FINISH, attempt=1)
     with pytest.raises(Unavailable):
         rig.do(second, "fail_turn", turn, "NAN_LOGITS", 1)
-    assert rig.do(second, "interrupt_turn", turn, 1).state is TurnState.RUNNING
+    assert rig.do(second, "interrupt_turn", turn, 1).state is StoredTurnState.RUNNING
     assert rig.do(second, "finish_turn", turn, *FINISH, attempt=2) == 1
     assert rig.texts("c") == ["say r", "hello"]
 
@@ -300,7 +300,7 @@ def test_a_store_refuses_the_end_of_an_attempt_that_is_over(rig: Rig) -> None:
         store.finish_turn(turn, *FINISH, attempt=1)
     with pytest.raises(NotFound):
         store.interrupt_turn(turn, 1)
-    assert store.get_turn(turn).state is TurnState.RUNNING
+    assert store.get_turn(turn).state is StoredTurnState.RUNNING
     assert store.finish_turn(turn, *FINISH, attempt=2) == 1
 
 
@@ -359,7 +359,7 @@ def test_a_session_that_ended_in_a_group_that_failed_goes_on(
     (outcome,) = rig.calls.carry_out([take])
     assert outcome.failed
     rig.calls.carry_out([rig.call(taker, "claim", "nothing")])
-    assert rig.store.get_turn(turn).state is TurnState.RUNNING
+    assert rig.store.get_turn(turn).state is StoredTurnState.RUNNING
     assert rig.do(away, "finish_turn", turn, *FINISH) == 1
 
 
@@ -376,8 +376,8 @@ def test_names_that_are_taken_and_revisions_that_are_not_there_stay_errors_when_
             value(call, rig.again(call))
 
 
-def _expecting(revision: int) -> TurnRequest:
-    return TurnRequest("r-9", [user("say", 1)], seed=5, expected_revision=revision)
+def _expecting(revision: int) -> NewTurn:
+    return NewTurn("r-9", [user("say", 1)], seed=5, expected_revision=revision)
 
 
 def test_a_session_that_may_have_ended_in_a_commit_that_failed_writes_no_more(
@@ -411,7 +411,7 @@ def test_an_end_that_comes_again_does_not_end_the_next_owners_attempt(rig: Rig) 
         rig.store.owners.give_up(name, a)
         assert rig.do(b, "begin_turn", name, request("r")).turn.attempts == 2
         assert not rig.again(late).failed
-        assert rig.store.get_turn(turn).state is TurnState.RUNNING
+        assert rig.store.get_turn(turn).state is StoredTurnState.RUNNING
         assert rig.do(b, "finish_turn", turn, *FINISH, attempt=2) == 1
 
 

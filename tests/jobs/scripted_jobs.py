@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pensieve.errors import InvalidArgument
 from pensieve.jobs.job_records import (
-    Job,
     JobKey,
     JobLine,
     JobOutcome,
@@ -24,7 +23,8 @@ from pensieve.jobs.job_records import (
     NewRefusal,
     Result,
     ResultBytes,
-    Which,
+    ResultKind,
+    StoredJob,
 )
 from pensieve.jobs.job_store import JobStore
 from pensieve.jobs.values import JobHeader, JobView
@@ -104,7 +104,7 @@ class ScriptedJobs:
         self.store.delete(JobKey(tenant, job_id))
 
     async def results(
-        self, tenant: str, job_id: str, which: Which, after: int
+        self, tenant: str, job_id: str, which: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         while page := self.store.results(JobKey(tenant, job_id), after, 1000, which):
             yield page
@@ -131,7 +131,7 @@ class ScriptedJobs:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def view_of(job: Job) -> JobView:
+def view_of(job: StoredJob) -> JobView:
     running = job.state is JobState.RUNNING
     return JobView(
         job_id=job.key.job_id,

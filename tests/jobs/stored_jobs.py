@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.jobs.job_records import (
-    Job,
     JobKey,
     JobLine,
     JobState,
@@ -15,7 +14,8 @@ from pensieve.jobs.job_records import (
     NewAnswer,
     NewJob,
     NewRefusal,
-    Which,
+    ResultKind,
+    StoredJob,
 )
 from pensieve.jobs.job_store import JobStore
 from pensieve.store.folder import JOBS_NAME
@@ -37,7 +37,7 @@ def refusal(number: int, text: str = "no") -> NewRefusal:
     return NewRefusal(number, f"{text} {number}".encode())
 
 
-def sent(store: JobStore, key: JobKey = KEY, num_lines: int = 5, text: str = "") -> Job:
+def sent(store: JobStore, key: JobKey = KEY, num_lines: int = 5, text: str = "") -> StoredJob:
     """A job that waits."""
     store.create(NewJob(key, "by night", "ab" * 32, {"endpoint": ""}))
     store.append_lines(key, [line(number, text) for number in range(1, num_lines + 1)])
@@ -53,7 +53,9 @@ def numbers(store: JobStore, key: JobKey = KEY) -> list[int]:
     return found
 
 
-def results(store: JobStore, key: JobKey = KEY, which: Which = Which.ALL) -> list[tuple[int, str]]:
+def results(
+    store: JobStore, key: JobKey = KEY, which: ResultKind = ResultKind.ALL
+) -> list[tuple[int, str]]:
     """All results, by pages of two."""
     found: list[tuple[int, str]] = []
     while page := store.results(key, found[-1][0] if found else 0, 2, which):

@@ -28,7 +28,7 @@ from pensieve.errors import (
     WrongJobState,
 )
 from pensieve.guard.limits import Limits
-from pensieve.jobs.job_records import JobOutcome, JobState, Which
+from pensieve.jobs.job_records import JobOutcome, JobState, ResultKind
 from pensieve.jobs.prepared import LineReader
 from pensieve.jobs.values import JobHeader, JobView
 from pensieve.jobs.worker import JobsConfig
@@ -78,7 +78,9 @@ def until_ended(rig: DaemonRig, job_id: str) -> JobView:
     return view(rig, job_id)
 
 
-def results(rig: DaemonRig, job_id: str, which: Which = Which.ALL) -> list[dict[str, Any]]:
+def results(
+    rig: DaemonRig, job_id: str, which: ResultKind = ResultKind.ALL
+) -> list[dict[str, Any]]:
     async def read() -> list[bytes]:
         pages = rig.batch.results("", job_id, which, 0)
         return [each.text async for page in pages for each in page]
@@ -90,7 +92,7 @@ def results(rig: DaemonRig, job_id: str, which: Which = Which.ALL) -> list[dict[
 
 def words(rig: DaemonRig, job_id: str) -> dict[str, str]:
     """What each answered line says."""
-    answers = results(rig, job_id, Which.ANSWERS)
+    answers = results(rig, job_id, ResultKind.ANSWERS)
     said = {
         each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"]
         for each in answers
@@ -155,7 +157,7 @@ def test_what_is_wrong_is_named_by_line_and_the_rest_goes_on(tmp_path: Path) -> 
         ended = until_ended(daemon, "j")
         assert (ended.num_lines, ended.num_answered, ended.num_refused) == (8, 2, 6)
         assert set(words(daemon, "j")) == {"r1", "r9"}
-        errors = [each["error"] for each in results(daemon, "j", Which.ERRORS)]
+        errors = [each["error"] for each in results(daemon, "j", ResultKind.ERRORS)]
         assert [(each["line"], each["code"]) for each in errors] == [
             (2, "invalid_json_line"),
             (3, "duplicate_custom_id"),
@@ -420,7 +422,7 @@ def test_a_line_that_is_too_long_is_refused_by_its_number(tmp_path: Path) -> Non
         send(daemon, "j", file_of([line(1), "x" * (9 << 20), line(3)]))
         ended = until_ended(daemon, "j")
         assert (ended.num_answered, ended.num_refused) == (2, 1)
-        (error,) = [each["error"] for each in results(daemon, "j", Which.ERRORS)]
+        (error,) = [each["error"] for each in results(daemon, "j", ResultKind.ERRORS)]
         assert (error["line"], error["code"]) == (2, "line_too_large")
 
 

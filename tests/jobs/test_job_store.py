@@ -25,7 +25,7 @@ from pensieve.jobs.job_records import (
     JobUsage,
     NewAnswer,
     NewJob,
-    Which,
+    ResultKind,
 )
 from pensieve.jobs.job_store import OPEN_MAX, JobStore
 from tests.jobs.stored_jobs import (
@@ -90,8 +90,8 @@ def test_a_job_from_its_creation_to_its_end(jobs: JobStore) -> None:
     assert job.usage == JobUsage(101, 62, 10)
     assert job.ended_at == 1006.0
     assert results(jobs) == [(1, "si 1"), (2, "no 2"), (4, "yes 4")]
-    assert results(jobs, which=Which.ANSWERS) == [(1, "si 1"), (4, "yes 4")]
-    assert results(jobs, which=Which.ERRORS) == [(2, "no 2")]
+    assert results(jobs, which=ResultKind.ANSWERS) == [(1, "si 1"), (4, "yes 4")]
+    assert results(jobs, which=ResultKind.ERRORS) == [(2, "no 2")]
     assert job.num_bytes == sum(len(line(n).text) for n in (1, 2, 4)) + len("si 1no 2yes 4")
     assert jobs.get(KEY) == job
 

@@ -8,8 +8,9 @@ import torch
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import paged
 from pensieve.kernels.attention.cuda import plan
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex
 from pensieve.kernels.attention.paged import CudaAttention
-from pensieve.kernels.attention.plan import BlocksAtOnce, Work
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan
 from pensieve.kernels.cuda_launch import Argument, Launch
 
 
@@ -42,18 +43,22 @@ def test_layers_of_one_shape_are_checked_once(monkeypatch: pytest.MonkeyPatch) -
         paged, "_check", lambda *tensors: (checks.append("checked"), check(*tensors))
     )
     ints = torch.zeros(1, 4, dtype=torch.int32), *torch.zeros(3, 2, dtype=torch.int32)
-    index = (ints[0], ints[1], ints[2][:1], ints[3][:1])
-    work = Work.of(plan([1], [100], 4, 2, 64, BlocksAtOnce(8)), 2, 64, "cpu")
-    attention = CudaAttention(index, work)
+    page_index = PageIndex(ints[0], ints[1], ints[2][:1], ints[3][:1])
+    work = DevicePlan.of(plan([1], [100], 4, 2, 64, BlocksAtOnce(8)), 2, 64, "cpu")
+    attention = CudaAttention(work)
     arena = torch.zeros(3, 4, 2, 2, 32, 64).half()
     outs = [torch.zeros(1, 4, 64).half() for _ in arena]
     query = torch.zeros(1, 4, 64).half()
+
+    def inputs_of(query: torch.Tensor, layer: torch.Tensor) -> AttentionInput:
+        return AttentionInput(query, layer[:, 0], layer[:, 1], page_index, AttentionKind(0.1))
+
     for layer, out in zip(arena, outs, strict=True):
-        attention(query, layer[:, 0], layer[:, 1], 0.1, out)
+        attention(inputs_of(query, layer), out)
     assert checks == ["checked"]
     assert [each.arguments[1][1] for each in launched] == [
         layer[:, 0].data_ptr() for layer in arena
     ]
     assert [each.arguments[-1][1] for each in launched] == [out.data_ptr() for out in outs]
     with pytest.raises(ValueError, match="heads = 3"):
-        attention(torch.zeros(1, 3, 64).half(), arena[0, :, 0], arena[0, :, 1], 0.1, outs[0])
+        attention(inputs_of(torch.zeros(1, 3, 64).half(), arena[0]), outs[0])

@@ -10,9 +10,10 @@ import pytest
 BEGIN = """
 import resource
 import torch
+from pensieve.kernels.attention.input import AttentionKind
 from pensieve.kernels.layer import cpu
 from pensieve.kernels.layer.protocol import (
-    ExpertWeights, Heads, LayerWeights, MlpWeights, ProductWeights,
+    ExpertWeights, HeadShape, LayerWeights, MlpWeights, ProductWeights,
 )
 
 torch.set_num_threads(1)
@@ -45,7 +46,7 @@ experts = ExpertWeights(
 )
 heads_in = ProductWeights([torch.zeros(64, 1024, dtype={dtype})], [None])
 heads_out = ProductWeights([torch.zeros(1024, 32, dtype={dtype})], [None])
-weights = LayerWeights(0, Heads(2, 1, 16), 1.0, heads_in, heads_out, experts, {{}})
+weights = LayerWeights(0, HeadShape(2, 1, 16), AttentionKind(1.0), heads_in, heads_out, experts, {{}})
 layer = cpu.CpuLayerKernels().layer(weights, int8={int8})
 rows, attended = torch.ones(512, 1024, dtype={dtype}), torch.zeros(512, 32, dtype={dtype})
 layer._workspace.reserve(512, layer.widths, rows.dtype)  # so that only the kernel asks for more

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.iteration_draft import TOKENS_MIN
 from pensieve.errors import ConfigError
 from pensieve.launch.objectives import (

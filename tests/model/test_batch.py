@@ -30,21 +30,21 @@ def test_slices_of_two_turns_one_of_them_with_a_hole() -> None:
     assert batch.input_ids.tolist() == [11, 12, 21, 17, 18]
     assert batch.positions.tolist() == [1, 2, 1, 7, 8]
     assert batch.slot_mapping.tolist() == [4 * 7 + 1, 4 * 7 + 2, 4 * 4 + 1, 4 * 3 + 3, 4 * 5]
-    assert batch.page_table.tolist() == [[7, 3, 5], [4, 0, 0]]
-    assert batch.slice_offsets.tolist() == [0, 2, 3, 5]
-    assert batch.slice_turns.tolist() == [0, 1, 0]
-    assert batch.slice_starts.tolist() == [1, 1, 7]
+    assert batch.page_index.page_table.tolist() == [[7, 3, 5], [4, 0, 0]]
+    assert batch.page_index.slice_offsets.tolist() == [0, 2, 3, 5]
+    assert batch.page_index.slice_turns.tolist() == [0, 1, 0]
+    assert batch.page_index.slice_starts.tolist() == [1, 1, 7]
     assert batch.logit_rows.tolist() == [2, 4]
     assert batch.logit_turn_ids == (2, 1)
     assert batch.logit_positions == (2, 9)
-    assert batch.page_table.dtype == batch.slice_offsets.dtype == torch.int32
+    assert batch.page_index.page_table.dtype == batch.page_index.slice_offsets.dtype == torch.int32
     assert batch.input_ids.dtype == batch.slot_mapping.dtype == torch.int64
 
 
 def test_pages_beyond_what_the_slices_reach_are_left_out() -> None:
     turn = turn_of(1, list(range(20)), [9, 8, 7, 6, 5])
     batch = Batch.from_slices([slice_of(turn, 0, 5, False)], 4)
-    assert batch.page_table.tolist() == [[9, 8]]
+    assert batch.page_index.page_table.tolist() == [[9, 8]]
     assert batch.logit_rows.tolist() == []
 
 
@@ -84,7 +84,7 @@ def test_slices_that_begin_with_the_same_pages_are_grouped() -> None:
     ]
     turns = [turn_of(i, list(range(4 * len(pages))), pages) for i, pages in enumerate(tables)]
     slices = [slice_of(turn, len(turn.tokens) - 2, len(turn.tokens), True) for turn in turns]
-    shared = Batch.from_slices(slices, 4).shared
+    shared = Batch.from_slices(slices, 4).page_index.shared
     assert shared is not None
     groups = shared.slice_groups.tolist()
     assert groups[0] == groups[1] >= 0
@@ -100,11 +100,11 @@ def test_pages_that_a_slice_writes_to_are_not_shared() -> None:
     slices = [
         slice_of(turn, start, start + 1, True) for turn, start in zip(turns, starts, strict=True)
     ]
-    shared = Batch.from_slices(slices, 4).shared
+    shared = Batch.from_slices(slices, 4).page_index.shared
     assert shared is not None
     assert shared.slice_groups.tolist() == [0, 0, -1]
     assert shared.group_pages.tolist() == [6]
-    assert Batch.from_slices(slices[1:], 4).shared is None
+    assert Batch.from_slices(slices[1:], 4).page_index.shared is None
 
 
 @pytest.mark.parametrize("changed", [1, 5, 11])

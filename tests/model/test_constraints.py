@@ -12,7 +12,7 @@ import torch
 
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.iteration import TurnFailure, TurnStart
-from pensieve.model.constraints import FAILED, NO_JOBS, Constraints
+from pensieve.model.constraints import FAILED, NO_JOBS, TurnConstraints
 from pensieve.model.sampling.masks import TokenMask
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Sampler
@@ -55,7 +55,7 @@ class Reply:
     ) -> None:
         vocabulary = LetterTokenizer(thinks)
         vocabulary.eos_token_ids = frozenset({EOS})
-        self.constraints = Constraints(vocabulary, frozenset({EOS}), VOCAB_SIZE)
+        self.constraints = TurnConstraints(vocabulary, frozenset({EOS}), VOCAB_SIZE)
         context = array("I", prompt or letter("hi"))
         constraint = Constraint(ConstraintKind.REGEX, pattern)
         start = TurnStart(7, context, sampling or Sampling(), constraint)
@@ -77,14 +77,14 @@ class Reply:
 
 @pytest.fixture(autouse=True)
 def _threads_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made: list[Constraints] = []
-    begin = Constraints.__init__
+    made: list[TurnConstraints] = []
+    begin = TurnConstraints.__init__
 
-    def remembered(self: Constraints, *arguments: object) -> None:
+    def remembered(self: TurnConstraints, *arguments: object) -> None:
         begin(self, *arguments)  # type: ignore[arg-type]
         made.append(self)
 
-    monkeypatch.setattr(Constraints, "__init__", remembered)
+    monkeypatch.setattr(TurnConstraints, "__init__", remembered)
     yield
     for each in made:
         each.close()
@@ -191,7 +191,7 @@ def test_what_no_token_can_say_fails_its_turn_and_stays_failed() -> None:
 
 
 def test_turns_without_a_constraint_cost_nothing() -> None:
-    constraints = Constraints(LetterTokenizer(), frozenset({EOS}), VOCAB_SIZE)
+    constraints = TurnConstraints(LetterTokenizer(), frozenset({EOS}), VOCAB_SIZE)
     start = TurnStart(1, array("I", [5]), Sampling())
     constraints.begin(start)
     rows = [Row(TurnLog.of(start), 1)]

@@ -17,8 +17,8 @@ import torch
 from pensieve.core.iteration import PageCopy, Slice, SwapIn, SwapOut
 from pensieve.errors import DeviceError
 from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.input import SharedPages
 from pensieve.kernels.attention.plan import BlocksAtOnce, plan_work
-from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.attention.tiles import Tiling
 from pensieve.model import graphs
 from pensieve.model.batch import Batch
@@ -250,7 +250,7 @@ def test_what_a_graph_reads_stays(loaded: Loaded, monkeypatch: pytest.MonkeyPatc
 
     def watched(ids: Any, positions: Any, rows: Any, forward_pass: Any) -> torch.Tensor:
         batch = forward_pass.batch
-        index = (batch.slice_offsets, batch.slice_turns, batch.slice_starts, batch.page_table)
+        index = batch.page_index[:4]
         seen.extend(
             weakref.ref(each) for each in (ids, positions, rows, batch.slot_mapping, *index)
         )

@@ -8,7 +8,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -16,6 +15,7 @@ import torch
 import transformers
 
 from pensieve.errors import DeviceError, ModelError, UnsupportedModel
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind
 from pensieve.model.attention import FAR, FlatModel, mask_reach
 from pensieve.model.loader import load
 from pensieve.model.probe import probe
@@ -83,9 +83,8 @@ def test_a_scaling_that_is_off_is_refused_in_low_precision_too(
     assert load(MODEL_PATH, dtype=torch.bfloat16).shape.dtype == torch.bfloat16
     right = reference.multi_token_attention
 
-    def wrong(*arguments: Any) -> None:
-        *given, scaling, out = arguments
-        right(*(*given, scaling * factor, out))
+    def wrong(inputs: AttentionInput, out: torch.Tensor) -> None:
+        right(inputs._replace(kind=AttentionKind(inputs.kind.scaling * factor)), out)
 
     monkeypatch.setattr(reference, "multi_token_attention", wrong)
     with pytest.raises(UnsupportedModel, match="differ"):

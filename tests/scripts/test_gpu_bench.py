@@ -16,6 +16,7 @@ import torch
 from pensieve.errors import PensieveError
 from pensieve.kernels import choices, cuda_launch, multi_token_attention, write_kv
 from pensieve.kernels.attention import cuda, reference
+from pensieve.kernels.attention.input import AttentionInput
 from pensieve.kernels.kv_format import FP8
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.sampling.sampler import Sampler
@@ -425,9 +426,10 @@ def test_replies_over_kv_in_fp8_are_far_off_where_scales_are_of_another_side_or_
 ) -> None:
     attend = reference.multi_token_attention
 
-    def by_others(*given: Any) -> None:
-        *rest, scales = given
-        attend(*(*rest, None if scales is None else scales.flip(dimension)))
+    def by_others(inputs: AttentionInput, out: torch.Tensor) -> None:
+        if inputs.kv_scales is not None:
+            inputs = inputs._replace(kv_scales=inputs.kv_scales.flip(dimension))
+        attend(inputs, out)
 
     monkeypatch.setattr(reference, "multi_token_attention", by_others)
     assert not succeeded("exactness", tmp_path, "cpu", 60, True)
@@ -512,16 +514,16 @@ def test_the_smallest_program_reads_and_writes_elements_and_bytes(
     """It is what compute-sanitizer looks at."""
     seen: set[tuple[str, torch.dtype]] = set()
 
-    def noting(name: str, function: Any, pages: int) -> Any:
-        def noted(*given: Any) -> Any:
-            seen.add((name, given[pages].dtype))
-            return function(*given)
+    def read(inputs: AttentionInput, *rest: Any) -> None:
+        seen.add(("read", inputs.key_pages.dtype))
+        multi_token_attention(inputs, *rest)
 
-        return noted
+    def write(*given: Any) -> None:
+        seen.add(("write", given[3].dtype))
+        write_kv(*given)
 
-    read = multi_token_attention
-    monkeypatch.setattr(pages, "multi_token_attention", noting("read", read, 1))
-    monkeypatch.setattr(kernels, "write_kv", noting("write", write_kv, 3))
+    monkeypatch.setattr(pages, "multi_token_attention", read)
+    monkeypatch.setattr(kernels, "write_kv", write)
     kernels.run_smallest(torch.device("cpu"))
     assert seen == {
         (name, dtype) for name in ("read", "write") for dtype in (torch.bfloat16, FP8.element)

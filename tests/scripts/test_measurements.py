@@ -12,7 +12,7 @@ from pensieve.bench import random_model
 from pensieve.bench.random_model import RandomShape
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.records import NewMessage, TurnRequest
+from pensieve.store.records import NewMessage, NewTurn
 from scripts.measurements import history, isolation, planning, service, shared_pages, swap
 from scripts.measurements.processes import pinned
 
@@ -65,7 +65,7 @@ def test_turns_on_one_history_are_counted_and_read_back(num_replicas: int, tmp_p
 def test_a_turn_that_another_one_wrote_is_noticed(tmp_path: Path) -> None:
     with ConversationStore.open(tmp_path, "a test") as store:
         talker = history.Talker(store, "t")
-        turn = store.begin_turn("t-3", TurnRequest("r", [NewMessage("user", "hi", [1])])).turn
+        turn = store.begin_turn("t-3", NewTurn("r", [NewMessage("user", "hi", [1])])).turn
         store.finish_turn(turn.turn_id, NewMessage("assistant", "ho", [2]), "stop", {})
         with pytest.raises(Unavailable, match="t-3 is at revision 1, and had replies up to 0"):
             talker.check()

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.core.iteration_cost import IterationCost
-from pensieve.sim.simulator import Counts
+from pensieve.core.cost import IterationCost
+from pensieve.sim.simulator import SimulationFigures
 from pensieve.sim.trace import Arrival
 from scripts.measurements.schedules import (
     STARVING_SECONDS,
@@ -72,7 +72,7 @@ class Watched:
 
 def run(
     schedule: Schedule, arrivals: list[Arrival], cost: IterationCost = SECOND
-) -> tuple[Watched, Counts]:
+) -> tuple[Watched, SimulationFigures]:
     """To the end: every request has ended with all its tokens."""
     watched = Watched(schedule)
     counts = ScheduleRun(watched, cost).finish(arrivals)

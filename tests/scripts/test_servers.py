@@ -14,7 +14,7 @@ from pensieve.sim.cost import (
     device_tokens_of,
     host_tokens_of,
 )
-from pensieve.sim.simulator import Counts
+from pensieve.sim.simulator import SimulationFigures
 from scripts.measurements.servers import (
     MEAN_CONTEXT,
     OUTPUT_TOKENS,
@@ -65,7 +65,7 @@ def test_first_rounds_have_the_published_means() -> None:
     assert drawn[-1].at == pytest.approx(20_000 / 2.0 / 0.97, rel=0.03)
 
 
-def figures(counts: Counts) -> tuple[float | None, ...]:
+def figures(counts: SimulationFigures) -> tuple[float | None, ...]:
     return (
         counts.turns,
         counts.output_tokens,

@@ -8,7 +8,7 @@ from pensieve.core.iteration import Iteration
 from pensieve.sim import report
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.executor import PHASES, ModelledExecutor
-from pensieve.sim.simulator import Counts
+from pensieve.sim.simulator import SimulationFigures
 from pensieve.sim.trace import Arrival
 from tests.sim.world import SLOW, a_prompt, simulator
 
@@ -82,5 +82,5 @@ def test_the_clock_may_stop_while_the_load_goes_on() -> None:
 
 
 def test_nothing_found_is_no_hit_and_no_history_is_neither() -> None:
-    assert report.figures("lru", Counts(recomputed_tokens=10))["hit_rate"] == 0.0
-    assert report.figures("lru", Counts())["hit_rate"] is None
+    assert report.figures("lru", SimulationFigures(recomputed_tokens=10))["hit_rate"] == 0.0
+    assert report.figures("lru", SimulationFigures())["hit_rate"] is None

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pensieve.core.iteration_cost import work_of
+from pensieve.core.cost import work_of
 from pensieve.sim.cost import CostModel
 from pensieve.sim.fit_points import chunk_profile, errors_of, fit_points
 from pensieve.sim.least_squares import nonnegative

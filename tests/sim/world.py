@@ -11,7 +11,7 @@ from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sampling import Sampling
 from pensieve.sim.cost import CostModel, instant
-from pensieve.sim.simulator import Counts, Simulator
+from pensieve.sim.simulator import SimulationFigures, Simulator
 from pensieve.sim.trace import Arrival
 
 SLOW = CostModel(0.001, 0.01, 0.0, 0.0, 0.0, 10, 1000, 1e6, "made up")  # a token a millisecond
@@ -36,7 +36,7 @@ def simulator(
     )
 
 
-def run_trace(*arrivals: Arrival, **options: object) -> Counts:
+def run_trace(*arrivals: Arrival, **options: object) -> SimulationFigures:
     one = simulator(**options)  # type: ignore[arg-type]
     counts = one.run(arrivals)
     one.scheduler.check(one.clock.now())

@@ -11,7 +11,7 @@ from pensieve.store import (
     NewConversation,
     NewMessage,
 )
-from pensieve.store.connection import Writer
+from pensieve.store.connection import WriterConnection
 from pensieve.store.postgres.session import SqlSession
 from pensieve.store.remote.remote_store import Store
 from tests.store.talk import begin, reply, say, user
@@ -67,9 +67,9 @@ class FaultyDriver:
 HEAD = NewMessage("system", "Be brief.", (1, 2))
 
 
-def writer_of(store: Store) -> Writer:
+def writer_of(store: Store) -> WriterConnection:
     """The connection under a store, for tests that damage the database, starve it or look into it."""
-    found: Writer = vars(store)["_writer"]
+    found: WriterConnection = vars(store)["_writer"]
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from pensieve.store import NewConversation, NewMessage, TurnRequest
+from pensieve.store import NewConversation, NewMessage, NewTurn
 from pensieve.store.remote.remote_store import Store
 
 DRIVERS = [name for name in ("pysqlite3", "sqlite3") if importlib.util.find_spec(name)]
@@ -23,13 +23,13 @@ def create(store: Store, name: str, *head: NewMessage) -> None:
 
 
 def begin(store: Store, name: str, request_id: str, text: str, *ids: int) -> int:
-    begun = store.begin_turn(name, TurnRequest(request_id, [user(text, *ids)]))
+    begun = store.begin_turn(name, NewTurn(request_id, [user(text, *ids)]))
     assert begun.must_run
     return begun.turn.turn_id
 
 
 def say(store: Store, name: str, request_id: str, question: NewMessage, answer: NewMessage) -> int:
     """One whole turn; returns its revision."""
-    begun = store.begin_turn(name, TurnRequest(request_id, [question]))
+    begun = store.begin_turn(name, NewTurn(request_id, [question]))
     assert begun.must_run
     return store.finish_turn(begun.turn.turn_id, answer, "stop", {"output_tokens": 2})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pensieve.errors import InvalidArgument
-from pensieve.store import ConversationStore, TurnRequest, chains
+from pensieve.store import ConversationStore, NewTurn, chains
 from pensieve.store.records import ChainMatch, ChainState
 from tests.store.faulty import writer_of
 from tests.store.talk import create, reply, user
@@ -23,7 +23,7 @@ def say(
     store: ConversationStore, name: str, state: str, session: bytes = b"", tenant: str = ""
 ) -> int:
     """One turn whose reply ends this state."""
-    request = TurnRequest(f"r-{state}", [user("hi", 1)])
+    request = NewTurn(f"r-{state}", [user("hi", 1)])
     turn = store.begin_turn(name, request, tenant=tenant).turn
     chain_state = ChainState(digest(state), session)
     return store.finish_turn(turn.turn_id, reply("hello", 2), "stop", {}, chain_state)
@@ -76,7 +76,7 @@ def test_where_a_turn_runs_or_something_came_behind_nothing_may_be_appended(
 ) -> None:
     create(store, "tea")
     say(store, "tea", "a")
-    turn = store.begin_turn("tea", TurnRequest("r2", [user("more", 3)])).turn
+    turn = store.begin_turn("tea", NewTurn("r2", [user("more", 3)])).turn
     assert found(store, "a") == ("tea", 1, False)
     store.interrupt_turn(turn.turn_id)
     assert found(store, "a") == ("tea", 1, True)
@@ -88,7 +88,7 @@ def test_a_turn_that_died_with_its_process_does_not_run(open_store: Open) -> Non
     store = open_store()
     create(store, "tea")
     say(store, "tea", "a")
-    store.begin_turn("tea", TurnRequest("r2", [user("more", 3)]))
+    store.begin_turn("tea", NewTurn("r2", [user("more", 3)]))
     store.close()
     assert found(open_store(), "a") == ("tea", 1, True)
 
@@ -161,7 +161,7 @@ def test_other_tokens_of_the_same_messages_are_found_as_before(store: Conversati
 
 def test_a_turn_that_does_not_end_has_no_state(store: ConversationStore) -> None:
     create(store, "tea")
-    turn = store.begin_turn("tea", TurnRequest("r1", [user("hi", 1)])).turn
+    turn = store.begin_turn("tea", NewTurn("r1", [user("hi", 1)])).turn
     store.fail_turn(turn.turn_id, "NAN_LOGITS")
     assert num_rows(store) == 0
     assert match(store, "a") is None
@@ -169,7 +169,7 @@ def test_a_turn_that_does_not_end_has_no_state(store: ConversationStore) -> None
 
 def test_ended_twice_it_has_one_state(store: ConversationStore) -> None:
     create(store, "tea")
-    turn = store.begin_turn("tea", TurnRequest("r1", [user("hi", 1)])).turn
+    turn = store.begin_turn("tea", NewTurn("r1", [user("hi", 1)])).turn
     for _ in range(2):
         chain_state = ChainState(digest("a"), b"")
         assert store.finish_turn(turn.turn_id, reply("x", 2), "stop", {}, chain_state) == 1
@@ -203,7 +203,7 @@ def test_a_keyed_request_is_found_in_any_conversation_of_its_tenant(
 
     create(store, "tea")
     say(store, "tea", "a")
-    two = TurnRequest("again", [user("one", 3), user("two", 4)], history_digest=b"digest")
+    two = NewTurn("again", [user("one", 3), user("two", 4)], history_digest=b"digest")
     turn = store.begin_turn("tea", two).turn
     assert found("again") == ("tea", 2)  # it runs
     store.interrupt_turn(turn.turn_id)
@@ -226,11 +226,11 @@ def test_the_content_of_a_keyed_request_is_its_clients_whole_history(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
-    store.begin_turn("tea", TurnRequest("r", [user("go on", 1)], history_digest=b"one"))
-    again = store.begin_turn("tea", TurnRequest("r", [user("go on", 1)], history_digest=b"one"))
+    store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"one"))
+    again = store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"one"))
     assert not again.must_run
     with pytest.raises(InvalidArgument, match="other content"):
-        store.begin_turn("tea", TurnRequest("r", [user("go on", 1)], history_digest=b"two"))
+        store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"two"))
 
 
 def test_a_great_many_conversations_with_the_same_history_are_not_all_looked_at(

@@ -14,7 +14,7 @@ import pytest
 
 from pensieve.errors import StoreUnavailable
 from pensieve.store import ConversationStore
-from pensieve.store.compaction import Compaction, Phase
+from pensieve.store.compaction import Compaction, CompactionPhase
 from pensieve.store.sqlite_backend import Erasure
 from tests.store.faulty import FaultyDriver, history, writer_of
 from tests.store.talk import create, reply, say, user
@@ -42,7 +42,7 @@ def copies(store: ConversationStore) -> Counter[str]:
 def begin_pass(store: ConversationStore) -> None:
     """Compact whether it is worth it or not."""
     assert isinstance(store.erasure, Erasure)
-    store.erasure._compaction = Compaction(store.erasure._writer, Phase.FENCE)
+    store.erasure._compaction = Compaction(store.erasure._writer, CompactionPhase.FENCE)
 
 
 def finish(store: ConversationStore) -> int:

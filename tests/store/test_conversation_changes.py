@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.errors import InvalidArgument, StaleRevision, TurnRunning
-from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
+from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn
 from pensieve.store.conversation_changes import LastDeleted, Pending
 from pensieve.store.records import NewPrefix
 from tests.store.faulty import writer_of
@@ -76,7 +76,7 @@ def test_pending_messages_wait_and_are_no_history(store: ConversationStore) -> N
 
 def bring(store: ConversationStore, request_id: str, *messages: NewMessage) -> int:
     """A turn begins that brings these."""
-    asked = TurnRequest(request_id, [*messages, user("and?", 1)], pending=messages)
+    asked = NewTurn(request_id, [*messages, user("and?", 1)], pending=messages)
     return store.begin_turn("tea", asked).turn.turn_id
 
 
@@ -145,7 +145,7 @@ def test_a_turn_that_expects_nothing_pending_does_not_overtake_what_is(
     create(store, "tea")
     add(store, *TWO)
     with pytest.raises(StaleRevision, match="have changed meanwhile"):
-        store.begin_turn("tea", TurnRequest("r1", [user("and?", 1)], pending=()))
+        store.begin_turn("tea", NewTurn("r1", [user("and?", 1)], pending=()))
     assert pending(store) == Pending(TWO)
     begin(store, "tea", "r2", "and?", 1)  # it expects nothing of the kind
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from pensieve.store import ConversationStore, NewMessage, TurnState
+from pensieve.store import ConversationStore, NewMessage, StoredTurnState
 from tests.scale import SCALE
 from tests.store.postgres_server import PostgresServer
 
@@ -119,7 +119,7 @@ def check(store: ConversationStore, acknowledged: list[tuple[str, str, int]], se
     for name, request_id, number in acknowledged:
         turn = store.find_turn(name, request_id)
         assert turn is not None, (seed, name, request_id)
-        assert turn.state is TurnState.COMPLETED
+        assert turn.state is StoredTurnState.COMPLETED
         prompt, reply = store.turn_messages(turn.turn_id)
         assert [list(message.token_ids) for message in prompt] == [[number, number]]
         assert isinstance(reply, NewMessage)

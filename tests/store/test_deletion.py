@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pensieve.errors import ErasurePending, NotFound, StoreUnavailable
-from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
+from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn
 from pensieve.store.bodies import pack_tokens
 from pensieve.store.connection import read_only
 from pensieve.store.history_reader import HistoryReader
@@ -47,7 +47,7 @@ def test_nothing_of_a_deleted_conversation_is_on_the_disk(store: ConversationSto
         )
     )
     question = NewMessage("user", "SECRET-hi", (70001, 70002), "SECRET-call", {"k": "SECRET-extra"})
-    request = TurnRequest("SECRET-request", [question], {"stop": ["SECRET-stop"]})
+    request = NewTurn("SECRET-request", [question], {"stop": ["SECRET-stop"]})
     turn = store.begin_turn("SECRET-name", request).turn
     store.finish_turn(turn.turn_id, reply("SECRET-hello", 70003), "stop", {})
     interrupted = begin(store, "SECRET-name", "SECRET-second", "SECRET-more", 70004)

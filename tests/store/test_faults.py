@@ -13,7 +13,7 @@ from pensieve.errors import StoreUnavailable
 from pensieve.store import (
     ConversationStore,
     NewConversation,
-    TurnState,
+    StoredTurnState,
 )
 from tests.store.faulty import HEAD, FaultyDriver, begun, history, opened
 from tests.store.talk import DRIVERS, begin, reply, say, user
@@ -151,5 +151,5 @@ def test_a_store_opens_after_every_failure_to_open(folder: Path, driver: Any) ->
             assert store.verify() == []
             turn = store.find_turn("tea", "r3")
             assert turn is not None
-            assert turn.state is TurnState.INTERRUPTED
+            assert turn.state is StoredTurnState.INTERRUPTED
     assert fault_points > 10

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pensieve.store import ConversationStore, TurnRequest, TurnState, forgetting
-from pensieve.store.compaction import Compaction, Phase
+from pensieve.store import ConversationStore, NewTurn, StoredTurnState, forgetting
+from pensieve.store.compaction import Compaction, CompactionPhase
 from pensieve.store.sqlite_backend import Erasure
 from tests.store.faulty import history, world, writer_of
 from tests.store.talk import begin, create, reply, say, user
@@ -47,7 +47,7 @@ def test_an_old_request_is_new_again_and_the_history_stays(store: ConversationSt
     assert store.find_turn("tea", "r1") is None
     assert store.get_turn(turn.turn_id).request_id == ""
     assert say(store, "tea", "r1", user("hi", 10), reply("hello", 20, 21)) == 3
-    assert store.begin_turn("tea", TurnRequest("r1", [user("hi", 10)])).must_run is False
+    assert store.begin_turn("tea", NewTurn("r1", [user("hi", 10)])).must_run is False
 
 
 @pytest.mark.sqlite  # it looks into SQLite's files
@@ -72,7 +72,7 @@ def test_logprobs_are_the_turns_alone_and_go_with_its_request(
     assert store.stored_bytes() < before + 2 * len(secret)
     assert store.verify() == []
     assert isinstance(store.erasure, Erasure)
-    store.erasure._compaction = Compaction(store.erasure._writer, Phase.FENCE)
+    store.erasure._compaction = Compaction(store.erasure._writer, CompactionPhase.FENCE)
     while store.erasure.step():
         pass
     assert store.verify() == []
@@ -147,7 +147,7 @@ def test_a_turn_that_runs_or_ended_late_keeps_its_request(
     forget(store, 1e9)  # and the next pass has not gone past it
     assert request_ids(store, driver) == 0
     assert len(store.messages("tea")) == 2
-    assert store.get_turn(running).state is TurnState.COMPLETED
+    assert store.get_turn(running).state is StoredTurnState.COMPLETED
 
 
 def test_a_pass_goes_in_small_steps_and_the_next_one_does_not_begin_at_the_front(

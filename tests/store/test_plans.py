@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.store import ConversationStore, TurnRequest
+from pensieve.store import ConversationStore, NewTurn
 from pensieve.store.records import ChainState, NewConversation, NewPrefix
 from pensieve.store.responses import StoredResponse
 from tests.store.faulty import writer_of
@@ -46,7 +46,7 @@ def test_the_daily_work_reads_no_whole_table(
     store.finish_turn(bound, reply("hello", 2), "stop", {}, ChainState(b"state", b"session"))
     for session in (b"session", b"another"):
         assert store.chains.longest([b"state"], session) is not None
-    keyed = TurnRequest("key", [user("hi", 3)], history_digest=b"digest")
+    keyed = NewTurn("key", [user("hi", 3)], history_digest=b"digest")
     turn_id = store.begin_turn("c1", keyed).turn.turn_id
     assert store.chains.request("key") is not None
     store.interrupt_turn(turn_id)

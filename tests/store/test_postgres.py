@@ -27,7 +27,7 @@ from pensieve.errors import (
     StoreTooNew,
     StoreUnavailable,
 )
-from pensieve.store import ConversationStore, NewConversation, TurnState
+from pensieve.store import ConversationStore, NewConversation, StoredTurnState
 from pensieve.store.backend import NUMBER_COLUMNS
 from pensieve.store.postgres.backend import WALKS
 from pensieve.store.postgres.schema import NEWEST, SCHEMA
@@ -184,7 +184,7 @@ def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_
                     read = pool.submit(store.get_turn, turn_id)
                     until_one_waits(read)
                     names_of_standbys("")
-                    assert read.result().state is TurnState.COMPLETED
+                    assert read.result().state is StoredTurnState.COMPLETED
                     names_of_standbys("nobody")
                 else:  # the session lives on, and the server calls it a success
                     with pytest.raises(StoreUnavailable, match="synchronous replication"):
@@ -294,7 +294,7 @@ def test_an_end_that_was_committed_in_spite_of_its_error_is_not_doubled(
         except StoreUnavailable:
             faults.heal()
             create(store, f"new{number}")  # and reads what became of it
-            if store.get_turn(turn_id).state is TurnState.COMPLETED:
+            if store.get_turn(turn_id).state is StoredTurnState.COMPLETED:
                 break  # it was the COMMIT
             store.interrupt_turn(turn_id)
     else:
@@ -322,9 +322,9 @@ def test_every_letter_comes_back(opened: Open) -> None:
 
 
 def begin_of(store: ConversationStore, tenant: str) -> int:
-    from pensieve.store import TurnRequest
+    from pensieve.store import NewTurn
 
-    request = TurnRequest("r1", [user("a \0 b", 1)])
+    request = NewTurn("r1", [user("a \0 b", 1)])
     return store.begin_turn("tea", request, tenant=tenant).turn.turn_id
 
 
@@ -351,7 +351,7 @@ def test_values_come_back_as_they_went(opened: Open) -> None:
             found = conn.execute("SELECT sum(n) FROM (SELECT ?::numeric AS n) AS s", (str(number),))
             assert found.fetchone() == (number,)
         assert conn.execute("SELECT 3::int4, -3::int2, 'x'::name").fetchone() == (3, -3, "x")
-        assert conn.execute("SELECT ?::text", (TurnState.RUNNING,)).fetchone() == ("running",)
+        assert conn.execute("SELECT ?::text", (StoredTurnState.RUNNING,)).fetchone() == ("running",)
 
 
 # -- the schema --

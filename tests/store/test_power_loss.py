@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pensieve.errors import PensieveError
-from pensieve.store import ConversationStore, TurnState
+from pensieve.store import ConversationStore, StoredTurnState
 from tests.scale import SCALE
 from tests.store.power import NOTE, Event, files_after, recorded, recorder
 
@@ -99,7 +99,7 @@ def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[st
             for name, texts in turns.items():
                 for request_id, text in texts.items():
                     turn = store.find_turn(name, request_id)
-                    if turn is None or turn.state is not TurnState.COMPLETED:
+                    if turn is None or turn.state is not StoredTurnState.COMPLETED:
                         wrong.append(f"{name} {request_id} is lost")
                         continue
                     (prompt,), reply = store.turn_messages(turn.turn_id)

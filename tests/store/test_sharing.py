@@ -18,7 +18,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.store import ConversationStore, NewMessage
-from pensieve.store.records import NewConversation, TurnRequest, TurnState
+from pensieve.store.records import NewConversation, NewTurn, StoredTurnState
 from pensieve.store.remote import remote_store, wire
 from pensieve.store.remote.calls import Call
 from tests.store.faulty import FaultyDriver
@@ -36,8 +36,8 @@ def shared(open_store: Open) -> Iterator[SharedHistory]:
     history.close()
 
 
-def turn_request(text: str, request_id: str = "r1") -> TurnRequest:
-    return TurnRequest(request_id, [NewMessage("user", text, (1,))])
+def turn_request(text: str, request_id: str = "r1") -> NewTurn:
+    return NewTurn(request_id, [NewMessage("user", text, (1,))])
 
 
 # -- whose --
@@ -66,7 +66,7 @@ def test_a_session_that_ended_leaves_its_conversations_and_its_turns(shared: Sha
     with pytest.raises(OwnedElsewhere):
         b.begin_turn("tea", turn_request("other", "r2"))
     shared.calls.end_session(caller_of(a).session)
-    assert b.get_turn(running).state is TurnState.INTERRUPTED
+    assert b.get_turn(running).state is StoredTurnState.INTERRUPTED
     assert say(b, "tea", "r2", user("other", 3), reply("yes", 4)) == 1
     with pytest.raises(StoreUnavailable):  # whatever it still wants to write
         a.finish_turn(running, reply("late", 9), "stop", {})
@@ -187,7 +187,7 @@ def test_a_turn_is_ended_by_the_owner_of_its_conversation_alone(shared: SharedHi
     with pytest.raises(Unavailable):
         b.fail_turn(running, "NAN_LOGITS")
     b.interrupt_turn(running)  # is told how the turn stands, which goes on
-    assert a.get_turn(running).state is TurnState.RUNNING
+    assert a.get_turn(running).state is StoredTurnState.RUNNING
     assert a.finish_turn(running, reply("hello", 2), "stop", {}) == 1
 
 
@@ -338,10 +338,10 @@ def test_a_group_whose_disk_fails_is_carried_out_one_by_one(
         for name, outcome in zip(names[:2], outcomes[:2], strict=True):
             stored = store.find_turn(name, "r1")
             if outcome.failed:  # then nobody computes it, whatever the disk has
-                assert stored is None or stored.state is TurnState.INTERRUPTED
+                assert stored is None or stored.state is StoredTurnState.INTERRUPTED
             else:
                 assert stored is not None
-                assert stored.state is TurnState.RUNNING
+                assert stored.state is StoredTurnState.RUNNING
                 turns.append(stored.turn_id)
         if not outcomes[2].failed:
             assert list(store.log(names[2])) == [1, 2]
@@ -478,7 +478,7 @@ def test_a_turn_whose_end_is_about_to_be_committed_is_not_read_as_interrupted(
     with ThreadPoolExecutor(1) as reads:
         reader = reads.submit(store.reader).result()
 
-        def read() -> tuple[bool, TurnState | None]:
+        def read() -> tuple[bool, StoredTurnState | None]:
             conversation = reads.submit(reader.get_conversation, "tea").result()
             found = reads.submit(reader.find_turn, "tea", str(turn), "").result()
             return conversation.running_turn_id == turn, found.state if found else None
@@ -486,8 +486,8 @@ def test_a_turn_whose_end_is_about_to_be_committed_is_not_read_as_interrupted(
         try:
             with store.group():
                 store.finish_turn(turn, reply("hello", 2), "stop", {})
-                assert read() == (True, TurnState.RUNNING)
-            assert read() == (False, TurnState.COMPLETED)
+                assert read() == (True, StoredTurnState.RUNNING)
+            assert read() == (False, StoredTurnState.COMPLETED)
             again = begin(store, "tea", "r2", "hi", 1)
 
             def failing() -> None:
@@ -499,6 +499,6 @@ def test_a_turn_whose_end_is_about_to_be_committed_is_not_read_as_interrupted(
                 failing()
             store.owners.abandon([again])
             turn = again
-            assert read() == (False, TurnState.INTERRUPTED)
+            assert read() == (False, StoredTurnState.INTERRUPTED)
         finally:
             reads.submit(reader.close).result()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pensieve.errors import PensieveError
-from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
+from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn
 from pensieve.store.bodies import ROW_BYTES
 from tests.scale import SCALE
 from tests.store.faulty import writer_of
@@ -92,7 +92,7 @@ def act(
     if deed in ("turn", "again"):
         question = user("q" * drawn.randint(0, 5000), *range(drawn.randint(1, 99)))
         request = f"r{number}" if deed == "turn" else "the same"
-        begun = store.begin_turn(name, TurnRequest(request, [question]), tenant=tenant)
+        begun = store.begin_turn(name, NewTurn(request, [question]), tenant=tenant)
         end = drawn.choice(("finish", "finish", "interrupt", "fail", "go on"))
         if end == "finish":
             answer = reply("a" * drawn.randint(0, 5000), *range(drawn.randint(1, 99)))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pensieve.errors import NotFound
-from pensieve.store import ConversationStore, NewConversation, TurnRequest
+from pensieve.store import ConversationStore, NewConversation, NewTurn
 from tests.store.faulty import writer_of
 from tests.store.talk import user
 
@@ -16,9 +16,7 @@ pytestmark = pytest.mark.sqlite  # it counts the instructions of SQLite's machin
 
 PROBES: dict[str, Callable[[ConversationStore, str], object]] = {
     "get": lambda store, name: store.get_conversation(name, tenant="b"),
-    "begin": lambda store, name: store.begin_turn(
-        name, TurnRequest("r1", [user("hi", 1)]), tenant="b"
-    ),
+    "begin": lambda store, name: store.begin_turn(name, NewTurn("r1", [user("hi", 1)]), tenant="b"),
     "find": lambda store, name: store.find_turn(name, "r1", tenant="b"),
     "log": lambda store, name: store.log(name, tenant="b"),
     "log_end": lambda store, name: store.log_end(name, 4, tenant="b"),
@@ -59,7 +57,7 @@ def test_a_probe_of_another_tenants_id_is_the_work_of_one_that_never_was(
     for number in range(40):
         store.create_conversation(NewConversation(f"a{number}", "f", [user("x", 1)], tenant="a"))
         store.create_conversation(NewConversation(f"b{number}", "f", [user("x", 1)], tenant="b"))
-    begun = store.begin_turn("a7", TurnRequest("r1", [user("hi", 1)]), tenant="a")
+    begun = store.begin_turn("a7", NewTurn("r1", [user("hi", 1)]), tenant="a")
     store.finish_turn(begun.turn.turn_id, user("hello", 2), "stop", {})
     probe = PROBES[name]
     work(store, lambda: probe(store, "warm"))  # statements are prepared once

@@ -13,8 +13,8 @@ from pensieve.store import (
     ConversationStore,
     NewConversation,
     NewMessage,
-    TurnRequest,
-    TurnState,
+    NewTurn,
+    StoredTurnState,
 )
 from tests.store.faulty import writer_of
 
@@ -110,7 +110,7 @@ class Traffic:
             return
         expected = self.expected[name]
         messages = [self.draft("user") for _ in range(self.rng.choice([1, 1, 2]))]
-        request = TurnRequest(self.fresh(), messages, expected_revision=expected.revision)
+        request = NewTurn(self.fresh(), messages, expected_revision=expected.revision)
         if expected.running is not None:
             with pytest.raises(TurnRunning):
                 self.store.begin_turn(name, request)
@@ -129,9 +129,9 @@ class Traffic:
         assert expected.running is not None
         way = self.rng.choice(["stop", "stop", "stop", "cancelled", "fail", "interrupt"])
         if way == "fail":
-            assert self.store.fail_turn(expected.running, "x").state is TurnState.FAILED
+            assert self.store.fail_turn(expected.running, "x").state is StoredTurnState.FAILED
         elif way == "interrupt":
-            assert self.store.interrupt_turn(expected.running).state is TurnState.INTERRUPTED
+            assert self.store.interrupt_turn(expected.running).state is StoredTurnState.INTERRUPTED
         else:
             answer = self.draft("assistant")
             expected.revision += 1

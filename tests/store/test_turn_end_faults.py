@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.errors import StoreUnavailable
 from pensieve.store import (
-    TurnState,
+    StoredTurnState,
 )
 from tests.store.faulty import NEVER, FaultyDriver, begun, opened, writer_of
 from tests.store.talk import begin, create, reply
@@ -46,7 +46,7 @@ def test_a_turn_whose_end_could_not_be_written_is_not_shown_as_running(
             assert conversation.running_turn_id is None
         for turn in store.get_turn(turn_id), store.find_turn("tea", "r3"):
             assert turn is not None
-            assert turn.state is TurnState.INTERRUPTED
+            assert turn.state is StoredTurnState.INTERRUPTED
         assert begun(store) == turn_id
 
 
@@ -64,8 +64,8 @@ def test_a_turn_whose_end_could_not_be_written_is_interrupted_by_the_next_write(
         create(store, "new")
         with writer_of(store).reading() as conn:  # `get_turn` says so before it is written
             row = conn.execute("SELECT state FROM turns WHERE turn_id = ?", (turn_id,)).fetchone()
-        assert row == (TurnState.INTERRUPTED,)
-        assert store.get_turn(other).state is TurnState.RUNNING
+        assert row == (StoredTurnState.INTERRUPTED,)
+        assert store.get_turn(other).state is StoredTurnState.RUNNING
         assert store.finish_turn(other, reply("ok", 71), "stop", {}) == 2
 
 
@@ -93,6 +93,6 @@ def test_an_end_that_got_through_in_spite_of_its_error_is_not_doubled(
             store.finish_turn(turn_id, reply("ok", 70), "stop", {})
         faults.heal()
         create(store, "new")
-        assert store.get_turn(turn_id).state is TurnState.COMPLETED
+        assert store.get_turn(turn_id).state is StoredTurnState.COMPLETED
         assert store.finish_turn(turn_id, reply("ok", 70), "stop", {}) == 3
         assert list(store.log("tea")) == [1, 2, 10, 20, 21, 30, 40, 60, 61, 70]

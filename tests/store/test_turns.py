@@ -7,17 +7,21 @@ from collections.abc import Callable
 import pytest
 
 from pensieve.errors import InvalidArgument, NotFound, StaleRevision, Unavailable
-from pensieve.store import ConversationStore, NewMessage, TurnMessages, TurnRequest, TurnState
+from pensieve.store import ConversationStore, NewMessage, NewTurn, StoredTurnState, TurnMessages
 from pensieve.store.records import LEGAL_TRANSITIONS
 from tests.store.talk import begin, create, reply, say, user
 
 
 def test_a_begun_turn_is_running_and_not_in_the_history(store: ConversationStore) -> None:
     create(store, "tea")
-    request = TurnRequest("r1", [user("hi", 1, 2)], {"top_p": 0.5, "stop": ["x"]}, 2**64 - 1)
+    request = NewTurn("r1", [user("hi", 1, 2)], {"top_p": 0.5, "stop": ["x"]}, 2**64 - 1)
     turn, must_run = store.begin_turn("tea", request)
     assert must_run
-    assert (turn.conversation_id, turn.request_id, turn.state) == ("tea", "r1", TurnState.RUNNING)
+    assert (turn.conversation_id, turn.request_id, turn.state) == (
+        "tea",
+        "r1",
+        StoredTurnState.RUNNING,
+    )
     assert (turn.sampling, turn.seed) == ({"top_p": 0.5, "stop": ["x"]}, 2**64 - 1)
     assert (turn.attempts, turn.revision, turn.finish_reason, turn.usage) == (1, None, None, {})
     assert store.get_turn(turn.turn_id) == store.find_turn("tea", "r1") == turn
@@ -30,13 +34,17 @@ def test_a_finished_turn_appends_prompt_and_reply_under_one_revision(
 ) -> None:
     create(store, "tea")
     tool = NewMessage("tool", "42", (3,), "call-1")
-    begun = store.begin_turn("tea", TurnRequest("r1", [tool, user("so?", 4, 5)]))
+    begun = store.begin_turn("tea", NewTurn("r1", [tool, user("so?", 4, 5)]))
     answer = NewMessage("assistant", "42.", (6, 7), extra={"thinking": "hm"})
     turn_id = begun.turn.turn_id
     assert store.finish_turn(turn_id, answer, "length", {"output_tokens": 2}) == 1
     assert list(store.log("tea")) == [3, 4, 5, 6, 7]
     turn = store.get_turn(turn_id)
-    assert (turn.state, turn.finish_reason, turn.revision) == (TurnState.COMPLETED, "length", 1)
+    assert (turn.state, turn.finish_reason, turn.revision) == (
+        StoredTurnState.COMPLETED,
+        "length",
+        1,
+    )
     assert turn.usage == {"output_tokens": 2}
     assert turn.finished_at is not None
     assert turn.finished_at > turn.created_at
@@ -55,7 +63,7 @@ def test_a_cancelled_turn_keeps_what_was_delivered(store: ConversationStore) -> 
     create(store, "tea")
     turn_id = begin(store, "tea", "r1", "hi", 1)
     assert store.finish_turn(turn_id, reply("he", 2), "cancelled", {}) == 1
-    assert store.get_turn(turn_id).state is TurnState.CANCELLED
+    assert store.get_turn(turn_id).state is StoredTurnState.CANCELLED
     assert list(store.log("tea")) == [1, 2]
 
 
@@ -68,10 +76,10 @@ def test_a_turn_without_an_end_leaves_the_log_as_it_was(
     turn_id = begin(store, "tea", "r2", "more", 3)
     if ended == "failed":
         turn = store.fail_turn(turn_id, "NAN_LOGITS")
-        assert (turn.state, turn.failure) == (TurnState.FAILED, "NAN_LOGITS")
+        assert (turn.state, turn.failure) == (StoredTurnState.FAILED, "NAN_LOGITS")
     else:
         turn = store.interrupt_turn(turn_id)
-        assert (turn.state, turn.failure) == (TurnState.INTERRUPTED, None)
+        assert (turn.state, turn.failure) == (StoredTurnState.INTERRUPTED, None)
     assert turn.finished_at is not None
     assert list(store.log("tea")) == [1, 2]
     assert store.get_conversation("tea").revision == 1
@@ -85,8 +93,8 @@ def test_ending_a_turn_twice_changes_nothing(store: ConversationStore) -> None:
     turn_id = begin(store, "tea", "r1", "hi", 1)
     assert store.finish_turn(turn_id, reply("hello", 2), "stop", {}) == 1
     assert store.finish_turn(turn_id, reply("hello", 2), "stop", {}) == 1
-    assert store.interrupt_turn(turn_id).state is TurnState.COMPLETED
-    assert store.fail_turn(turn_id, "late").state is TurnState.COMPLETED
+    assert store.interrupt_turn(turn_id).state is StoredTurnState.COMPLETED
+    assert store.fail_turn(turn_id, "late").state is StoredTurnState.COMPLETED
     assert list(store.log("tea")) == [1, 2]
 
 
@@ -105,12 +113,12 @@ def test_an_interrupted_turn_cannot_be_finished(store: ConversationStore) -> Non
 def test_the_same_request_replays_what_was_stored(store: ConversationStore) -> None:
     create(store, "tea")
     messages = [user("hi", 1)]
-    turn_id = store.begin_turn("tea", TurnRequest("r1", messages, seed=5)).turn.turn_id
-    running, must_run = store.begin_turn("tea", TurnRequest("r1", messages, seed=6))
-    assert (running.turn_id, running.state, must_run) == (turn_id, TurnState.RUNNING, False)
+    turn_id = store.begin_turn("tea", NewTurn("r1", messages, seed=5)).turn.turn_id
+    running, must_run = store.begin_turn("tea", NewTurn("r1", messages, seed=6))
+    assert (running.turn_id, running.state, must_run) == (turn_id, StoredTurnState.RUNNING, False)
     store.finish_turn(turn_id, reply("hello", 2, 3), "stop", {"output_tokens": 2})
-    stored, must_run = store.begin_turn("tea", TurnRequest("r1", messages, expected_revision=0))
-    assert (stored.turn_id, stored.state, must_run) == (turn_id, TurnState.COMPLETED, False)
+    stored, must_run = store.begin_turn("tea", NewTurn("r1", messages, expected_revision=0))
+    assert (stored.turn_id, stored.state, must_run) == (turn_id, StoredTurnState.COMPLETED, False)
     assert (stored.seed, stored.revision, stored.usage) == (5, 1, {"output_tokens": 2})
     prompt, answer = store.turn_messages(turn_id)
     assert [(m.content, list(m.token_ids)) for m in prompt] == [("hi", [1])]
@@ -149,11 +157,11 @@ def test_the_same_request_id_with_other_content_is_refused(store: ConversationSt
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     for request in (
-        TurnRequest("r1", [user("ho", 1)]),
-        TurnRequest("r1", [NewMessage("tool", "hi", (1,))]),
-        TurnRequest("r1", [NewMessage("user", "hi", (1,), "call-1")]),
-        TurnRequest("r1", [user("hi", 1), user("hi", 1)]),
-        TurnRequest("r1", [user("hi", 1)], {"temperature": 1.0}),
+        NewTurn("r1", [user("ho", 1)]),
+        NewTurn("r1", [NewMessage("tool", "hi", (1,))]),
+        NewTurn("r1", [NewMessage("user", "hi", (1,), "call-1")]),
+        NewTurn("r1", [user("hi", 1), user("hi", 1)]),
+        NewTurn("r1", [user("hi", 1)], {"temperature": 1.0}),
     ):
         with pytest.raises(InvalidArgument) as refused:
             store.begin_turn("tea", request)
@@ -164,7 +172,7 @@ def test_tokens_are_not_content(store: ConversationStore) -> None:
     """The same words may be tokenised for another place in the log when they come again."""
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
-    assert not store.begin_turn("tea", TurnRequest("r1", [user("hi", 9, 9)])).must_run
+    assert not store.begin_turn("tea", NewTurn("r1", [user("hi", 9, 9)])).must_run
 
 
 @pytest.mark.parametrize("ended", ["failed", "interrupted"])
@@ -172,16 +180,16 @@ def test_a_request_without_an_end_runs_again_with_its_seed(
     store: ConversationStore, ended: str
 ) -> None:
     create(store, "tea")
-    first = store.begin_turn("tea", TurnRequest("r1", [user("hi", 1)], seed=5)).turn
+    first = store.begin_turn("tea", NewTurn("r1", [user("hi", 1)], seed=5)).turn
     if ended == "failed":
         store.fail_turn(first.turn_id, "NAN_LOGITS")
     else:
         store.interrupt_turn(first.turn_id)
     say(store, "tea", "r2", user("meanwhile", 7), reply("ok", 8))
-    again, must_run = store.begin_turn("tea", TurnRequest("r1", [user("hi", 3, 4)], seed=6))
+    again, must_run = store.begin_turn("tea", NewTurn("r1", [user("hi", 3, 4)], seed=6))
     assert must_run
     assert (again.turn_id, again.seed, again.attempts) == (first.turn_id, 5, 2)
-    assert (again.state, again.failure, again.finished_at) == (TurnState.RUNNING, None, None)
+    assert (again.state, again.failure, again.finished_at) == (StoredTurnState.RUNNING, None, None)
     assert store.finish_turn(again.turn_id, reply("hello", 5), "stop", {}) == 2
     assert list(store.log("tea")) == [7, 8, 3, 4, 5]
     assert store.verify() == []
@@ -191,7 +199,7 @@ def test_a_replay_outlives_a_rewind(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     store.rewind_conversation("tea", 0)
-    stored, must_run = store.begin_turn("tea", TurnRequest("r1", [user("hi", 1)]))
+    stored, must_run = store.begin_turn("tea", NewTurn("r1", [user("hi", 1)]))
     assert not must_run
     answer = store.turn_messages(stored.turn_id).reply
     assert answer is not None
@@ -216,21 +224,21 @@ def test_a_stale_revision_is_refused(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     with pytest.raises(StaleRevision) as stale:
-        store.begin_turn("tea", TurnRequest("r2", [user("more", 3)], expected_revision=0))
+        store.begin_turn("tea", NewTurn("r2", [user("more", 3)], expected_revision=0))
     assert (stale.value.expected, stale.value.actual) == (0, 1)
     assert store.find_turn("tea", "r2") is None
-    fresh = TurnRequest("r2", [user("more", 3)], expected_revision=1)
+    fresh = NewTurn("r2", [user("more", 3)], expected_revision=1)
     assert store.begin_turn("tea", fresh).must_run
 
 
 def test_a_turn_needs_its_conversation_and_an_id(store: ConversationStore) -> None:
     with pytest.raises(NotFound):
-        store.begin_turn("nobody", TurnRequest("r1", [user("hi", 1)]))
+        store.begin_turn("nobody", NewTurn("r1", [user("hi", 1)]))
     create(store, "tea")
     with pytest.raises(InvalidArgument, match="request_id"):
-        store.begin_turn("tea", TurnRequest("", [user("hi", 1)]))
+        store.begin_turn("tea", NewTurn("", [user("hi", 1)]))
     with pytest.raises(InvalidArgument, match="surrogate"):
-        store.begin_turn("tea", TurnRequest("r1", [user("\udfff", 1)]))
+        store.begin_turn("tea", NewTurn("r1", [user("\udfff", 1)]))
     with pytest.raises(NotFound):
         store.get_turn(1)
     with pytest.raises(NotFound):
@@ -245,7 +253,7 @@ def test_a_reply_that_cannot_be_stored_does_not_block_the_conversation(
     with pytest.raises(InvalidArgument):
         store.finish_turn(turn_id, reply("\ud800", 2), "stop", {})
     assert say(store, "tea", "r2", user("hi", 3), reply("hello", 4)) == 1
-    assert store.get_turn(turn_id).state is TurnState.INTERRUPTED
+    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
 
 
 def test_turn_ids_are_never_given_twice(store: ConversationStore) -> None:
@@ -278,8 +286,8 @@ def test_running_turns_are_interrupted_when_the_store_opens(
         ("tea", "r2"),
         ("cup", "r1"),
     ]
-    assert {t.state for t in store.interrupted_at_open} == {TurnState.INTERRUPTED}
-    assert store.begin_turn("cup", TurnRequest("r1", [user("hi", 1)])).turn.turn_id == turn_id
+    assert {t.state for t in store.interrupted_at_open} == {StoredTurnState.INTERRUPTED}
+    assert store.begin_turn("cup", NewTurn("r1", [user("hi", 1)])).turn.turn_id == turn_id
     assert list(store.log("tea")) == [1, 2]
     store.close()
     assert open_store().interrupted_at_open[0].attempts == 2
@@ -298,6 +306,6 @@ def test_everything_is_there_after_a_restart(open_store: Callable[..., Conversat
 
 
 def test_the_states_are_those_of_the_table() -> None:
-    assert set(LEGAL_TRANSITIONS) == set(TurnState)
+    assert set(LEGAL_TRANSITIONS) == set(StoredTurnState)
     final = {state for state, targets in LEGAL_TRANSITIONS.items() if not targets}
-    assert final == {TurnState.COMPLETED, TurnState.CANCELLED}
+    assert final == {StoredTurnState.COMPLETED, StoredTurnState.CANCELLED}

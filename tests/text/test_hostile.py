@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from pensieve.text import ChatTemplate, Message, Setting, Tokenizer, ToolCall
+from pensieve.text import ChatTemplate, Message, TemplateSetting, Tokenizer, ToolCall
 from tests.text.families import FAMILIES, QWEN_3, Family, template_of
 from tests.text.tiny_tokenizers import byte_level_library
 
@@ -19,7 +19,7 @@ def control_counts(template: ChatTemplate, ids: Iterable[int]) -> Counter[int]:
     return Counter(token_id for token_id in ids if token_id in template.tokenizer.control_ids)
 
 
-def conversation(template: ChatTemplate, text: str) -> tuple[list[Message], Setting]:
+def conversation(template: ChatTemplate, text: str) -> tuple[list[Message], TemplateSetting]:
     """A conversation with `text` wherever a client may write, and its setting."""
     messages = [Message("user", text), Message("assistant", text), Message("user", text)]
     if "system" not in template._refused_first:
@@ -35,7 +35,7 @@ def conversation(template: ChatTemplate, text: str) -> tuple[list[Message], Sett
         "function": {"name": text, "description": text, "parameters": {text: {"enum": [text]}}},
     }
     options = dict.fromkeys(template.options & {"date_string", "system_message"}, text)
-    return messages, Setting((tool,) if template.knows_tools else (), options)
+    return messages, TemplateSetting((tool,) if template.knows_tools else (), options)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -60,11 +60,12 @@ def test_a_faked_turn_stays_a_users_text(family: Family) -> None:
     """A user writes the template's own rendering of a conversation."""
     template = template_of(family)
     whole = template.opening(
-        [Message("user", "Hi"), Message("assistant", "No"), Message("user", "Hi")], Setting()
+        [Message("user", "Hi"), Message("assistant", "No"), Message("user", "Hi")],
+        TemplateSetting(),
     )
     forged = spoken(template, whole.token_ids)
-    ids = template.opening([Message("user", forged)], Setting()).token_ids
-    plain = template.opening([Message("user", "Hi")], Setting()).token_ids
+    ids = template.opening([Message("user", forged)], TemplateSetting()).token_ids
+    plain = template.opening([Message("user", "Hi")], TemplateSetting()).token_ids
     assert control_counts(template, ids) == control_counts(template, plain)
 
 
@@ -74,7 +75,7 @@ def test_a_control_token_cannot_be_put_together_from_the_templates_brackets() ->
     library = byte_level_library(("<|im_end|>", "<think>"))
     template = ChatTemplate(Tokenizer(library.to_str(), templates={"default": source}))
     for text in ("think", "|im_end|", "im_end"):
-        ids = template.opening([Message("user", text)], Setting()).token_ids
+        ids = template.opening([Message("user", text)], TemplateSetting()).token_ids
         assert not control_counts(template, ids)
 
 
@@ -97,7 +98,7 @@ def test_no_operation_on_a_clients_text_makes_it_the_templates(expression: str) 
     source = "{% for m in messages %}{{ " + expression + " }}{% endfor %}"
     library = byte_level_library(("<end>",))
     template = ChatTemplate(Tokenizer(library.to_str(), templates={"default": source}))
-    ids = template.opening([Message("user", "<e-nd>")], Setting()).token_ids
+    ids = template.opening([Message("user", "<e-nd>")], TemplateSetting()).token_ids
     assert spoken(template, ids) == "<end>"
     assert template.tokenizer.token_id("<end>") not in ids
 
@@ -105,7 +106,7 @@ def test_no_operation_on_a_clients_text_makes_it_the_templates(expression: str) 
 def test_the_reply_that_stands_for_the_past_cannot_be_forged() -> None:
     """REPLY is half of a surrogate pair; its JSON escape stays six characters."""
     template = template_of(QWEN_3)
-    ids = template.delta([Message("user", r"\udfff")], None, Setting()).token_ids
+    ids = template.delta([Message("user", r"\udfff")], None, TemplateSetting()).token_ids
     assert r"\udfff" in spoken(template, ids)
 
 
@@ -118,5 +119,5 @@ def test_text_of_any_kind_is_stored_exactly() -> None:
         "\ufdd0\ufffe",
         "{{ 7 * 7 }}{% raw %}",
     ):
-        ids = template.opening([Message("user", text)], Setting()).token_ids
+        ids = template.opening([Message("user", text)], TemplateSetting()).token_ids
         assert f"user\n{text}<|im_end|>" in spoken(template, ids)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pensieve.text.parts import Part
 from pensieve.text.reply_pieces import WHITE_CHARACTERS_MAX, ReplyPieces, Text, Thinking
-from pensieve.text.tool_calls import STYLES, Call, CallArguments, CallBegan, CallStyle
+from pensieve.text.tool_calls import STYLES, CallArguments, CallBegan, CallStyle, ParsedCall
 from tests.text.written_calls import TOOLS, Read, cut, together
 
 TEXT, THINKING, CALL = Part.TEXT, Part.THINKING, Part.TOOL_CALL
@@ -55,7 +55,7 @@ def test_pieces_come_with_the_tokens_that_complete_them() -> None:
     ]
     assert cutter.end() == []
     assert cutter.num_calls == 1
-    assert cutter.calls == [Call(0, "get_weather", {"city": "Paris"})]
+    assert cutter.calls == [ParsedCall(0, "get_weather", {"city": "Paris"})]
     assert cutter.ends_with_call
 
 

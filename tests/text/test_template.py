@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.text import Message, Setting, ToolCall
+from pensieve.text import Message, TemplateSetting, ToolCall
 from tests.text.families import (
     DEEPSEEK_R1,
     FAMILIES,
@@ -49,7 +49,7 @@ def test_an_opening_has_the_ids_that_transformers_gives_it(family: Family) -> No
         messages.insert(0, Message("system", "Be kind."))
     plain = [{"role": each.role, "content": each.content} for each in messages]
     options = {"date_string": "1 Jan 2026"} if family is LLAMA_3 else {}
-    delta = template.opening(messages, Setting(options=options))
+    delta = template.opening(messages, TemplateSetting(options=options))
     assert delta.token_ids == oracle_ids(family, plain, **options)
 
 
@@ -78,7 +78,7 @@ def test_tools_and_their_calls_have_the_ids_that_transformers_gives_them(family:
         {"role": "tool", "content": '{"rain": false}', "tool_call_id": "call00000"},
     ]
     options = {"date_string": "1 Jan 2026"} if family is LLAMA_3 else {}
-    delta = template.opening(messages, Setting((TOOL,), options))
+    delta = template.opening(messages, TemplateSetting((TOOL,), options))
     assert delta.token_ids == oracle_ids(family, plain, [TOOL], **options)
 
 
@@ -163,7 +163,7 @@ def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so() ->
 
 def test_thinking_switched_off_stays_in_the_log_that_it_was_sampled_into() -> None:
     template = template_of(QWEN_3)
-    quiet = Setting(options={"enable_thinking": False})
+    quiet = TemplateSetting(options={"enable_thinking": False})
     opening = template.opening([user("Hello")], quiet).token_ids
     assert spoken(template, opening).endswith("assistant\n<think>\n\n</think>\n\n")
     delta = template.delta([user("Hi")], None, quiet).token_ids

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from pensieve.errors import InvalidArgument
-from pensieve.text import ChatTemplate, Message, Setting
+from pensieve.text import ChatTemplate, Message, TemplateSetting
 from pensieve.text.template import NO_HEAD
 from tests.text.families import (
     DEEPSEEK_R1,
@@ -45,8 +45,8 @@ def firsts_of(family: Family) -> list[list[Message]]:
     return [[SYSTEM], SHOTS, [SYSTEM, *SHOTS], [SYSTEM, *SHOTS[:2]]]
 
 
-def setting_of(family: Family) -> Setting:
-    return Setting(options={"date_string": "1 Jan 2026"} if family is LLAMA_3 else {})
+def setting_of(family: Family) -> TemplateSetting:
+    return TemplateSetting(options={"date_string": "1 Jan 2026"} if family is LLAMA_3 else {})
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
@@ -105,7 +105,7 @@ def test_behind_few_shot_turns_a_delta_says_the_same(family: Family) -> None:
 @pytest.mark.parametrize("first", [[], [SYSTEM], [SYSTEM, *SHOTS]], ids=["none", "system", "shots"])
 def test_tools_are_in_the_head_or_follow_it(family: Family, first: list[Message]) -> None:
     template = template_of(family)
-    setting = Setting((TOOL,), setting_of(family).options)
+    setting = TemplateSetting((TOOL,), setting_of(family).options)
     head = template.head(first, setting)
     behind = template.behind(head, first, [user("Hello")], setting)
     whole = template.opening([*first, user("Hello")], setting)
@@ -118,7 +118,7 @@ def test_options_of_the_template_count() -> None:
     template = template_of(QWEN_3)
     first = [SYSTEM, *SHOTS]
     for quiet in True, False:
-        setting = Setting(options={"enable_thinking": quiet})
+        setting = TemplateSetting(options={"enable_thinking": quiet})
         head = template.head(first, setting)
         behind = template.behind(head, first, [user("Hello")], setting)
         whole = template.opening([*first, user("Hello")], setting)
@@ -173,7 +173,7 @@ def test_what_a_template_refuses_has_no_head() -> None:
     with pytest.raises(InvalidArgument):
         template_of(GEMMA).head([SYSTEM], NOTHING)
     with pytest.raises(InvalidArgument, match="unknown option"):
-        template_of(QWEN_3).head([SYSTEM], Setting(options={"colour": True}))
+        template_of(QWEN_3).head([SYSTEM], TemplateSetting(options={"colour": True}))
     with pytest.raises(InvalidArgument):  # two messages of a user in succession
         template_of(GEMMA).head([user("So?")], NOTHING)
     with pytest.raises(InvalidArgument, match="does not write tools"):

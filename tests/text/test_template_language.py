@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from pensieve.text import ChatTemplate, Message, Setting, Tokenizer
+from pensieve.text import ChatTemplate, Message, TemplateSetting, Tokenizer
 from tests.text.families import PHI_3, template_of
 from tests.text.tiny_tokenizers import byte_level_library
 from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
@@ -10,13 +10,13 @@ from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
 LOOP = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
 
 
-def opening_text(template: ChatTemplate, setting: Setting = NOTHING) -> str:
+def opening_text(template: ChatTemplate, setting: TemplateSetting = NOTHING) -> str:
     return spoken(template, template.opening([user("Hi")], setting).token_ids)
 
 
 def test_the_day_is_a_value_and_not_the_clocks() -> None:
     template = template_with(LOOP + "{{ strftime_now('%d %b %Y') }}")
-    newton = Setting(now=datetime(1687, 7, 5, tzinfo=UTC))
+    newton = TemplateSetting(now=datetime(1687, 7, 5, tzinfo=UTC))
     assert opening_text(template, newton) == "<s>user:Hi</s>05 Jul 1687"
 
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 
 from pensieve.errors import InvalidArgument, ModelError
-from pensieve.text import ChatTemplate, Message, Setting, Tokenizer, ToolCall
+from pensieve.text import ChatTemplate, Message, TemplateSetting, Tokenizer, ToolCall
 from pensieve.text.message import MESSAGES_MAX
 from tests.text.families import (
     DEEPSEEK_R1,
@@ -111,19 +111,24 @@ def deep(levels: int) -> dict[str, Any]:
     ("family", "setting", "field", "problem"),
     [
         (PHI_3, EQUIPPED, "tools", "does not write tools"),
-        (QWEN_3, Setting(tools=({"a": "\ud800"},)), "tools", "surrogate"),
-        (QWEN_3, Setting(tools=({"\ud800": 1},)), "tools", "surrogate"),
-        (QWEN_3, Setting(tools=(deep(3000),)), "tools", "nested deeper than 64"),
-        (QWEN_3, Setting(tools=({"a": object()},)), "tools", "holds a object"),
-        (QWEN_3, Setting(options={"thinking": 1}), "template_options", "known: enable_thinking"),
-        (QWEN_3, Setting(options={"messages": []}), "template_options", "unknown option"),
-        (QWEN_3, Setting(options={"content": "x"}), "template_options", "unknown option"),
-        (GEMMA, Setting(options={"bos_token": "x"}), "template_options", "known: none"),
-        (LLAMA_3, Setting(options={"date_string": 7}), "messages", "refuses"),
+        (QWEN_3, TemplateSetting(tools=({"a": "\ud800"},)), "tools", "surrogate"),
+        (QWEN_3, TemplateSetting(tools=({"\ud800": 1},)), "tools", "surrogate"),
+        (QWEN_3, TemplateSetting(tools=(deep(3000),)), "tools", "nested deeper than 64"),
+        (QWEN_3, TemplateSetting(tools=({"a": object()},)), "tools", "holds a object"),
+        (
+            QWEN_3,
+            TemplateSetting(options={"thinking": 1}),
+            "template_options",
+            "known: enable_thinking",
+        ),
+        (QWEN_3, TemplateSetting(options={"messages": []}), "template_options", "unknown option"),
+        (QWEN_3, TemplateSetting(options={"content": "x"}), "template_options", "unknown option"),
+        (GEMMA, TemplateSetting(options={"bos_token": "x"}), "template_options", "known: none"),
+        (LLAMA_3, TemplateSetting(options={"date_string": 7}), "messages", "refuses"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused(
-    family: Family, setting: Setting, field: str, problem: str
+    family: Family, setting: TemplateSetting, field: str, problem: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=problem) as caught:
         template_of(family).opening([user("Hi")], setting)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pensieve.config import settings_named
 from pensieve.errors import InvalidArgument
-from pensieve.text import Message, Part, PartMarker, Setting, ToolCall
+from pensieve.text import Message, Part, PartMarker, TemplateSetting, ToolCall
 from pensieve.text.tool_calls import NAMES, STYLES, style_named, style_of
 from pensieve.text.tool_calls.calls import CALLS_MAX
 from pensieve.text.tool_calls.finder import WITHHELD_MAX
@@ -321,9 +321,9 @@ def test_a_call_that_a_template_writes_is_read(family: Family) -> None:
     tokenizer, template = tokenizer_of(family), template_of(family)
     call = ToolCall("get_weather", {"city": 'Pa"ris\n', "days": [3, None]}, "abcdefghi")
     messages = (Message("user", "hi"), Message("assistant", tool_calls=(call,)))
-    asks = template.render(messages[:1], Setting())
+    asks = template.render(messages[:1], TemplateSetting())
     ids = tokenizer.encode(
-        template.render(messages, Setting(), reply_follows=False)[len(asks) :]
+        template.render(messages, TemplateSetting(), reply_follows=False)[len(asks) :]
     ).ids
     marker = PartMarker(tokenizer)
     texts = ["" if tokenizer.is_silent(each) else tokenizer.token_text(each) for each in ids]

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-from pensieve.text import ChatTemplate, Message, Setting, Tokenizer
+from pensieve.text import ChatTemplate, Message, TemplateSetting, Tokenizer
 from tests.text.families import Family
 from tests.text.tiny_tokenizers import byte_level_library
 
-NOTHING = Setting()
+NOTHING = TemplateSetting()
 TOOL = {
     "type": "function",
     "function": {
@@ -15,7 +15,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-EQUIPPED = Setting(tools=(TOOL,))
+EQUIPPED = TemplateSetting(tools=(TOOL,))
 
 
 def user(content: str) -> Message:

@@ -15,8 +15,8 @@ from pensieve.api.grpc.server_info import server_info
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import cache_key, names_of
 from pensieve.conversations.threads import Quantiles
+from pensieve.engine.distributions import RecentTimes
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
-from pensieve.engine.recent_times import RecentTimes
 from pensieve.errors import (
     InvalidArgument,
     NotFound,

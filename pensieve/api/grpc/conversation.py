@@ -191,9 +191,9 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         daemon = self.daemon
         _id(request.conversation_id)
         by = caller()
-        ask = translate.ask(request, by.tenant, daemon.defaults, by.priority_max)
-        ask = replace(ask, traceparent=_traceparent(context))
-        live = await daemon.begin(ask, context.time_remaining())
+        turn = translate.turn_request(request, by.tenant, daemon.defaults, by.priority_max)
+        turn = replace(turn, traceparent=_traceparent(context))
+        live = await daemon.begin(turn, context.time_remaining())
         sequence = 1
         await context.write(
             pb.SendMessageResponse(sequence=sequence, started=translate.started(live))

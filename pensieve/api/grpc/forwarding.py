@@ -20,7 +20,7 @@ import grpc
 from pensieve.api.grpc.conversation import ConversationService
 from pensieve.api.grpc.translate import DETAILS_KEY
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.owning import SharedThreads
+from pensieve.conversations.ownership import SharedThreads
 from pensieve.errors import OwnedElsewhere
 from pensieve.guard.callers import caller
 from pensieve.v1 import conversation_pb2 as pb

@@ -17,9 +17,9 @@ from pensieve.api.grpc import sizes
 from pensieve.api.grpc.json_values import TooManyValues, one_object, one_struct, structs
 from pensieve.api.json_fields import check_json, read_json
 from pensieve.api.reply import ReplyTokens
-from pensieve.conversations.cancelling import Cancel, Cancelled
+from pensieve.conversations.cancelling import CancelRequest, CancelResult
 from pensieve.conversations.constraints import FIELD
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn, RecomputeReason
 from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
@@ -89,12 +89,12 @@ def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]
     return messages
 
 
-def ask(
+def turn_request(
     request: pb.SendMessageRequest,
     tenant: str,
     defaults: Sampling,
     priority_max: int = PRIORITY_MAX,
-) -> Ask:
+) -> TurnRequest:
     """`priority_max`: a higher one is lowered to it."""
     if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
         raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
@@ -105,7 +105,7 @@ def ask(
         away_seconds(request.hints),
         constraint=constraint_of(request),
     )
-    return Ask(
+    return TurnRequest(
         request.conversation_id,
         messages,
         options,
@@ -149,7 +149,7 @@ def away_seconds(hints: pb.Hints) -> float:
     return LAST_TURN_SECONDS if hints.last_turn else seconds
 
 
-def cancel(request: pb.CancelTurnRequest, tenant: str) -> Cancel:
+def cancel(request: pb.CancelTurnRequest, tenant: str) -> CancelRequest:
     if request.turn_id and request.request_id:
         raise InvalidArgument("request_id", "is given instead of the turn_id, not beside it")
     keep_tokens = request.keep_tokens if request.HasField("keep_tokens") else None
@@ -157,7 +157,7 @@ def cancel(request: pb.CancelTurnRequest, tenant: str) -> Cancel:
         raise InvalidArgument("keep_tokens", "must not be negative")
     if request.attempt < 0:
         raise InvalidArgument("attempt", "must not be negative")
-    return Cancel(
+    return CancelRequest(
         request.conversation_id,
         request.turn_id,
         request.request_id,
@@ -379,7 +379,7 @@ def completed(live: LiveTurn) -> pb.TurnCompleted:
     )
 
 
-def cancelled(found: Cancelled) -> pb.CancelTurnResponse:
+def cancelled(found: CancelResult) -> pb.CancelTurnResponse:
     return pb.CancelTurnResponse(
         was_running=found.was_running,
         finish_reason=FINISH_NUMBERS.get(found.finish_reason, pb.FINISH_REASON_UNSPECIFIED),

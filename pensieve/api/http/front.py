@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from pensieve.api.http import errors
 from pensieve.api.http.exchange import Exchange, event
-from pensieve.conversations.owning import takes_over
+from pensieve.conversations.ownership import takes_over
 from pensieve.errors import PensieveError, PermissionDenied
 from pensieve.guard.audit import AuditedCall
 from pensieve.guard.callers import Caller

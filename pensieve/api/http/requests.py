@@ -21,9 +21,9 @@ from pensieve.api.http.idempotency import key_reused, request_id_of
 from pensieve.api.json_fields import Refusal, read_json
 from pensieve.api.openai.answer import cut_reply
 from pensieve.api.openai.request import Request, Served, tokens_of
-from pensieve.conversations.binding.binder import Binder, Chat
+from pensieve.conversations.binding.binder import Binder, StatelessRequest
 from pensieve.conversations.binding.chain import ReplyReader
-from pensieve.conversations.constraints import FIELD, Constraints
+from pensieve.conversations.constraints import FIELD, ConstraintChecker
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import TurnOptions
@@ -50,7 +50,7 @@ class ApiRequests:
         self.front, self.template = front, template
         self.binder = Binder(daemon)
         self._daemon, self.style = daemon, style
-        self._constraints = Constraints(template.tokenizer)
+        self._constraints = ConstraintChecker(template.tokenizer)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class ApiRequests:
 
     async def begin_bound(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
         """Begin a turn for each choice, in the conversation that has the request's messages."""
-        chat = Chat(
+        chat = StatelessRequest(
             messages=request.messages,
             tools=request.tools,
             template_options=request.template_options,

@@ -36,10 +36,10 @@ from pensieve.api.http.stored import (
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import Place, tag_of
 from pensieve.api.openai.request import Request
-from pensieve.conversations.binding.binder import Chat
+from pensieve.conversations.binding.binder import StatelessRequest
 from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.draft import Ask, check_settings
+from pensieve.conversations.draft import TurnRequest, check_settings
 from pensieve.conversations.heads import ConversationSettings, message_of
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import FinishReason, TurnOptions
@@ -66,7 +66,7 @@ Ended = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of
 
 
 @dataclass(frozen=True, slots=True)
-class NewTurn:
+class ResponseTurn:
     """A request as a turn: its instructions apart from its messages."""
 
     request: Request
@@ -105,7 +105,7 @@ class ResponsePlaces:
         self._daemon, self._requests = daemon, requests
         self._stored = stored
 
-    async def begin(self, turn: NewTurn) -> PlacedTurn:
+    async def begin(self, turn: ResponseTurn) -> PlacedTurn:
         if turn.request.previous_response_id:
             return await self._follow(turn)
         if turn.request.conversation:
@@ -113,7 +113,7 @@ class ResponsePlaces:
         _check_outputs(turn, frozenset())
         return await self._find(turn)
 
-    async def whole(self, turn: NewTurn) -> Request:
+    async def whole(self, turn: ResponseTurn) -> Request:
         """Return the request with its whole prompt, for a turn that is in no conversation."""
         request, instructions = turn.request, turn.instructions
         if request.previous_response_id:
@@ -136,9 +136,9 @@ class ResponsePlaces:
 
     # -- after a history --
 
-    async def _find(self, turn: NewTurn) -> PlacedTurn:
+    async def _find(self, turn: ResponseTurn) -> PlacedTurn:
         request = turn.request
-        chat = Chat(
+        chat = StatelessRequest(
             request.messages,
             turn.options,
             request.tools,
@@ -157,7 +157,7 @@ class ResponsePlaces:
                 return await self._after_match(rest, match)
         return await self._new(turn, ())
 
-    async def _after_match(self, turn: NewTurn, match: ChainMatch) -> PlacedTurn:
+    async def _after_match(self, turn: ResponseTurn, match: ChainMatch) -> PlacedTurn:
         conversation_id, tenant = match.conversation_id, turn.tenant
         if not match.may_append:
             new_id = new_conversation_id()
@@ -180,7 +180,7 @@ class ResponsePlaces:
 
     # -- after a response --
 
-    async def _follow(self, turn: NewTurn) -> PlacedTurn:
+    async def _follow(self, turn: ResponseTurn) -> PlacedTurn:
         start = await self._stored.after_response(turn.request.previous_response_id, turn.tenant)
         _check_outputs(turn, start.calls)
         conversation, tenant = start.conversation, turn.tenant
@@ -204,7 +204,7 @@ class ResponsePlaces:
 
     # -- in a conversation that the client names --
 
-    async def _append(self, turn: NewTurn) -> PlacedTurn:
+    async def _append(self, turn: ResponseTurn) -> PlacedTurn:
         for attempt in range(ATTEMPTS_MAX):
             try:
                 return await self._append_once(turn)
@@ -213,7 +213,7 @@ class ResponsePlaces:
                     raise
         raise AssertionError("unreachable")
 
-    async def _append_once(self, turn: NewTurn) -> PlacedTurn:
+    async def _append_once(self, turn: ResponseTurn) -> PlacedTurn:
         start, turn, pending = await self._end_of_conversation(turn)
         conversation = start.conversation
         if conversation.running_turn_id is not None:
@@ -230,8 +230,8 @@ class ResponsePlaces:
         return PlacedTurn(await self._begin(turn, where, pending), where)
 
     async def _end_of_conversation(
-        self, turn: NewTurn
-    ) -> tuple[StartingPoint, NewTurn, tuple[records.NewMessage, ...]]:
+        self, turn: ResponseTurn
+    ) -> tuple[StartingPoint, ResponseTurn, tuple[records.NewMessage, ...]]:
         """Return the conversation's end, the turn with the pending messages before its own, and those."""
         conversation, pending = await self._stored.with_pending(
             turn.request.conversation, turn.tenant
@@ -242,7 +242,7 @@ class ResponsePlaces:
         return start, turn, pending
 
     async def _begun_with(
-        self, turn: NewTurn, conversation: records.Conversation
+        self, turn: ResponseTurn, conversation: records.Conversation
     ) -> records.Conversation:
         """Give an empty conversation the system prompt, tools and options of the request."""
         request = turn.request
@@ -259,7 +259,9 @@ class ResponsePlaces:
 
     # -- a conversation of its own --
 
-    async def _new(self, turn: NewTurn, before: Sequence[Message], reason: str = "") -> PlacedTurn:
+    async def _new(
+        self, turn: ResponseTurn, before: Sequence[Message], reason: str = ""
+    ) -> PlacedTurn:
         created = await self._daemon.writable_by(turn.tenant).create(
             ConversationSettings(
                 new_conversation_id(),
@@ -274,7 +276,7 @@ class ResponsePlaces:
         live = await self._begin_first(turn, where)
         return PlacedTurn(live, where, "new", is_made=True, recompute_reason=reason)
 
-    async def _begin_first(self, turn: NewTurn, made: TurnPlace) -> LiveTurn:
+    async def _begin_first(self, turn: ResponseTurn, made: TurnPlace) -> LiveTurn:
         try:
             return await self._begin(turn, made)
         except BaseException:
@@ -288,12 +290,12 @@ class ResponsePlaces:
 
     async def _begin(
         self,
-        turn: NewTurn,
+        turn: ResponseTurn,
         where: TurnPlace,
         pending: tuple[records.NewMessage, ...] | None = None,
     ) -> LiveTurn:
         return await self._daemon.begin(
-            Ask(
+            TurnRequest(
                 where.conversation_id,
                 turn.messages,
                 turn.options,
@@ -306,7 +308,7 @@ class ResponsePlaces:
             )
         )
 
-    async def _check_settings(self, turn: NewTurn) -> None:
+    async def _check_settings(self, turn: ResponseTurn) -> None:
         settings = ConversationSettings(
             "",
             system_prompt=turn.instructions,
@@ -331,7 +333,7 @@ def is_empty(conversation: records.Conversation) -> bool:
 
 
 def _where(
-    turn: NewTurn, conversation: records.Conversation, first: int, *, is_ours: bool
+    turn: ResponseTurn, conversation: records.Conversation, first: int, *, is_ours: bool
 ) -> TurnPlace:
     """Return the place at the end of a conversation whose messages, as items, are numbered from `first`."""
     number = first + conversation.num_messages + len(turn.messages)
@@ -340,7 +342,7 @@ def _where(
     return TurnPlace(conversation_id, revision, place, conversation.tools, is_ours)
 
 
-def _difference(turn: NewTurn, start: StartingPoint) -> str:
+def _difference(turn: ResponseTurn, start: StartingPoint) -> str:
     """Return what the conversation began with that the request wants differently; empty if nothing."""
     request, conversation = turn.request, start.conversation
     if turn.instructions != start.system_prompt:
@@ -352,7 +354,7 @@ def _difference(turn: NewTurn, start: StartingPoint) -> str:
     return ""
 
 
-def _check_same(turn: NewTurn, start: StartingPoint) -> None:
+def _check_same(turn: ResponseTurn, start: StartingPoint) -> None:
     """Refuse a request that differs from what the conversation it names began with."""
     request, conversation = turn.request, start.conversation
     for param, given, kept in (
@@ -372,7 +374,7 @@ def _check_same(turn: NewTurn, start: StartingPoint) -> None:
             raise Refusal(param, problem)
 
 
-def _check_outputs(turn: NewTurn, calls: frozenset[str]) -> None:
+def _check_outputs(turn: ResponseTurn, calls: frozenset[str]) -> None:
     """Refuse the output of a function that was not called before it."""
     known = set(calls)
     for message in turn.messages:

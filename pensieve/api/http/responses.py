@@ -29,9 +29,9 @@ from pensieve.api.http.idempotency import OneAtATime, digest, key_of, key_reused
 from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named, session_key
 from pensieve.api.http.response_places import (
-    NewTurn,
     PlacedTurn,
     ResponsePlaces,
+    ResponseTurn,
     TurnPlace,
     stored_response,
 )
@@ -110,7 +110,7 @@ class ResponseEndpoints:
             return running.present
         return await self._read(exchange, running, placed, is_stream=request.stream)
 
-    def _new_turn(self, exchange: Exchange, by: Caller, request: Request) -> NewTurn:
+    def _new_turn(self, exchange: Exchange, by: Caller, request: Request) -> ResponseTurn:
         instructions = request.echoed.get("instructions") or ""
         messages = request.messages
         if request.echoed.get("instructions") is not None:
@@ -118,7 +118,7 @@ class ResponseEndpoints:
         options = self._requests.options(request, by)
         given = self._requests.given_sampling(request)
         key = session_key(exchange, request)
-        return NewTurn(request, instructions, messages, options, by.tenant, given, key)
+        return ResponseTurn(request, instructions, messages, options, by.tenant, given, key)
 
     async def _known(
         self, response_id: str, requested: str, tenant: str
@@ -135,7 +135,7 @@ class ResponseEndpoints:
         _check_key(stored.request, requested)
         return await self._now(stored)
 
-    async def _begin(self, running: RunningResponse, turn: NewTurn) -> None:
+    async def _begin(self, running: RunningResponse, turn: ResponseTurn) -> None:
         try:
             placed = await self._places.begin(turn)
             await self._running.begin(running, placed)
@@ -206,7 +206,7 @@ class ResponseEndpoints:
     # -- one that leaves nothing --
 
     async def _unstored(
-        self, exchange: Exchange, by: Caller, turn: NewTurn
+        self, exchange: Exchange, by: Caller, turn: ResponseTurn
     ) -> Mapping[str, Any] | None:
         request = turn.request
         if request.background:
@@ -333,7 +333,7 @@ def _say_where(exchange: Exchange, placed: PlacedTurn) -> None:
         exchange.out["x-pensieve-recompute-reason"] = placed.recompute_reason
 
 
-def _digest_of(turn: NewTurn) -> str:
+def _digest_of(turn: ResponseTurn) -> str:
     """Return a digest of what the client sent, whatever the server's defaults are."""
     request = turn.request
     return digest(

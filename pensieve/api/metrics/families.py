@@ -12,26 +12,26 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import NamedTuple
 
-from pensieve.engine.histogram import Histogram
+from pensieve.engine.distributions import Histogram
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
-COUNTER, GAUGE, HISTOGRAM = Kind
+COUNTER, GAUGE, HISTOGRAM = MetricKind
 
 
 class Family(NamedTuple):
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
 
 
-def _family(name: str, kind: Kind, text: str, *labels: str) -> Family:
+def _family(name: str, kind: MetricKind, text: str, *labels: str) -> Family:
     return Family(name, kind, text, labels)
 
 

@@ -16,7 +16,7 @@ from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.engine_client import Ready
 from pensieve.conversations.meter import Meter
 from pensieve.conversations.threads import Quantiles
-from pensieve.engine.histogram import Histogram
+from pensieve.engine.distributions import Histogram
 from pensieve.engine.metrics import TURNS_WAITING
 from pensieve.errors import PensieveError
 

@@ -44,7 +44,7 @@ from pensieve.sampling import (
     STOP_TOKEN_IDS_MAX,
     Sampling,
 )
-from pensieve.text import ChatTemplate, Setting
+from pensieve.text import ChatTemplate, TemplateSetting
 from pensieve.text.message import Message, plain_text
 from pensieve.text.tool_calls import CallStyle
 
@@ -134,7 +134,7 @@ def tokens_of(
         template.tokenizer.check_text(request.prompt, "prompt")
         return list(template.tokenizer.encode_prompt(request.prompt))
     check_length("messages", sum(len(each.content) for each in request.messages), context_max)
-    setting = Setting(request.tools, request.template_options, now)
+    setting = TemplateSetting(request.tools, request.template_options, now)
     return template.opening(request.messages, setting).token_ids
 
 

@@ -44,7 +44,7 @@ from pensieve.conversations.binding.chain import (
     session_digest,
 )
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.draft import Ask
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.heads import ConversationSettings, check_length
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.prefixes import SharedPrompt
@@ -70,7 +70,7 @@ HASHED_AT_ONCE = 1 << 18  # characters; of more, the loop would notice
 RACES = (TurnRunning, StaleRevision, NotFound, AlreadyExists)
 
 
-class How(StrEnum):
+class BindingKind(StrEnum):
     APPENDED = "appended"
     FORKED = "forked"
     NEW = "new"
@@ -78,7 +78,7 @@ class How(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class StatelessRequest:
     """A request that brings its whole history."""
 
     messages: tuple[Message, ...]
@@ -94,16 +94,16 @@ class Chat:
     reply_reader: ReplyReader = plain_reply  # what the client will send back of a reply
 
 
-class Bound(NamedTuple):
+class BoundTurn(NamedTuple):
     """One choice of a request."""
 
     live: LiveTurn
     conversation_id: str
-    how: How
+    how: BindingKind
     num_known_messages: int
 
 
-class History(NamedTuple):
+class HistoryDigests(NamedTuple):
     """That of a request, by digests."""
 
     lengths: dict[
@@ -118,7 +118,7 @@ class Binder:
     def __init__(
         self, daemon: Daemon, random_bits: Callable[[int], int] = secrets.randbits
     ) -> None:
-        self.num_bound = Counter[How]()
+        self.num_bound = Counter[BindingKind]()
         self._daemon = daemon
         self._random_bits = random_bits
         self._beginning: dict[tuple[str, str], asyncio.Event] = {}  # by tenant and request
@@ -126,7 +126,9 @@ class Binder:
         self._num_lookups = Counts[str]()
         self._reserved = Counts[tuple[str, str]]()  # by tenant and conversation
 
-    async def begin(self, chat: Chat, seconds_left: float | None = None) -> list[Bound]:
+    async def begin(
+        self, chat: StatelessRequest, seconds_left: float | None = None
+    ) -> list[BoundTurn]:
         """Its choices, each as a turn that runs or has its reply."""
         if not chat.messages:
             raise InvalidArgument("messages", "at least one is needed")
@@ -138,8 +140,8 @@ class Binder:
             raise
 
     async def _in_turn(
-        self, chat: Chat, seconds_left: float | None, left: asyncio.Event
-    ) -> list[Bound]:
+        self, chat: StatelessRequest, seconds_left: float | None, left: asyncio.Event
+    ) -> list[BoundTurn]:
         """Behind the same request; it goes on where its client has left, which is when that comes again."""
         if not chat.request_id:
             return await self._begin(chat, seconds_left, left)
@@ -153,25 +155,25 @@ class Binder:
             self._beginning.pop(request).set()
 
     async def _begin(
-        self, chat: Chat, seconds_left: float | None, left: asyncio.Event
-    ) -> list[Bound]:
+        self, chat: StatelessRequest, seconds_left: float | None, left: asyncio.Event
+    ) -> list[BoundTurn]:
         refusal = self._daemon.refusal(chat.tenant, "", chat.options.priority, seconds_left)
         is_looked_up = chat.request_id and self._num_lookups[chat.tenant] < LOOKUPS_MAX
         if refusal is not None and not is_looked_up:
             raise refusal
         self._num_lookups[chat.tenant] += 1
-        bound: list[Bound] = []
+        bound: list[BoundTurn] = []
         try:
             past = await self._past(chat)
             shared = SharedPrompt() if chat.num_choices > 1 else None
             for choice in range(chat.num_choices):
-                if choice == 1 and bound[0].how is How.NEW:
+                if choice == 1 and bound[0].how is BindingKind.NEW:
                     await self._computed(bound[0].live, left)
                 one = _Choice(chat, choice, past, shared, self._random_bits)
                 bound.append(await self._bind(one, refusal, seconds_left))
         except BaseException:
             for each in bound:
-                if each.how is not How.KNOWN:
+                if each.how is not BindingKind.KNOWN:
                     await self._daemon.conversations.drop(each.live)
             raise
         finally:
@@ -179,7 +181,7 @@ class Binder:
         self.num_bound.update(each.how for each in bound)
         return bound
 
-    async def look(self, chat: Chat) -> tuple[History, ChainMatch | None]:
+    async def look(self, chat: StatelessRequest) -> tuple[HistoryDigests, ChainMatch | None]:
         """A request's history and what it goes on from, for who begins turns in another way."""
         past = await self._past(chat)
         return past, await self._match(past, chat.tenant)
@@ -208,7 +210,7 @@ class Binder:
                 each.cancel()
             await asyncio.gather(computed, gone, return_exceptions=True)
 
-    async def _past(self, chat: Chat) -> History:
+    async def _past(self, chat: StatelessRequest) -> HistoryDigests:
         num_characters = sum(each.num_characters for each in chat.messages)
         num_characters += sum(len(str(each)) for each in chat.tools)
         check_length("messages", num_characters, self._daemon.context_max)
@@ -220,7 +222,7 @@ class Binder:
 
     async def _bind(
         self, one: _Choice, refusal: PensieveError | None, seconds_left: float | None
-    ) -> Bound:
+    ) -> BoundTurn:
         for attempt in range(1, ATTEMPTS_MAX + 1):
             try:
                 if (known := await self._known(one, seconds_left)) is not None:
@@ -238,7 +240,7 @@ class Binder:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    async def _known(self, one: _Choice, seconds_left: float | None) -> Bound | None:
+    async def _known(self, one: _Choice, seconds_left: float | None) -> BoundTurn | None:
         """Return the turn of a request that came before; InvalidArgument if its body differs."""
         if not one.request_id:
             return None
@@ -249,10 +251,12 @@ class Binder:
         if found is None:
             return None
         num_known = max(len(one.chat.messages) - found.num_messages, 0)
-        live = await self._daemon.begin(one.ask(found.conversation_id, num_known), seconds_left)
-        return Bound(live, found.conversation_id, How.KNOWN, num_known)
+        live = await self._daemon.begin(
+            one.turn_request(found.conversation_id, num_known), seconds_left
+        )
+        return BoundTurn(live, found.conversation_id, BindingKind.KNOWN, num_known)
 
-    async def _match(self, past: History, tenant: str) -> ChainMatch | None:
+    async def _match(self, past: HistoryDigests, tenant: str) -> ChainMatch | None:
         if not past.lengths:
             return None
         match = await self._daemon.threads.in_store(
@@ -266,44 +270,48 @@ class Binder:
             return match._replace(may_append=False)
         return match
 
-    async def _append(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> Bound:
+    async def _append(
+        self, one: _Choice, match: ChainMatch, seconds_left: float | None
+    ) -> BoundTurn:
         num_known = one.past.lengths[match.digest]
-        ask = one.ask(match.conversation_id, num_known, match.present_revision)
-        live = await self._daemon.begin(ask, seconds_left)
-        return Bound(live, match.conversation_id, How.APPENDED, num_known)
+        request = one.turn_request(match.conversation_id, num_known, match.present_revision)
+        live = await self._daemon.begin(request, seconds_left)
+        return BoundTurn(live, match.conversation_id, BindingKind.APPENDED, num_known)
 
-    async def _fork(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> Bound:
+    async def _fork(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> BoundTurn:
         tenant, new_id = one.chat.tenant, one.conversation_id
         conversations = self._daemon.writable_by(tenant)
         source = match.conversation_id, new_id, match.revision
         num_known = one.past.lengths[match.digest]
-        ask = one.ask(new_id, num_known, match.revision)
+        request = one.turn_request(new_id, num_known, match.revision)
         with self.reserved(tenant, new_id):
             # If it exists already, the same request was interrupted before, and begins again.
             with contextlib.suppress(*([AlreadyExists] if one.request_id else [])):
                 await conversations.fork(*source, metadata=one.chat.metadata, tenant=tenant)
-            live = await self._in_made(ask, match.revision, seconds_left)
-        return Bound(live, new_id, How.FORKED, num_known)
+            live = await self._in_made(request, match.revision, seconds_left)
+        return BoundTurn(live, new_id, BindingKind.FORKED, num_known)
 
-    async def _new(self, one: _Choice, seconds_left: float | None) -> Bound:
-        ask = one.opening()
+    async def _new(self, one: _Choice, seconds_left: float | None) -> BoundTurn:
+        request = one.opening()
         try:
-            live = await self._in_made(ask, 0, seconds_left)
+            live = await self._in_made(request, 0, seconds_left)
         except PrefixTaken:  # the tenant has named a prefix like that, with other content
-            assert ask.settings is not None
-            ask = replace(ask, settings=replace(ask.settings, prefix_id=""))
-            live = await self._in_made(ask, 0, seconds_left)
-        return Bound(live, one.conversation_id, How.NEW, 0)
+            assert request.settings is not None
+            request = replace(request, settings=replace(request.settings, prefix_id=""))
+            live = await self._in_made(request, 0, seconds_left)
+        return BoundTurn(live, one.conversation_id, BindingKind.NEW, 0)
 
     # -- conversations that are made for a turn --
 
-    async def _in_made(self, ask: Ask, revision: int, seconds_left: float | None) -> LiveTurn:
-        name = ask.tenant, ask.conversation_id
+    async def _in_made(
+        self, request: TurnRequest, revision: int, seconds_left: float | None
+    ) -> LiveTurn:
+        name = request.tenant, request.conversation_id
         if not self._unused:
             self._daemon.events.ended.subscribe(self._turn_ended)
         self._unused[name] = revision
         try:
-            live = await self._daemon.begin(ask, seconds_left)
+            live = await self._daemon.begin(request, seconds_left)
         except BaseException:
             self._used(*name)
             await self._discard(*name, revision)
@@ -335,9 +343,9 @@ class _Choice:
 
     def __init__(
         self,
-        chat: Chat,
+        chat: StatelessRequest,
         number: int,
-        past: History,
+        past: HistoryDigests,
         shared: SharedPrompt | None,  # of several choices
         random_bits: Callable[[int], int],
     ) -> None:
@@ -348,12 +356,12 @@ class _Choice:
         own = _digest("conversation", *of_request) if chat.request_id else drawn
         self.conversation_id = f"chat-{own}"
 
-    def ask(
+    def turn_request(
         self, conversation_id: str, num_known: int, expected_revision: int | None = None
-    ) -> Ask:
+    ) -> TurnRequest:
         """The messages behind the first `num_known`, as a turn of this conversation."""
         chat = self.chat
-        return Ask(
+        return TurnRequest(
             conversation_id,
             chat.messages[num_known:],
             self._options(),
@@ -366,7 +374,7 @@ class _Choice:
             history_digest=self.past.end.digest if chat.request_id else b"",
         )
 
-    def opening(self) -> Ask:
+    def opening(self) -> TurnRequest:
         """All messages, as the first turn of a new conversation."""
         chat, first = self.chat, self.chat.messages[0]
         has_prompt = len(chat.messages) > 1 and first.role == "system" and bool(first.content)
@@ -380,8 +388,10 @@ class _Choice:
             prefix_id(system_prompt, chat.tools),
             chat.tenant,
         )
-        ask = self.ask(self.conversation_id, int(has_prompt))
-        return replace(ask, create_if_missing=True, settings=settings, shared_prompt=self.shared)
+        request = self.turn_request(self.conversation_id, int(has_prompt))
+        return replace(
+            request, create_if_missing=True, settings=settings, shared_prompt=self.shared
+        )
 
     def _options(self) -> TurnOptions:
         """A seed that is given is the first choice's; the others follow from it."""
@@ -393,7 +403,7 @@ class _Choice:
         return replace(options, sampling=replace(sampling, seed=seed))
 
 
-def _history_of(chat: Chat) -> History:
+def _history_of(chat: StatelessRequest) -> HistoryDigests:
     found = digests(chat.tools, chat.template_options, chat.messages)
     lengths = {
         found[length]: length
@@ -401,7 +411,7 @@ def _history_of(chat: Chat) -> History:
         if chat.messages[length - 1].role == "assistant"
     }
     end = ChainEnd(found[-1], session_digest(chat.session_key), chat.reply_reader)
-    return History(lengths, end)
+    return HistoryDigests(lengths, end)
 
 
 def _digest(*words: str) -> str:

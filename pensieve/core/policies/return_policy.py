@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import math
 
-from pensieve.core.cost import CostProfile
-from pensieve.core.policies.classes import NUM_CLASSES, CostSteps, class_at
+from pensieve.core.cost import NUM_CLASSES, CostProfile, CostSteps, class_at
 from pensieve.core.policies.protocol import EndedTurn
 from pensieve.core.policies.return_model import ReturnModel
 from pensieve.core.policies.shadow_cache import Trial

@@ -7,29 +7,38 @@ the torch implementation (`reference`).
 
 from __future__ import annotations
 
+import ctypes
+from typing import ClassVar
+
 import torch
 
 from pensieve.kernels import cpu_library
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind
 from pensieve.kernels.cpu_library import STORED, TYPES, compiled_library, succeeded
 from pensieve.kernels.kv_format import format_of
 
 
-def multi_token_attention(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    slice_offsets: torch.Tensor,
-    slice_turns: torch.Tensor,
-    slice_starts: torch.Tensor,
-    scaling: float,
-    out: torch.Tensor,
-    shared: SharedPages | None = None,
-) -> bool:
+class KindStruct(ctypes.Structure):
+    """`AttentionKind` as csrc/cpu/attention.h has it."""
+
+    _fields_: ClassVar = [("scaling", ctypes.c_float)]
+
+
+KIND_FIELDS = frozenset(each[0] for each in KindStruct._fields_)
+
+
+def kind_struct(kind: AttentionKind) -> KindStruct:
+    return KindStruct(kind.scaling)
+
+
+def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> bool:
+    query, key_pages, value_pages = inputs[:3]
+    page_table, slice_offsets, slice_turns, slice_starts, shared = inputs.page_index
     library = compiled_library() if query.dtype in TYPES else None
     stored = format_of(key_pages, query.dtype)
     if library is None or query.stride(2) != 1 or out.stride(2) != 1 or stored.name not in STORED:
+        return False
+    if not inputs.kind.needs_only(KIND_FIELDS):
         return False
     _, num_heads, head_size = query.shape
     _, num_kv_heads, slots, row = key_pages.shape
@@ -40,6 +49,7 @@ def multi_token_attention(
         return False
     if not (slice_turns.is_contiguous() and slice_starts.is_contiguous()):
         return False
+    kind = kind_struct(inputs.kind)
     status: int = library.pensieve_multi_token_attention(
         cpu_library.only_instruction_set,
         TYPES[query.dtype],
@@ -65,7 +75,7 @@ def multi_token_attention(
         num_kv_heads,
         slots,
         head_size,
-        scaling,
+        ctypes.byref(kind),
         out.data_ptr(),
         out.stride(0),
         out.stride(1),

@@ -14,8 +14,8 @@ import torch
 
 from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import tensor_map
-from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import AttentionInput, SharedPages
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan, Plan, plan_work
 from pensieve.kernels.attention.tiles import Tiling
 from pensieve.kernels.choices import Choices
 from pensieve.kernels.cuda_launch import Argument, Launch, pointers
@@ -25,6 +25,7 @@ from pensieve.kernels.shapes import PAGE_SLOTS
 
 HEAD_SIZES = (64, 96, 128, 256)
 HOPPER_HEAD_SIZES = (64, 128)
+KIND_FIELDS = frozenset({"scaling"})
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 LOG2_E = 1.4426950408889634
 # Shared memory in KiB: what a block of multi_token_attention takes, by head size (the driver takes 1 more);
@@ -53,6 +54,13 @@ def takes(dtype: torch.dtype, page_slots: int, head_size: int, *, stored: torch.
         and stored in (dtype, FP8.element)
         and page_slots == PAGE_SLOTS
         and head_size in HEAD_SIZES
+    )
+
+
+def takes_inputs(inputs: AttentionInput) -> bool:
+    pages, dtype = inputs.key_pages, inputs.query.dtype
+    return inputs.kind.needs_only(KIND_FIELDS) and takes(
+        dtype, *pages.shape[2:], stored=pages.dtype
     )
 
 
@@ -87,27 +95,21 @@ def plan(
     return plan_work(lengths, starts, group, num_kv_heads, rows, blocks, waves_more, shared)
 
 
-def work_of(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    slice_offsets: torch.Tensor,
-    slice_starts: torch.Tensor,
-    shared: SharedPages | None = None,
-) -> Work:
+def device_plan(inputs: AttentionInput) -> DevicePlan:
     """The plan of one call, from its tensors; it reads them back, so iterations are planned beforehand."""
-    offsets = slice_offsets.tolist()
-    lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
+    query, key_pages, index = inputs.query, inputs.key_pages, inputs.page_index
+    lengths = [end - begin for begin, end in itertools.pairwise(index.slice_offsets.tolist())]
     num_kv_heads, _, head_size = key_pages.shape[1:]
     made = plan(
         lengths,
-        slice_starts.tolist(),
+        index.slice_starts.tolist(),
         query.shape[1],
         num_kv_heads,
         head_size,
         blocks_at_once(query.device, head_size, key_pages.dtype),
-        shared=shared,
+        shared=index.shared,
     )
-    return Work.of(made, num_kv_heads, head_size, query.device)
+    return DevicePlan.of(made, num_kv_heads, head_size, query.device)
 
 
 def blocks_at_once(
@@ -137,23 +139,18 @@ def _blocks_at_once(device: torch.device, head_size: int, chosen: Choices) -> Bl
 
 
 def attention_launches(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    slice_offsets: torch.Tensor,
-    slice_turns: torch.Tensor,
-    slice_starts: torch.Tensor,
-    scaling: float,
+    inputs: AttentionInput,
     out: torch.Tensor,
-    work: Work,
+    plan: DevicePlan,
     map_of: Callable[[torch.Tensor], int] | None = None,
-    kv_scales: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The kernel, the one for Hopper's wide items, and the merge of what was cut.
 
-    `map_of` gives the address of a tensor map of key or value pages; `kv_scales` are those of pages in fp8.
+    `map_of` gives the address of a tensor map of key or value pages.
     """
+    query, key_pages, value_pages = inputs[:3]
+    page_table, slice_offsets, slice_turns, slice_starts, _ = inputs.page_index
+    scaling = inputs.kind.scaling
     num_kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
     num_heads = query.shape[1]
     if not scaling > 0:
@@ -168,12 +165,12 @@ def attention_launches(
         if tensor.data_ptr() % 16:
             raise ValueError(f"multi_token_attention: {name} does not begin at 16 bytes")
     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[query.dtype]}")
-    scales = _scales(kv_scales, key_pages)
+    scales = _scales(inputs.kv_scales, key_pages)
     rows: tuple[Argument, ...] = (
         ("l", query.stride(0)),
         ("l", out.stride(0)),
         ("f", scaling * LOG2_E),
-        *pointers(work.part_values, work.part_sums, out),
+        *pointers(plan.part_values, plan.part_sums, out),
     )
     heads_and_pages: tuple[Argument, ...] = (
         ("i", num_kv_heads),
@@ -182,10 +179,10 @@ def attention_launches(
     )
     index = pointers(page_table, slice_offsets, slice_turns, slice_starts)
     launches = []
-    if len(work.wide_items):
+    if len(plan.wide_items):
         if key_pages.dtype == FP8.element:
             raise ValueError("multi_token_attention: Hopper's kernel takes no fp8")
-        num_items = len(work.wide_items) * num_kv_heads
+        num_items = len(plan.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
         hoppers = "multi_token_attention_hopper.cu"
         launches.append(
@@ -198,7 +195,7 @@ def attention_launches(
                     ("p", map_of(key_pages)),
                     ("p", map_of(value_pages)),
                     *index,
-                    *pointers(work.wide_items),
+                    *pointers(plan.wide_items),
                     ("i", num_items),
                     *heads_and_pages,
                     *rows,
@@ -206,8 +203,8 @@ def attention_launches(
                 "multi_token_attention_shared_bytes",
             )
         )
-    if len(work.items):
-        few = ("FEW_ROWS",) if work.few_rows else ()
+    if len(plan.items):
+        few = ("FEW_ROWS",) if plan.few_rows else ()
         launches.append(
             Launch(
                 Kernel(
@@ -215,13 +212,13 @@ def attention_launches(
                     "multi_token_attention",
                     defines + stored(key_pages.dtype) + few,
                 ),
-                len(work.items) * num_kv_heads,
+                len(plan.items) * num_kv_heads,
                 128,
                 (
                     *pointers(query, key_pages, value_pages),
                     scales,
                     *index,
-                    *pointers(work.items, work.pack_rows),
+                    *pointers(plan.items, plan.pack_rows),
                     *heads_and_pages,
                     ("l", key_pages.stride(0)),
                     *rows,
@@ -229,15 +226,15 @@ def attention_launches(
                 "multi_token_attention_shared_bytes",
             )
         )
-    if len(work.merges):
-        row_runs = -(-work.merge_rows // ROWS_OF_A_MERGE)
+    if len(plan.merges):
+        row_runs = -(-plan.merge_rows // ROWS_OF_A_MERGE)
         launches.append(
             Launch(
                 Kernel("merge_parts.cu", "merge_parts", defines),
-                len(work.merges) * num_kv_heads * row_runs,
+                len(plan.merges) * num_kv_heads * row_runs,
                 128,
                 (
-                    *pointers(work.part_values, work.part_sums, slice_offsets, work.merges),
+                    *pointers(plan.part_values, plan.part_sums, slice_offsets, plan.merges),
                     ("i", row_runs),
                     ("i", num_kv_heads),
                     ("i", num_heads // num_kv_heads),
@@ -251,14 +248,12 @@ def attention_launches(
 
 def attention_launches_again(
     launches: Sequence[Launch],
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
+    inputs: AttentionInput,
     out: torch.Tensor,
     map_of: Callable[[torch.Tensor], int] | None = None,
-    kv_scales: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The launches of another layer, whose tensors have the same shapes and lie elsewhere."""
+    query, key_pages, value_pages = inputs[:3]
     map_of = map_of or tensor_map.map_of
     read = pointers(query, key_pages, value_pages)
     (written,) = pointers(out)
@@ -268,7 +263,7 @@ def attention_launches_again(
     for launch in launches:
         arguments = launch.arguments
         if launch.kernel.source == "multi_token_attention.cu":
-            arguments = (*read, _scales(kv_scales, key_pages), *arguments[4:-1], written)
+            arguments = (*read, _scales(inputs.kv_scales, key_pages), *arguments[4:-1], written)
         elif launch.kernel.source == "multi_token_attention_hopper.cu":
             maps: tuple[Argument, ...] = (("p", map_of(key_pages)), ("p", map_of(value_pages)))
             arguments = (read[0], *maps, *arguments[3:-1], written)

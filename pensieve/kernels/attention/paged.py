@@ -1,9 +1,7 @@
 """The public functions of attention over paged keys and values, for tensors of any device.
 
-Each function checks the shapes of its tensors and calls the implementation for their device.  All
-implementations have one order of arguments: query, key_pages, value_pages, page_table, slice_offsets,
-slice_turns, slice_starts, then scalars, and what is written last.  The values in index tensors are not
-checked here: they come from the batch, and reading them back would stall a GPU.
+Each function checks the shapes of its tensors and calls the implementation for their device.  The values in
+index tensors are not checked here: they come from the batch, and reading them back would stall a GPU.
 """
 
 from __future__ import annotations
@@ -14,59 +12,39 @@ import torch
 
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cpu, cuda, reference
-from pensieve.kernels.attention.plan import Work
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import AttentionInput, PageIndex
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
 
 
 def multi_token_attention(
-    query: torch.Tensor,  # (tokens, heads, head_size)
-    key_pages: torch.Tensor,  # (pages, kv_heads, slots, row): `kv_format` says what a row is
-    value_pages: torch.Tensor,  # (pages, kv_heads, slots, row)
-    page_table: torch.Tensor,  # int32 (turns, pages_max): entry i is the page of chunk i
-    slice_offsets: torch.Tensor,  # int32 (slices+1): slice s is rows [offsets[s], offsets[s+1])
-    slice_turns: torch.Tensor,  # int32 (slices): row of the page table
-    slice_starts: torch.Tensor,  # int32 (slices): position of the slice's first token
-    scaling: float,
-    out: torch.Tensor,  # (tokens, heads, head_size); may not alias query
-    work: Work | None = None,  # on a GPU, the plan for these slices; None: it is made here
-    kv_scales: torch.Tensor | None = None,  # float32 (2, kv_heads), of pages in fp8
-    shared: SharedPages | None = None,  # which slices share pages; of no account beside `work`
+    inputs: AttentionInput,
+    out: torch.Tensor,  # (tokens, heads, head_size); may not alias the query
+    plan: DevicePlan | None = None,  # on a GPU, the plan for these slices; None: it is made here
 ) -> None:
     """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 
-    The context of a slice is its start + its length, all of it in its turn's pages already, the
-    slice's own tokens included.  Sums are accumulated in fp32.
+    Sums are accumulated in fp32.
     """
-    _check(query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts, out)
-    tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
+    _check(inputs, out)
+    query = inputs.query
     match query.device.type:
-        case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:], stored=key_pages.dtype):
-            work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts, shared)
-            rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
-            tensors = (rows, *tensors[1:])
-            for launch in cuda.attention_launches(
-                *tensors, scaling, out, work, kv_scales=kv_scales
-            ):
+        case "cuda" if cuda.takes_inputs(inputs):
+            if query.stride()[1:] != (query.shape[2], 1):
+                inputs = inputs._replace(query=query.contiguous())
+            for launch in cuda.attention_launches(inputs, out, plan or cuda.device_plan(inputs)):
                 cuda_launch.launch(launch, query.device)
-        case "cpu" if cpu.multi_token_attention(*tensors, scaling, out, shared):
+        case "cpu" if cpu.multi_token_attention(inputs, out):
             pass
         case _:
-            reference.multi_token_attention(*tensors, scaling, out, kv_scales)
+            reference.multi_token_attention(inputs, out)
 
 
-def _check(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    slice_offsets: torch.Tensor,
-    slice_turns: torch.Tensor,
-    slice_starts: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def _check(inputs: AttentionInput, out: torch.Tensor) -> None:
+    query, key_pages, value_pages = inputs[:3]
+    page_table, slice_offsets, slice_turns, slice_starts, _ = inputs.page_index
     shapes = Shapes("multi_token_attention")
     shapes.unify("query", query, ("tokens", "heads", "head_size"))
     _unify_pages(shapes, key_pages, value_pages, query.dtype)
@@ -97,47 +75,31 @@ def _unify_pages(
 class CudaAttention:
     """`multi_token_attention` for the layers of one iteration on a GPU.
 
-    What the layers share (index tensors, plan, scaling, shapes) is checked and packed with the first of them;
-    the others only put their addresses in.  A layer whose tensors have other shapes is checked like a first.
+    What the layers share (index, plan, kind, shapes) is checked and packed with the first of them; the others
+    only put their addresses in.  A layer that differs in any of it is checked like a first.
     """
 
-    def __init__(
-        self,
-        index: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        work: Work | None,
-    ) -> None:
-        self._index = index  # page_table, slice_offsets, slice_turns, slice_starts
-        self._work = work
-        self._shapes: tuple[Any, ...] = ()
+    def __init__(self, plan: DevicePlan | None) -> None:
+        self._plan = plan
+        self._index: PageIndex | None = None
+        self._form: tuple[Any, ...] = ()
         self._launches: list[Launch] = []
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key_pages: torch.Tensor,
-        value_pages: torch.Tensor,
-        scaling: float,
-        out: torch.Tensor,
-        kv_scales: torch.Tensor | None = None,
-    ) -> None:
-        tensors = (query, key_pages, value_pages)
-        if self._work is None:
-            multi_token_attention(*tensors, *self._index, scaling, out, kv_scales=kv_scales)
+    def __call__(self, inputs: AttentionInput, out: torch.Tensor) -> None:
+        if self._plan is None:
+            multi_token_attention(inputs, out)
             return
-        shapes = (
-            *(query.shape, query.stride(), query.dtype, out.shape, out.stride(), scaling),
+        query, key_pages, value_pages = inputs[:3]
+        form = (
+            *(query.shape, query.stride(), query.dtype, out.shape, out.stride(), inputs.kind),
             *(key_pages.shape, key_pages.stride(), key_pages.dtype, value_pages.stride()),
         )
-        if shapes != self._shapes:
-            _check(*tensors, *self._index, out)
-            self._launches = cuda.attention_launches(
-                *tensors, *self._index, scaling, out, self._work, kv_scales=kv_scales
-            )
-            self._shapes = shapes
+        if form == self._form and inputs.page_index is self._index:
+            self._launches = cuda.attention_launches_again(self._launches, inputs, out)
         else:
-            self._launches = cuda.attention_launches_again(
-                self._launches, *tensors, out, kv_scales=kv_scales
-            )
+            _check(inputs, out)
+            self._launches = cuda.attention_launches(inputs, out, self._plan)
+            self._form, self._index = form, inputs.page_index
         for launch in self._launches:
             cuda_launch.launch(launch, query.device)
 

@@ -45,8 +45,16 @@ from typing import NamedTuple
 
 import torch
 
-from pensieve.kernels.attention.shared import SharedPages
-from pensieve.kernels.attention.tiles import Pack, Packed, Tile, Tiling, packed, packs_of, tiles_of
+from pensieve.kernels.attention.input import SharedPages
+from pensieve.kernels.attention.tiles import (
+    Pack,
+    PackedTiles,
+    Tile,
+    Tiling,
+    packed,
+    packs_of,
+    tiles_of,
+)
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 PART_PAGES_MIN = 4
@@ -89,16 +97,16 @@ class Cut(NamedTuple):
 Kinds = Counter[tuple[int, int, bool]]  # cost, rows, whether it is a part however short it is
 
 
-class Load(NamedTuple):
+class TileCosts(NamedTuple):
     """What a kernel has to do: packs, and tiles."""
 
-    made: Packed
+    made: PackedTiles
     step: int  # pages that it takes at once
     pack_costs: list[tuple[int, int]]  # of a page, of all in whole steps
     tile_costs: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, made: Packed, tiling: Tiling | None = None, step: int = 1) -> Load:
+    def of(cls, made: PackedTiles, tiling: Tiling | None = None, step: int = 1) -> TileCosts:
         """Without a `tiling` every page costs 1."""
 
         def costs(tiles: Sequence[Tile]) -> list[tuple[int, int]]:
@@ -147,7 +155,7 @@ class Plan(NamedTuple):
     pack_rows: tuple[int, ...] = ()  # of all packs: token · group + member
 
 
-class Work(NamedTuple):
+class DevicePlan(NamedTuple):
     """A plan on its device, with memory for the results of parts."""
 
     items: torch.Tensor  # int32 (items, ITEM)
@@ -167,7 +175,7 @@ class Work(NamedTuple):
         head_size: int,
         device: torch.device | str,
         upload: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to,
-    ) -> Work:
+    ) -> DevicePlan:
         lists: tuple[Sequence[tuple[int, ...]], ...] = (plan.items, plan.wide_items, plan.merges)
         numbers = array("i", chain.from_iterable(chain(*lists)))
         numbers.extend(plan.pack_rows)
@@ -218,24 +226,24 @@ def plan_work(
         if wide:
             tiles = [tile for tile in tiles if tile.num_rows <= tiling.narrow_max]
     count, few_rows = blocks.for_rows(max((tile.num_rows for tile in tiles), default=0))
-    load = Load.of(Packed(tiles, [], [], {}), tiling)
+    load = TileCosts.of(PackedTiles(tiles, [], [], {}), tiling)
     cut = part_limit(load.kinds(), num_kv_heads, count, waves_more)
     if shared is not None:
         items_more = count // num_kv_heads + 1 if waves_more == 0 else None
         found = packs_of(tiles, shared, Tiling(FEW_ROWS, FEW_ROWS) if few_rows else tiling)
         packs = _worth(found, tiles, tiling)[:items_more]
-        other = Load.of(packed(tiles, packs, lengths, group), tiling)
+        other = TileCosts.of(packed(tiles, packs, lengths, group), tiling)
         items_max = None if items_more is None else len(tiles) + items_more
         # Even, so that a wide pack is cut into as many parts as are reckoned with.
         with_packs = part_limit(other.kinds(), num_kv_heads, count, step=2, items_max=items_max)
         if packs and with_packs.time < cut.time:
             load, cut = other, with_packs
-    parts = _Parts()
+    parts = _ItemCutter()
     items = parts.cut(load, cut.limit)
     wide_items: list[Item] = []
     if wide:
         assert blocks.wide is not None
-        of_wide = Load.of(Packed(wide, [], [], {}), step=blocks.wide_step)
+        of_wide = TileCosts.of(PackedTiles(wide, [], [], {}), step=blocks.wide_step)
         cut = part_limit(
             of_wide.kinds(), num_kv_heads, blocks.wide, waves_more, step=blocks.wide_step
         )
@@ -255,14 +263,14 @@ def _worth(packs: Sequence[Pack], tiles: Sequence[Tile], tiling: Tiling) -> list
     return sorted((pack for pack in packs if gain(pack) > 0), key=gain, reverse=True)
 
 
-class _Parts:
+class _ItemCutter:
     """Cuts tiles and packs into items, and numbers the rows of their parts."""
 
     def __init__(self) -> None:
         self.merges: list[Merge] = []
         self.num_rows = 0
 
-    def cut(self, load: Load, limit: int) -> list[Item]:
+    def cut(self, load: TileCosts, limit: int) -> list[Item]:
         """Its items, longest first; parts begin at multiples of `step` pages from the beginning."""
         (tiles, packs, _, places), step = load.made, load.step
         found: list[tuple[int, Item]] = []

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pensieve.kernels.attention.input import AttentionInput
 from pensieve.kernels.kv_format import FP8, INT8, dequantised, from_fp8, quantised, to_fp8
 
 _MASK_ELEMENTS_MAX = 1 << 24  # of one call; rows beyond it go to the next
@@ -34,28 +35,18 @@ class _Slice(NamedTuple):
     turn: int
 
 
-def multi_token_attention(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    slice_offsets: torch.Tensor,
-    slice_turns: torch.Tensor,
-    slice_starts: torch.Tensor,
-    scaling: float,
-    out: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
-) -> None:
-    offsets = slice_offsets.tolist()
+def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> None:
+    index = inputs.page_index
+    offsets = index.slice_offsets.tolist()
     slices = [
         _Slice(offsets[i], offsets[i + 1] - offsets[i], start + offsets[i + 1] - offsets[i], turn)
         for i, (turn, start) in enumerate(
-            zip(slice_turns.tolist(), slice_starts.tolist(), strict=True)
+            zip(index.slice_turns.tolist(), index.slice_starts.tolist(), strict=True)
         )
     ]
-    num_kv_heads, head_size = key_pages.shape[1], query.shape[2]
+    num_kv_heads, head_size = inputs.key_pages.shape[1], inputs.query.shape[2]
     for group in _groups(slices, _GATHERED_ELEMENTS_MAX // (num_kv_heads * head_size)):
-        _attend(query, key_pages, value_pages, page_table, group, scaling, out, kv_scales)
+        _attend(inputs, group, out)
 
 
 def _groups(slices: list[_Slice], positions_max: int) -> Iterator[list[_Slice]]:
@@ -80,16 +71,8 @@ def _groups(slices: list[_Slice], positions_max: int) -> Iterator[list[_Slice]]:
         yield group
 
 
-def _attend(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    group: list[_Slice],
-    scaling: float,
-    out: torch.Tensor,
-    kv_scales: torch.Tensor | None,
-) -> None:
+def _attend(inputs: AttentionInput, group: list[_Slice], out: torch.Tensor) -> None:
+    query, key_pages, value_pages = inputs[:3]
     device = query.device
     num_heads, head_size = query.shape[1:]
     num_kv_heads, slots = key_pages.shape[1:3]
@@ -100,8 +83,8 @@ def _attend(
     turns = torch.tensor([piece.turn for piece in group], device=device)
     first_rows = torch.tensor([piece.first_row for piece in group], device=device)
 
-    pages = page_table[turns, :num_pages].long()  # (group, num_pages)
-    scales = (None, None) if kv_scales is None else kv_scales
+    pages = inputs.page_index.page_table[turns, :num_pages].long()  # (group, num_pages)
+    scales = (None, None) if inputs.kv_scales is None else inputs.kv_scales
     # (group, kv_heads, context, head_size)
     keys = _gather(key_pages, pages, contexts, context_max, scales[0])
     values = _gather(value_pages, pages, contexts, context_max, scales[1])
@@ -123,7 +106,7 @@ def _attend(
             keys,
             values,
             attn_mask=None if mask is None else mask.repeat(1, 1, repeats, 1),
-            scale=scaling,
+            scale=inputs.kind.scaling,
         )
         out[rows] = (
             attended.view(len(group), num_kv_heads, repeats, last - first, head_size)

@@ -14,7 +14,7 @@ Where slices begin with the same pages (`SharedPages`), their tiles would read t
 
 A *pack* is the rows of several such tiles, one tile behind another.  They lie behind all of the shared pages,
 so every row of a pack sees the same keys, and a pack is attended to like a tile: only which row of the batch
-is which must be told, by a table (`Packed.rows`).  What is left of each member begins behind the shared
+is which must be told, by a table (`PackedTiles.rows`).  What is left of each member begins behind the shared
 pages.  A tile is in one pack or in none, and never in two pieces.  A pack has no more rows than a tile may.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import SharedPages
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 
@@ -58,7 +58,7 @@ class Pack(NamedTuple):
     num_pages: int
 
 
-class Packed(NamedTuple):
+class PackedTiles(NamedTuple):
     """Tiles and packs of some of them."""
 
     tiles: list[Tile]  # in their order; members begin behind their pack's pages
@@ -105,9 +105,9 @@ def packs_of(tiles: Sequence[Tile], shared: SharedPages, tiling: Tiling) -> list
 
 def packed(
     tiles: Sequence[Tile], packs: Sequence[Pack], lengths: Sequence[int], group: int
-) -> Packed:
+) -> PackedTiles:
     """What is to be done with these packs; `lengths` are those of the slices."""
-    made = Packed(list(tiles), [], [], {})
+    made = PackedTiles(list(tiles), [], [], {})
     first_tokens = [0, *accumulate(lengths)]
     for index, pack in enumerate(packs):
         first, key_end = len(made.rows), pack.num_pages * PAGE_SLOTS

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.input import PageIndex
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.cpu_library import STORED
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.layer import cpu, cuda
 from pensieve.kernels.layer.cpu_rows import CpuPagedRows
-from pensieve.kernels.layer.protocol import LayerKernels, PagedRows, PageIndex
+from pensieve.kernels.layer.protocol import LayerKernels, PagedRows
 
 
 def layer_kernels(device: torch.device) -> LayerKernels:
@@ -21,15 +22,16 @@ def layer_kernels(device: torch.device) -> LayerKernels:
 
 def paged_rows(
     arena: torch.Tensor,
-    index: PageIndex,
-    work: Work | None,
+    slot_mapping: torch.Tensor,  # int64 (tokens)
+    page_index: PageIndex,
+    plan: DevicePlan | None,
     dtype: torch.dtype,
     kv_scales: Callable[[int], torch.Tensor | None] = lambda layer: None,
 ) -> PagedRows | None:
     """An iteration's rows, computed in `dtype`, for the layers on the arena's device; None where there are no
     such layers.  `kv_scales` gives those of a layer whose pages are in fp8."""
     if arena.device.type != "cpu":
-        return cuda.CudaPagedRows(arena, index, work, dtype, kv_scales)
+        return cuda.CudaPagedRows(arena, slot_mapping, page_index, plan, dtype, kv_scales)
     if not cpu.available(dtype) or format_of(arena, dtype).name not in STORED:
         return None
-    return CpuPagedRows(arena, index, dtype)
+    return CpuPagedRows(arena, slot_mapping, page_index, dtype)

@@ -14,6 +14,8 @@ from typing import ClassVar
 import torch
 
 from pensieve.kernels import cpu_library
+from pensieve.kernels.attention import cpu as attention_cpu
+from pensieve.kernels.attention.cpu import KindStruct, kind_struct
 from pensieve.kernels.cpu_library import TYPES, compiled_library, succeeded, takes_pages
 from pensieve.kernels.layer.cpu_rows import CpuPagedRows, Widths, Workspace
 from pensieve.kernels.layer.cpu_weights import (
@@ -82,15 +84,17 @@ class CpuLayerKernels:
         return f"C++ ({cpu_library.instruction_set(dtype, 0)})"
 
     def lacks_form(self, weights: LayerWeights) -> str:
+        if not weights.attention.needs_only(attention_cpu.KIND_FIELDS):
+            return "the compiled layers do not know its kind of attention"
         return ""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
         return Layer(weights, self._workspace, int8=int8)
 
-    def chain(self, layers: Sequence[DenseLayer]) -> Chain:
+    def chain(self, layers: Sequence[DenseLayer]) -> CpuLayerChain:
         compiled = [each for each in layers if isinstance(each, Layer)]
         assert len(compiled) == len(layers), "layers follow only layers of their own kind"
-        return Chain(compiled, self._workspace)
+        return CpuLayerChain(compiled, self._workspace)
 
     def pack(self, product: ProductWeights, *, int8: bool = False) -> Packed:
         return packed(product, int8=int8)
@@ -107,7 +111,7 @@ class LayerStruct(ctypes.Structure):
         *((name, NormStruct) for name in ("attention_after", "mlp_before", "mlp_after")),
         *((name, LinearStruct) for name in ("attention_in", "attention_out", "mlp_in", "mlp_out")),
         ("factor", ctypes.c_float),
-        ("scaling", ctypes.c_float),
+        ("kind", KindStruct),
         ("then", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
         ("parallel", ctypes.c_int32),
@@ -141,7 +145,7 @@ class Layer:
             attention_in=attention_in.struct,
             attention_out=attention_out.struct,
             factor=1.0,
-            scaling=weights.scaling,
+            kind=kind_struct(weights.attention),
             parallel=weights.parallel,
             **{name: norm_struct(norm) for name, norm in weights.norms.items()},
         )
@@ -259,7 +263,7 @@ class Layer:
         return out
 
 
-class Chain:
+class CpuLayerChain:
     """Layers of one model that run one after the other in one call."""
 
     def __init__(self, layers: Sequence[Layer], workspace: Workspace) -> None:

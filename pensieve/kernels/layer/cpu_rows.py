@@ -10,9 +10,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from pensieve.kernels.attention.input import PageIndex
 from pensieve.kernels.cpu_library import STORED
 from pensieve.kernels.kv_format import format_of
-from pensieve.kernels.layer.protocol import PageIndex
 from pensieve.kernels.shapes import Shapes
 
 EXPERT_ROWS_MAX = 512  # at once: each expert has enough of them to be worth reading its weights
@@ -53,22 +53,28 @@ class BuffersStruct(ctypes.Structure):
 class CpuPagedRows:
     """One iteration's rows, in `dtype`, and the arena (layers, pages, 2, kv_heads, slots, row) they go to."""
 
-    def __init__(self, arena: torch.Tensor, index: PageIndex, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        page_index: PageIndex,
+        dtype: torch.dtype,
+    ) -> None:
         shapes = Shapes("layer")
         shapes.unify("arena", arena, ("layers", "pages", "two", "kv_heads", "slots", "row"))
-        shapes.unify("slot_mapping", index.slot_mapping, ("tokens",), torch.int64)
-        shapes.unify("page_table", index.page_table, ("turns", "pages_max"), torch.int32)
-        shapes.unify("slice_offsets", index.slice_offsets, ("slices+1",), torch.int32)
-        shapes.unify("slice_turns", index.slice_turns, ("slices",), torch.int32)
-        shapes.unify("slice_starts", index.slice_starts, ("slices",), torch.int32)
+        shapes.unify("slot_mapping", slot_mapping, ("tokens",), torch.int64)
+        shapes.unify("page_table", page_index.page_table, ("turns", "pages_max"), torch.int32)
+        shapes.unify("slice_offsets", page_index.slice_offsets, ("slices+1",), torch.int32)
+        shapes.unify("slice_turns", page_index.slice_turns, ("slices",), torch.int32)
+        shapes.unify("slice_starts", page_index.slice_starts, ("slices",), torch.int32)
         assert arena.is_contiguous()
-        assert index.slot_mapping.is_contiguous()
-        assert index.page_table.is_contiguous()
-        assert index.slice_offsets.is_contiguous()
-        assert index.slice_turns.is_contiguous()
-        assert index.slice_starts.is_contiguous()
-        shared = index.shared
-        self._kept_alive = (arena, index)  # the structure holds addresses only
+        assert slot_mapping.is_contiguous()
+        assert page_index.page_table.is_contiguous()
+        assert page_index.slice_offsets.is_contiguous()
+        assert page_index.slice_turns.is_contiguous()
+        assert page_index.slice_starts.is_contiguous()
+        shared = page_index.shared
+        self._kept_alive = (arena, slot_mapping, page_index)  # the structure holds addresses only
         self._rotated_by: object = None
         self.dtype = dtype
         self.stored = format_of(arena, dtype)
@@ -76,11 +82,11 @@ class CpuPagedRows:
         self.struct = PagesStruct(
             num_rows=shapes["tokens"],
             num_slices=shapes["slices"],
-            slot_mapping=index.slot_mapping.data_ptr(),
-            page_table=index.page_table.data_ptr(),
-            slice_offsets=index.slice_offsets.data_ptr(),
-            slice_turns=index.slice_turns.data_ptr(),
-            slice_starts=index.slice_starts.data_ptr(),
+            slot_mapping=slot_mapping.data_ptr(),
+            page_table=page_index.page_table.data_ptr(),
+            slice_offsets=page_index.slice_offsets.data_ptr(),
+            slice_turns=page_index.slice_turns.data_ptr(),
+            slice_starts=page_index.slice_starts.data_ptr(),
             slice_groups=shared.slice_groups.buffer_info()[0] if shared is not None else None,
             group_pages=shared.group_pages.buffer_info()[0] if shared is not None else None,
             num_groups=len(shared.group_pages) if shared is not None else 0,

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.cuda import ELEMENTS
+from pensieve.kernels.attention.input import AttentionInput, PageIndex
 from pensieve.kernels.attention.paged import CudaAttention
-from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.plan import DevicePlan
 from pensieve.kernels.cuda_launch import Launch, pointers
 from pensieve.kernels.layer.protocol import (
     Activation,
@@ -30,7 +31,6 @@ from pensieve.kernels.layer.protocol import (
     NormWeights,
     PackedWeights,
     PagedRows,
-    PageIndex,
     ProductWeights,
 )
 from pensieve.kernels.nvrtc import Kernel
@@ -58,6 +58,8 @@ class CudaLayerKernels:
         return "CUDA kernels and torch's products"
 
     def lacks_form(self, weights: LayerWeights) -> str:
+        if not weights.attention.needs_only(cuda.KIND_FIELDS):
+            return "a GPU's layers do not know its kind of attention"
         if not isinstance(weights.mlp, MlpWeights):
             return "a GPU's layers have no experts"
         if weights.parallel or not weights.rotates or not weights.mlp.into.gated:
@@ -178,17 +180,18 @@ class CudaPagedRows:
     def __init__(
         self,
         arena: torch.Tensor,
-        index: PageIndex,
-        work: Work | None,
+        slot_mapping: torch.Tensor,
+        page_index: PageIndex,
+        plan: DevicePlan | None,
         dtype: torch.dtype,
         kv_scales: Callable[[int], torch.Tensor | None] = lambda layer: None,
     ) -> None:
         self.arena = arena
         self.dtype = dtype
         self.kv_scales = kv_scales
-        self.slot_mapping = index.slot_mapping
-        slices = (index.slice_offsets, index.slice_turns, index.slice_starts)
-        self.attention = CudaAttention((index.page_table, *slices), work)
+        self.slot_mapping = slot_mapping
+        self.page_index = page_index
+        self.attention = CudaAttention(plan)
         self.rotation: tuple[torch.Tensor, torch.Tensor] = (arena, arena)  # until `rotate_by`
         self._rotated_by: object = None
 
@@ -216,7 +219,7 @@ class Layer:
         ]
         self._norms = {name: Norm(each) for name, each in weights.norms.items()}
         self._layer_index = weights.layer_index
-        self._scaling = weights.scaling
+        self._attention = weights.attention
         self.factor = 1.0
 
     @property
@@ -252,7 +255,8 @@ class Layer:
         )
         cuda_launch.launch(launch, residual.device)
         attended = torch.empty_like(rotated)
-        paged_rows.attention(rotated, *pages, self._scaling, attended, kv_scales)
+        inputs = AttentionInput(rotated, *pages, paged_rows.page_index, self._attention, kv_scales)
+        paged_rows.attention(inputs, attended)
         if kept is not None:
             residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
         return self.after_attention(residual, attended)

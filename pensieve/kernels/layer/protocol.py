@@ -36,7 +36,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import AttentionKind
 
 Activation = Literal["silu", "gelu_tanh", "relu", "gelu"]
 NormName = Literal[
@@ -44,7 +44,7 @@ NormName = Literal[
 ]
 
 
-class Heads(NamedTuple):
+class HeadShape(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -99,8 +99,8 @@ class LayerWeights:
     """What makes one decoder layer."""
 
     layer_index: int
-    heads: Heads
-    scaling: float  # of the attention's scores
+    heads: HeadShape
+    attention: AttentionKind
     attention_in: ProductWeights  # queries, keys and values
     attention_out: ProductWeights
     mlp: MlpWeights | ExpertWeights
@@ -109,18 +109,6 @@ class LayerWeights:
     parallel: bool = (
         False  # the MLP takes the layer's own residual, and not the sum after the attention
     )
-
-
-@dataclass(frozen=True)
-class PageIndex:
-    """Which rows of an iteration belong to which pages; `pensieve.kernels.attention.paged` says how."""
-
-    slot_mapping: torch.Tensor  # int64 (tokens)
-    page_table: torch.Tensor  # int32 (turns, pages_max)
-    slice_offsets: torch.Tensor  # int32 (slices+1)
-    slice_turns: torch.Tensor  # int32 (slices)
-    slice_starts: torch.Tensor  # int32 (slices)
-    shared: SharedPages | None = None
 
 
 class PackedWeights(Protocol):

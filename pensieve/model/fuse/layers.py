@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.errors import one_line
+from pensieve.kernels.attention.input import AttentionKind
 from pensieve.kernels.layer.protocol import (
     DenseLayer,
     ExpertWeights,
@@ -27,7 +28,7 @@ from pensieve.kernels.layer.protocol import (
     MlpWeights,
     NormWeights,
 )
-from pensieve.model.attention import ForwardPass
+from pensieve.model.attention import AttentionCall, ForwardPass
 from pensieve.model.fuse.match import NoMatch, match_layer
 from pensieve.model.fuse.record import (
     CausalPass,
@@ -52,8 +53,7 @@ class FusedLayer(torch.nn.Module):
         self,
         dense: DenseLayer,
         layer_index: int,
-        scaling: float,
-        rest: dict[str, Any],
+        attention: AttentionKind,
         in_tuple: bool,
         attributes: dict[str, Any],
         *,
@@ -64,8 +64,7 @@ class FusedLayer(torch.nn.Module):
             setattr(self, name, value)
         self.layer_idx = layer_index  # which the attention interface calls so
         self.dense = dense
-        self._scaling = scaling
-        self._rest = rest
+        self._attention = attention
         self._in_tuple = in_tuple
         self.rotates = rotates
 
@@ -103,7 +102,8 @@ class FusedLayer(torch.nn.Module):
         if rotation is not None:
             cosines, sines = (each[0].contiguous() for each in rotation)
         query, key, value = self.dense.before_attention(residual, cosines, sines)
-        attended = forward_pass.attend(self, query, key, value, None, self._scaling, self._rest)
+        call = AttentionCall(self, query, key, value, self._attention, None, {})
+        attended = forward_pass.attend(call)
         if kept is not None:
             residual, attended = residual[kept], attended[kept]
         return self.dense.after_attention(residual, attended.contiguous())
@@ -123,15 +123,14 @@ def fused_layer(
     if rotation is not None and not is_rotation(rotation, given):
         raise NoMatch("its rotary embedding is no pair of cosines and sines for each row")
     layer_index: int = attention_of(layer).layer_idx  # type: ignore[union-attr, assignment]
-    attention, weights = match_layer(
+    weights = match_layer(
         record.calls, given, layer_index, kernels, has_rotation=rotation is not None
     )
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
 
     def layer_of(weights: LayerWeights) -> FusedLayer:
         return FusedLayer(
-            *(kernels.layer(weights), layer_index, weights.scaling),
-            *(attention.rest, in_tuple, attributes),
+            *(kernels.layer(weights), layer_index, weights.attention, in_tuple, attributes),
             rotates=weights.rotates,
         )
 
@@ -141,7 +140,7 @@ def fused_layer(
             wide, again = _matched_again(layer, record, kernels, has_rotation=rotation is not None)
             factors = _right_factors(factors, layer_of(wide), again, wide.mlp)
             norms = {name: _own_memory(norm) for name, norm in wide.norms.items()}
-        weights = replace(weights, scaling=wide.scaling, rotates=wide.rotates, norms=norms)
+        weights = replace(weights, attention=wide.attention, rotates=wide.rotates, norms=norms)
         del wide, again
     fused = layer_of(weights)
     fused.dense.factor = factor = _right_factors(factors, fused, record, weights.mlp)[0]
@@ -162,7 +161,7 @@ def _matched_again(
         raise NoMatch(f"it does not run in float32: {one_line(error)}") from error
     assert again.given is not None
     index: int = attention_of(layer).layer_idx  # type: ignore[union-attr, assignment]
-    _, weights = match_layer(again.calls, again.given, index, kernels, has_rotation=has_rotation)
+    weights = match_layer(again.calls, again.given, index, kernels, has_rotation=has_rotation)
     return weights, again
 
 

@@ -25,7 +25,7 @@ from pensieve.kernels.layer.protocol import (
     NormWeights,
     ProductWeights,
 )
-from pensieve.model.fuse.record import AttentionCall, Call, ModuleCall, is_product
+from pensieve.model.fuse.record import Call, ModuleCall, RecordedAttention, is_product
 
 AFTER: tuple[NormName, ...] = ("attention_after", "mlp_after")  # no LayerNorm in the kernels
 # How far a norm may be off, as a share of its largest value.
@@ -59,16 +59,16 @@ def match_layer(
     kernels: LayerKernels,
     *,
     has_rotation: bool = True,
-) -> tuple[AttentionCall, LayerWeights]:
-    """The layer's attention and its weights; NoMatch if its calls have another form.
+) -> LayerWeights:
+    """The layer's weights; NoMatch if its calls have another form.
 
     A layer that is given a rotation may leave its queries and keys as they are.
     """
-    attentions = [index for index, call in enumerate(calls) if isinstance(call, AttentionCall)]
+    attentions = [index for index, call in enumerate(calls) if isinstance(call, RecordedAttention)]
     if len(attentions) != 1:
         raise NoMatch(f"it attends {len(attentions)} times")
     middle = attentions[0]
-    attention = cast(AttentionCall, calls[middle])
+    attention = cast(RecordedAttention, calls[middle])
     before, after = (
         cast(Sequence[ModuleCall], part) for part in (calls[:middle], calls[middle + 1 :])
     )
@@ -81,10 +81,11 @@ def match_layer(
     factor = _query_factor(parts, attention)
     if factor is None and not has_rotation:
         raise NoMatch("its queries are not the product's")
+    kind = attention.call.kind
     weights = LayerWeights(
         layer_index=layer_index,
         heads=attention.heads,
-        scaling=attention.scaling * (1.0 if factor is None else factor),
+        attention=kind if factor is None else kind._replace(scaling=kind.scaling * factor),
         attention_in=_attention_in(parts, attention),
         attention_out=product_weights(parts.attention_out),
         mlp=mlp,
@@ -94,7 +95,7 @@ def match_layer(
     )
     if reason := kernels.lacks_form(weights):
         raise NoMatch(reason)
-    return attention, weights
+    return weights
 
 
 def _mlp_of(parts: _Parts) -> MlpWeights | ExpertWeights:
@@ -124,29 +125,29 @@ def _is_gated(parts: _Parts) -> bool:
     )
 
 
-def _query_factor(parts: _Parts, attention: AttentionCall) -> float | None:
+def _query_factor(parts: _Parts, attention: RecordedAttention) -> float | None:
     """What the layer multiplies its queries by: some do that, and not the scores.
 
     None where the queries are not a multiple of what the products or their norm answered: they are rotated.
     """
-    query = attention.query.flatten(1)
+    query = attention.call.query.flatten(1)
     if parts.normed_queries is not None:
         return factor_between(parts.normed_queries.reshape(query.shape), query)
     rows = torch.cat([call.answer.flatten(0, -2) for call in parts.attention_in], dim=-1)
     return factor_between(rows[:, : query.shape[1]], query)
 
 
-def _attention_in(parts: _Parts, attention: AttentionCall) -> ProductWeights:
+def _attention_in(parts: _Parts, attention: RecordedAttention) -> ProductWeights:
     """The weights of queries, keys and values, in this order."""
     whole = product_weights(parts.attention_in)
     num_heads, num_kv_heads, head_size = attention.heads
     if len(parts.attention_in) > 1 or num_heads != num_kv_heads:
         return whole
     rows = parts.attention_in[0].answer.flatten(0, -2)
-    if torch.equal(rows[:, 2 * num_heads * head_size :], attention.value.flatten(1)):
+    if torch.equal(rows[:, 2 * num_heads * head_size :], attention.call.value.flatten(1)):
         return whole
     by_head = rows.view(len(rows), num_heads, 3, head_size)
-    if not torch.equal(by_head[:, :, 2], attention.value):
+    if not torch.equal(by_head[:, :, 2], attention.call.value):
         raise NoMatch("its queries, keys and values lie in another order")
     weight, bias = whole.weights[0], whole.biases[0]
     return ProductWeights(
@@ -271,7 +272,7 @@ def _mlp_fits(parts: _Parts) -> bool:
     )
 
 
-def _attention_fits(parts: _Parts, attention: AttentionCall) -> bool:
+def _attention_fits(parts: _Parts, attention: RecordedAttention) -> bool:
     """Whether its widths, and those of all norms, are those of the form, and even."""
     num_heads, num_kv_heads, head_size = attention.heads
     norms, hidden = parts.norms, _hidden(parts)

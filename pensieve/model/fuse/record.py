@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
 
-from pensieve.kernels.layer.protocol import Heads, LayerKernels, PagedRows
-from pensieve.model.attention import FlatModel
+from pensieve.kernels.layer.protocol import HeadShape, LayerKernels, PagedRows
+from pensieve.model.attention import AttentionCall, FlatModel
 from pensieve.model.layer_range import LayerElsewhere
 
 
@@ -29,17 +29,17 @@ class ModuleCall(NamedTuple):
     others: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # the other arguments
 
 
-@dataclass
-class AttentionCall:
-    heads: Heads
-    scaling: float
-    rest: dict[str, Any]  # what else the layer passed
-    answer: torch.Tensor
-    query: torch.Tensor  # (tokens, heads, head_size)
-    value: torch.Tensor  # (tokens, kv_heads, head_size)
+class RecordedAttention(NamedTuple):
+    call: AttentionCall
+    answer: torch.Tensor  # (tokens, heads, head_size)
+
+    @property
+    def heads(self) -> HeadShape:
+        query, key = self.call.query, self.call.key
+        return HeadShape(query.shape[1], key.shape[1], query.shape[2])
 
 
-Call = ModuleCall | AttentionCall
+Call = ModuleCall | RecordedAttention
 
 
 @dataclass
@@ -75,30 +75,20 @@ class CausalPass:
     paged_rows: PagedRows | None = None
     pages_ready = False
 
-    def __init__(self, report: Callable[[AttentionCall], None] = lambda call: None) -> None:
+    def __init__(self, report: Callable[[RecordedAttention], None] = lambda call: None) -> None:
         self._report = report
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         attended = F.scaled_dot_product_attention(
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
+            call.query.transpose(0, 1),
+            call.key.transpose(0, 1),
+            call.value.transpose(0, 1),
             is_causal=True,
-            scale=scaling,
+            scale=call.kind.scaling,
             enable_gqa=True,
         )
         answer = attended.transpose(0, 1).contiguous()
-        heads = Heads(query.shape[1], key.shape[1], query.shape[2])
-        self._report(AttentionCall(heads, scaling, rest, answer, query, value))
+        self._report(RecordedAttention(call, answer))
         return answer
 
     def arrive(self, layer: int) -> None:
@@ -134,7 +124,7 @@ def _recording(
     layers: Sequence[torch.nn.Module],
     records: Sequence[LayerRecord],
     outside: list[ModuleCall],
-) -> Iterator[Callable[[AttentionCall], None]]:
+) -> Iterator[Callable[[RecordedAttention], None]]:
     """Calls go to their layer's record, or are outside; the function is to be told of attention."""
     inside: list[LayerRecord] = []  # the layer that is running, if any
 
@@ -160,7 +150,7 @@ def _recording(
         else:
             outside.append(call)
 
-    def attended(call: AttentionCall) -> None:
+    def attended(call: RecordedAttention) -> None:
         if inside:
             inside[-1].calls.append(call)
 
@@ -195,7 +185,7 @@ def causal_logits(
     flat: FlatModel,
     prompt: Sequence[int],
     positions: Sequence[int],
-    report: Callable[[AttentionCall], None] = lambda call: None,
+    report: Callable[[RecordedAttention], None] = lambda call: None,
 ) -> torch.Tensor:
     """Logits of every row of one prompt."""
     device = flat.module.device

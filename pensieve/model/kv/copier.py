@@ -208,7 +208,7 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     def wait_event(self, event: Any) -> None: ...
 
 
@@ -216,17 +216,17 @@ class Streams(Protocol):
     """What the copier and the streamer need of a device; the tests have another one."""
 
     @property
-    def swap_in(self) -> Stream: ...
+    def swap_in(self) -> DeviceStream: ...
 
     @property
-    def swap_out(self) -> Stream: ...
+    def swap_out(self) -> DeviceStream: ...
 
     @property
-    def staging(self) -> Stream:
+    def staging(self) -> DeviceStream:
         """Of the streamer (streamer.py)."""
 
     @property
-    def compute(self) -> Stream:
+    def compute(self) -> DeviceStream:
         """The stream that forwards are launched on."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:

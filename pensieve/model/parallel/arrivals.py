@@ -27,8 +27,8 @@ from pensieve.errors import AddressInUse, ConfigError, DeviceError
 from pensieve.model.parallel.handshake import (
     FRAME_BYTES_MAX,
     HANDSHAKE_SECONDS,
-    Arrival,
-    Refused,
+    RankIdentity,
+    RankRefused,
     receive_rank,
     tuned,
 )
@@ -45,13 +45,13 @@ class Elsewhere(NamedTuple):
     host: str  # of this machine's interface on which ranks speak to each other
     port: int
     secret: bytes
-    expected: Arrival  # what each of them has to have
+    expected: RankIdentity  # what each of them has to have
     wait_seconds: float
 
 
 class Arrived(NamedTuple):
     pipe: RankPipe
-    arrival: Arrival
+    arrival: RankIdentity
 
 
 def split_address(text: str, flag: str = "--rank-address") -> tuple[str, int]:
@@ -128,7 +128,7 @@ class Arrivals:
             arrival = receive_rank(pipe, self._elsewhere.secret, self._elsewhere.expected)
             sock.settimeout(None)
             self._verdicts.put(Arrived(pipe, arrival))
-        except (Refused, OSError) as error:
+        except (RankRefused, OSError) as error:
             pipe.close()
             self._verdicts.put(f"a rank from {host} was refused: {error}")
         finally:

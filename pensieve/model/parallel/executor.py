@@ -53,7 +53,7 @@ from contextlib import contextmanager
 
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.errors import DeviceError, one_line
-from pensieve.model.constraints import Constraints
+from pensieve.model.constraints import TurnConstraints
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.stages import StageModel
@@ -78,7 +78,7 @@ class ParallelExecutor:
         return self._own.rows_padded
 
     @property
-    def constraints(self) -> Constraints:
+    def constraints(self) -> TurnConstraints:
         return self._own.constraints
 
     def launch(self, iteration: Iteration) -> None:

@@ -41,7 +41,7 @@ KEEPALIVE_SECONDS = 5  # a machine that does not answer for four times as long i
 COMPARED = ("protocol", "pensieve", "torch", "transformers", "device", "model")
 
 
-class Arrival(NamedTuple):
+class RankIdentity(NamedTuple):
     """What a rank says of itself; the first six have to be what rank 0 has."""
 
     protocol: int
@@ -56,16 +56,18 @@ class Arrival(NamedTuple):
     num_threads: int
 
 
-class Refused(DeviceError):
+class RankRefused(DeviceError):
     """The other side does not know the secret, or has something else than this one."""
 
 
-def described(device: str, model: str, folder: str, device_index: int, threads: int) -> Arrival:
+def described(
+    device: str, model: str, folder: str, device_index: int, threads: int
+) -> RankIdentity:
     """This process as a rank."""
     versions = (metadata.version("torch"), metadata.version("transformers"))
     # a GPU's torch and a CPU's differ behind the plus, and the kind of device is compared itself
     torch, transformers = (each.partition("+")[0] for each in versions)
-    return Arrival(
+    return RankIdentity(
         *(PROTOCOL, __version__, torch, transformers, device, model),
         *(platform.node(), device_index, folder, threads),
     )
@@ -86,32 +88,32 @@ def tuned(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def receive_rank(pipe: RankPipe, secret: bytes, expected: Arrival) -> Arrival:
+def receive_rank(pipe: RankPipe, secret: bytes, expected: RankIdentity) -> RankIdentity:
     """Rank 0's side, up to the verdict; Refused says why a rank was not accepted."""
     ours = secrets.token_bytes(NONCE_BYTES)
     pipe.send("challenge", nonce=ours.hex())
     values = _next(pipe, "proof")
     theirs = _from_hex(values, "nonce")
     if not hmac.compare_digest(_from_hex(values, "mac"), _mac(secret, b"rank", ours, theirs)):
-        raise Refused("it does not know the secret of --cluster-secret")
+        raise RankRefused("it does not know the secret of --cluster-secret")
     pipe.send("proof", mac=_mac(secret, b"rank 0", ours, theirs).hex())
     values = _next(pipe, "arrival")
     try:
         arrival = _arrival(values)
         _compare(arrival, expected)
-    except Refused as error:
+    except RankRefused as error:
         pipe.send("refused", text=str(error))
         raise
     return arrival
 
 
-def present(pipe: RankPipe, secret: bytes, own: Arrival) -> None:
+def present(pipe: RankPipe, secret: bytes, own: RankIdentity) -> None:
     """The rank's side, until it is accepted; Refused says why it was not."""
     theirs, ours = _from_hex(_next(pipe, "challenge"), "nonce"), secrets.token_bytes(NONCE_BYTES)
     pipe.send("proof", nonce=ours.hex(), mac=_mac(secret, b"rank", theirs, ours).hex())
     values = _next(pipe, "proof")
     if not hmac.compare_digest(_from_hex(values, "mac"), _mac(secret, b"rank 0", theirs, ours)):
-        raise Refused("what listens there does not know the secret of --cluster-secret")
+        raise RankRefused("what listens there does not know the secret of --cluster-secret")
     pipe.send("arrival", **own._asdict())
     _next(pipe, "accepted")
 
@@ -121,40 +123,40 @@ def _next(pipe: RankPipe, name: str) -> Mapping[str, object]:
     try:
         frame = pipe.receive()
     except (ValueError, TypeError, RecursionError) as error:
-        raise Refused("what it sends is not understood") from error
+        raise RankRefused("what it sends is not understood") from error
     if frame is None:
-        raise Refused("it closed the connection: its secret may be another one")
+        raise RankRefused("it closed the connection: its secret may be another one")
     if not isinstance(frame, ControlMessage) or not isinstance(frame.values, dict):
-        raise Refused("what it sends is not understood")
+        raise RankRefused("what it sends is not understood")
     if frame.name == "refused":
-        raise Refused(str(frame.values.get("text")))
+        raise RankRefused(str(frame.values.get("text")))
     if frame.name != name:
-        raise Refused(f"it sends {frame.name!r} where {name!r} is next")
+        raise RankRefused(f"it sends {frame.name!r} where {name!r} is next")
     return frame.values
 
 
-def _arrival(values: Mapping[str, object]) -> Arrival:
-    kinds = get_type_hints(Arrival)
+def _arrival(values: Mapping[str, object]) -> RankIdentity:
+    kinds = get_type_hints(RankIdentity)
     if {name: type(value) for name, value in values.items()} != kinds:
-        raise Refused("what it says of itself is not understood: another version of pensieve?")
-    return Arrival(**values)  # type: ignore[arg-type]
+        raise RankRefused("what it says of itself is not understood: another version of pensieve?")
+    return RankIdentity(**values)  # type: ignore[arg-type]
 
 
-def _compare(arrival: Arrival, expected: Arrival) -> None:
+def _compare(arrival: RankIdentity, expected: RankIdentity) -> None:
     for name in COMPARED:
         there, here = getattr(arrival, name), getattr(expected, name)
         if there != here:
             what = {"model": "other weights:", "device": "another device:"}.get(name, name)
-            raise Refused(f"{arrival.host} has {what} {there}, and rank 0 has {here}")
+            raise RankRefused(f"{arrival.host} has {what} {there}, and rank 0 has {here}")
 
 
 def _from_hex(values: Mapping[str, object], name: str) -> bytes:
     try:
         found = bytes.fromhex(str(values.get(name)))
     except ValueError as error:
-        raise Refused("what it sends is not understood") from error
+        raise RankRefused("what it sends is not understood") from error
     if len(found) != NONCE_BYTES:
-        raise Refused("what it sends is not understood")
+        raise RankRefused("what it sends is not understood")
     return found
 
 

@@ -49,7 +49,7 @@ import torch.distributed as dist
 from pensieve.core.iteration import Iteration
 from pensieve.errors import DeviceError, UnsupportedModel
 from pensieve.model.parallel.arrivals import Arrivals, Elsewhere
-from pensieve.model.parallel.handshake import Arrival
+from pensieve.model.parallel.handshake import RankIdentity
 from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe, packed
 from pensieve.model.parallel.rank_store import Keys, RankStore
 from pensieve.model.parallel.ranks import Rank
@@ -115,7 +115,7 @@ class _Worker:
     index: int  # its rank
     pipe: RankPipe
     process: subprocess.Popen[bytes] | None = None  # None: it is of another machine
-    arrival: Arrival | None = None
+    arrival: RankIdentity | None = None
     replies: queue.SimpleQueue[ControlMessage | None] = field(default_factory=queue.SimpleQueue)
 
     def __str__(self) -> str:

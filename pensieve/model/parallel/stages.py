@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from pensieve.model.attention import FlatModel
-from pensieve.model.layer_range import BlankTable, LayerElsewhere, NoProduct, Part
+from pensieve.model.layer_range import BlankTable, LayerElsewhere, NoProduct, StagePart
 from pensieve.model.parallel.ranks import Rank, limit_group
 
 
-class _Transfer(NamedTuple):
+class _ActivationTransfer(NamedTuple):
     activations: torch.Tensor  # (1, tokens, hidden)
     work: dist.Work
 
@@ -44,15 +44,15 @@ class StageLinks:
         """What is exchanged has the last size, the type and the device of `like`."""
         self._like = like
         self._before, self._after, self._sent_max = rank.before, rank.after, rank.num_stages
-        self._expected: deque[_Transfer] = deque()
-        self._sent: deque[_Transfer] = deque()
+        self._expected: deque[_ActivationTransfer] = deque()
+        self._sent: deque[_ActivationTransfer] = deque()
 
     def expect(self, num_tokens: int) -> None:
         """The next activations to come are of so many tokens."""
         there = self._like.new_empty((1, num_tokens, self._like.shape[-1]))
         work = dist.irecv(there, self._before)
         assert work is not None
-        self._expected.append(_Transfer(there, work))
+        self._expected.append(_ActivationTransfer(there, work))
 
     def receive(self, num_tokens: int) -> torch.Tensor:
         if not self._expected:
@@ -67,7 +67,7 @@ class StageLinks:
         kept = activations.contiguous()
         work = dist.isend(kept, self._after)
         assert work is not None
-        self._sent.append(_Transfer(kept, work))
+        self._sent.append(_ActivationTransfer(kept, work))
         if len(self._sent) > self._sent_max:
             self._sent.popleft().work.wait()
 
@@ -75,7 +75,7 @@ class StageLinks:
 class StageModel(FlatModel):
     """One stage's part of a model; its logits mean something in the last stage only."""
 
-    def __init__(self, module: Any, part: Part, rank: Rank) -> None:
+    def __init__(self, module: Any, part: StagePart, rank: Rank) -> None:
         super().__init__(module)
         self.alone = False
         self.num_layers, self.first_layer = len(part.layers), part.layers.first

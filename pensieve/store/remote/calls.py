@@ -42,13 +42,13 @@ from pensieve.errors import (
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.declared_prefixes import MARK
 from pensieve.store.owners import NOBODY, Session
-from pensieve.store.records import Begun, Conversation, TurnState
+from pensieve.store.records import BegunTurn, Conversation, StoredTurnState
 from pensieve.store.remote import wire
 from pensieve.store.remote.methods import METHODS, Kind, Method
 from pensieve.store.remote.recalled import RECALLED
 from pensieve.store.remote.wire import Unreadable
 
-ENDED_WITHOUT_REPLY = (TurnState.INTERRUPTED, TurnState.FAILED)
+ENDED_WITHOUT_REPLY = (StoredTurnState.INTERRUPTED, StoredTurnState.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class Calls:
             is_its = (
                 found is not None and found.session == session and attempt in (0, found.attempt)
             )
-            if is_its and found is not None and found.state is TurnState.RUNNING:
+            if is_its and found is not None and found.state is StoredTurnState.RUNNING:
                 self._store.owners.abandon([turn_id])
             del self._in_vain[session, turn_id, attempt]
 
@@ -284,7 +284,7 @@ class Calls:
             self._store.owners.give_up(name, call.session, tenant=tenant)
             return None
         result = method.run_on(self._store, arguments)
-        if isinstance(result, Begun):
+        if isinstance(result, BegunTurn):
             _note_begun(result, outcome)
         elif method.kind is Kind.CREATE:
             self._claim(call, result.conversation_id, result.tenant, outcome)
@@ -347,7 +347,7 @@ class Calls:
             return False
         if is_late or (call.method == "finish_turn" and found.state in ENDED_WITHOUT_REPLY):
             raise Unavailable(f"turn {turn_id} was given up meanwhile; say it again")
-        if found.state is TurnState.RUNNING:
+        if found.state is StoredTurnState.RUNNING:
             outcome.turn_id, outcome.num_running = turn_id, -1
             outcome.turn_epoch = found.epoch
         return True
@@ -386,7 +386,7 @@ class Calls:
         except PensieveError as error:
             outcome.result, outcome.failed = wire.error_written(error), True
             return outcome
-        if isinstance(result, Begun):
+        if isinstance(result, BegunTurn):
             _note_begun(result, outcome)
         elif method.kind is Kind.CREATE and result is not None:
             outcome.name = result.tenant, result.conversation_id
@@ -397,7 +397,7 @@ class Calls:
         return outcome
 
 
-def _note_begun(begun: Begun, outcome: Outcome) -> None:
+def _note_begun(begun: BegunTurn, outcome: Outcome) -> None:
     if begun.must_run:
         outcome.turn_id, outcome.num_running = begun.turn.turn_id, 1
         outcome.turn_epoch = outcome.epoch

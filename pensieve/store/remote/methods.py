@@ -23,11 +23,11 @@ from typing import Any
 from pensieve.store.chains import Chains
 from pensieve.store.conversation_changes import ConversationChanges, Pending, PendingChange
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.declared_prefixes import DeclaredPrefixes
+from pensieve.store.declared_prefixes import PrefixStore
 from pensieve.store.history_reader import HistoryReader
 from pensieve.store.remote import wire
 from pensieve.store.remote.wire import Form, Parts, Unreadable
-from pensieve.store.responses import Responses
+from pensieve.store.responses import ResponseStore
 
 
 class Kind(Enum):
@@ -143,15 +143,15 @@ def _methods() -> dict[str, Method]:
     add("", store, Kind.TURN, "finish_turn fail_turn interrupt_turn")
     add("", store, Kind.READ, "verify")
     add("chains.", Chains, Kind.LOOK, "longest request")
-    add("responses.", Responses, Kind.LOOK, "is_made_for goes_with")
-    add("responses.", Responses, Kind.OTHER, "save")
-    add("responses.", Responses, Kind.OTHER, "delete", alone=True)
+    add("responses.", ResponseStore, Kind.LOOK, "is_made_for goes_with")
+    add("responses.", ResponseStore, Kind.OTHER, "save")
+    add("responses.", ResponseStore, Kind.OTHER, "delete", alone=True)
     add("changes.", ConversationChanges, Kind.WRITE, "set_metadata begin_with")
     add("changes.", ConversationChanges, Kind.WRITE, "delete_last", alone=True)
-    add("prefixes.", DeclaredPrefixes, Kind.LOOK, "find num_of to_keep_warm has_turns")
-    add("prefixes.", DeclaredPrefixes, Kind.LOOK, "num_shared_tokens")
-    add("prefixes.", DeclaredPrefixes, Kind.OTHER, "declare")
-    add("prefixes.", DeclaredPrefixes, Kind.CREATE, "begin")
+    add("prefixes.", PrefixStore, Kind.LOOK, "find num_of to_keep_warm has_turns")
+    add("prefixes.", PrefixStore, Kind.LOOK, "num_shared_tokens")
+    add("prefixes.", PrefixStore, Kind.OTHER, "declare")
+    add("prefixes.", PrefixStore, Kind.CREATE, "begin")
     reads = (
         "get_conversation find_turn num_conversations stored_bytes tenants_of list_conversations"
         " prefix prefixes all_prefixes num_prefixes response with_pending message_page"

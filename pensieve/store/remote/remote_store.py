@@ -30,14 +30,14 @@ from pensieve.store.backend import ErasureSteps, WriteFigures
 from pensieve.store.chains import Chains
 from pensieve.store.conversation_changes import ConversationChanges, Pending, PendingChange
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.declared_prefixes import MARK, DeclaredPrefixes, stored_id
+from pensieve.store.declared_prefixes import MARK, PrefixStore, stored_id
 from pensieve.store.folder import DataFolder
 from pensieve.store.history_reader import HistoryReader
 from pensieve.store.records import Conversation
 from pensieve.store.remote import methods
 from pensieve.store.remote.calls import prefix_epoch
 from pensieve.store.remote.methods import METHODS, Kind, Method
-from pensieve.store.responses import Responses
+from pensieve.store.responses import ResponseStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -103,20 +103,20 @@ class RemoteChains(_Part):
 
 
 class RemoteResponses(_Part):
-    save = remote(Responses.save)
-    delete = remote(Responses.delete)
-    is_made_for = remote(Responses.is_made_for)
-    goes_with = remote(Responses.goes_with)
+    save = remote(ResponseStore.save)
+    delete = remote(ResponseStore.delete)
+    is_made_for = remote(ResponseStore.is_made_for)
+    goes_with = remote(ResponseStore.goes_with)
 
 
 class RemotePrefixes(_Part):
-    declare = remote(DeclaredPrefixes.declare)
-    begin = remote(DeclaredPrefixes.begin)
-    find = remote(DeclaredPrefixes.find)
-    num_of = remote(DeclaredPrefixes.num_of)
-    to_keep_warm = remote(DeclaredPrefixes.to_keep_warm)
-    has_turns = remote(DeclaredPrefixes.has_turns)
-    num_shared_tokens = remote(DeclaredPrefixes.num_shared_tokens)
+    declare = remote(PrefixStore.declare)
+    begin = remote(PrefixStore.begin)
+    find = remote(PrefixStore.find)
+    num_of = remote(PrefixStore.num_of)
+    to_keep_warm = remote(PrefixStore.to_keep_warm)
+    has_turns = remote(PrefixStore.has_turns)
+    num_shared_tokens = remote(PrefixStore.num_shared_tokens)
 
 
 class RemoteChanges(_Part):

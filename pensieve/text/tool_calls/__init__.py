@@ -11,18 +11,18 @@ All is written by hand: no regular expression, no evaluation, no recursion.  A r
 proportion to its length, whatever is in it, and a bounded part of it is withheld.
 """
 
-from pensieve.text.tool_calls.calls import Call, CallArguments, CallBegan
+from pensieve.text.tool_calls.calls import CallArguments, CallBegan, ParsedCall
 from pensieve.text.tool_calls.finder import CallFinder
 from pensieve.text.tool_calls.styles import NAMES, STYLES, CallStyle, style_named, style_of
 
 __all__ = [
     "NAMES",
     "STYLES",
-    "Call",
     "CallArguments",
     "CallBegan",
     "CallFinder",
     "CallStyle",
+    "ParsedCall",
     "style_named",
     "style_of",
 ]

@@ -38,7 +38,7 @@ class CallArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A whole call."""
 
     index: int
@@ -46,7 +46,7 @@ class Call:
     arguments: Mapping[str, Any]
 
 
-class Calls:
+class ParsedCalls:
     """What has been found so far."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -68,9 +68,10 @@ class Calls:
         return bool(self._whole) and self._whole[-1] == self.num_begun - 1
 
     @property
-    def whole(self) -> list[Call]:
+    def whole(self) -> list[ParsedCall]:
         return [
-            Call(n, self._names[n], json.loads("".join(self._arguments[n]))) for n in self._whole
+            ParsedCall(n, self._names[n], json.loads("".join(self._arguments[n])))
+            for n in self._whole
         ]
 
     def check(self, name: str) -> None:

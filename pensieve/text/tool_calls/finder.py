@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from pensieve.text.tool_calls.calls import CallArguments, CallBegan, Calls
+from pensieve.text.tool_calls.calls import CallArguments, CallBegan, ParsedCalls
 from pensieve.text.tool_calls.scan import NoCall, Scan
 from pensieve.text.tool_calls.styles import CallStyle
 
@@ -32,7 +32,7 @@ class CallFinder:
     """The state of one reply."""
 
     def __init__(self, style: CallStyle, tools: Sequence[Mapping[str, Any]]) -> None:
-        self.calls = Calls(tools)
+        self.calls = ParsedCalls(tools)
         self._style = style
         self._scan: Scan[None] | None = None
         self._withheld: list[str] = []  # what the scanner has read since it reported something

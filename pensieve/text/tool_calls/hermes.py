@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 
-from pensieve.text.tool_calls.calls import NAME_CHARACTERS_MAX, Calls
+from pensieve.text.tool_calls.calls import NAME_CHARACTERS_MAX, ParsedCalls
 from pensieve.text.tool_calls.json_call import call_object
 from pensieve.text.tool_calls.json_values import is_json
 from pensieve.text.tool_calls.scan import Emit, NoCall, Scan, expect, nonspace, take_until
@@ -36,7 +36,7 @@ END_OF_VALUE = "</parameter>"
 WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-def hermes(calls: Calls, needs_mark: bool) -> Scan[None]:
+def hermes(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
     character = yield
     if character == "<":
         character = yield
@@ -62,7 +62,7 @@ def hermes(calls: Calls, needs_mark: bool) -> Scan[None]:
     yield from expect(CLOSING[1:])
 
 
-def _function_element(calls: Calls) -> Scan[None]:
+def _function_element(calls: ParsedCalls) -> Scan[None]:
     """The element behind `<function=`."""
     name = yield from _name()
     calls.check(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from pensieve.text.tool_calls.calls import Calls
+from pensieve.text.tool_calls.calls import ParsedCalls
 from pensieve.text.tool_calls.json_values import JSON, string
 from pensieve.text.tool_calls.scan import WHITE, Emit, NoCall, Scan, ignore, nonspace
 from pensieve.text.tool_calls.values import past_white, value
@@ -18,7 +18,7 @@ from pensieve.text.tool_calls.values import past_white, value
 ARGUMENTS = ("arguments", "parameters")
 
 
-def call_object(calls: Calls, *, needs_arguments: bool = False) -> Scan[str]:
+def call_object(calls: ParsedCalls, *, needs_arguments: bool = False) -> Scan[str]:
     """The object behind its opening bracket; returns what follows where the closing one is missing.
 
     `needs_arguments`: an object with a name alone is no call.
@@ -72,13 +72,13 @@ def call_object(calls: Calls, *, needs_arguments: bool = False) -> Scan[str]:
     return ""
 
 
-def _report(calls: Calls, name: str, arguments: str) -> None:
+def _report(calls: ParsedCalls, name: str, arguments: str) -> None:
     calls.begin(name)
     calls.write(arguments)
     calls.end()
 
 
-def _begin(calls: Calls, name: str) -> Emit:
+def _begin(calls: ParsedCalls, name: str) -> Emit:
     calls.begin(name)
     return calls.write
 

@@ -8,7 +8,7 @@ one.
 
 from __future__ import annotations
 
-from pensieve.text.tool_calls.calls import Calls
+from pensieve.text.tool_calls.calls import ParsedCalls
 from pensieve.text.tool_calls.json_call import call_object
 from pensieve.text.tool_calls.scan import NoCall, Scan, expect, nonspace
 from pensieve.text.tool_calls.values import past_white
@@ -16,7 +16,7 @@ from pensieve.text.tool_calls.values import past_white
 PYTHON_TAG = "<|python_tag|>"
 
 
-def llama(calls: Calls, needs_mark: bool) -> Scan[None]:
+def llama(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
     character = yield
     if character == PYTHON_TAG[0]:
         yield from expect(PYTHON_TAG[1:])

@@ -9,7 +9,7 @@ text.
 
 from __future__ import annotations
 
-from pensieve.text.tool_calls.calls import NAME_CHARACTERS_MAX, Calls
+from pensieve.text.tool_calls.calls import NAME_CHARACTERS_MAX, ParsedCalls
 from pensieve.text.tool_calls.json_call import call_object
 from pensieve.text.tool_calls.json_values import JSON
 from pensieve.text.tool_calls.scan import WHITE, NoCall, Scan, expect, ignore, nonspace, take_until
@@ -18,7 +18,7 @@ from pensieve.text.tool_calls.values import past_white, value
 TOOL_CALLS = "[TOOL_CALLS]"
 
 
-def mistral(calls: Calls, needs_mark: bool) -> Scan[None]:
+def mistral(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
     character = yield
     if character == "[":
         character = yield
@@ -39,7 +39,7 @@ def mistral(calls: Calls, needs_mark: bool) -> Scan[None]:
     yield from _named(character, calls)
 
 
-def _list(character: str, calls: Calls) -> Scan[None]:
+def _list(character: str, calls: ParsedCalls) -> Scan[None]:
     """Objects, behind the opening bracket."""
     while True:
         if character != "{":
@@ -53,7 +53,7 @@ def _list(character: str, calls: Calls) -> Scan[None]:
         character = yield from nonspace()
 
 
-def _named(character: str, calls: Calls) -> Scan[None]:
+def _named(character: str, calls: ParsedCalls) -> Scan[None]:
     """A name and its arguments."""
     name: list[str] = []
     while character not in "[{":

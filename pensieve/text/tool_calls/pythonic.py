@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from pensieve.text.tool_calls.calls import NAME_CHARACTERS_MAX, Calls
+from pensieve.text.tool_calls.calls import NAME_CHARACTERS_MAX, ParsedCalls
 from pensieve.text.tool_calls.json_values import END, HIGH, hex_number
 from pensieve.text.tool_calls.scan import Emit, NoCall, Scan, nonspace
 from pensieve.text.tool_calls.values import Notation, is_number, past_white, value, word
@@ -41,7 +41,7 @@ ESCAPES = {
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # of an escape by number
 
 
-def pythonic(calls: Calls, needs_mark: bool) -> Scan[None]:
+def pythonic(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
     if (yield) != "[":
         raise NoCall
     character = yield from nonspace()
@@ -70,7 +70,7 @@ def _name(character: str) -> Scan[tuple[str, str]]:
     return "".join(found), character
 
 
-def _arguments(name: str, calls: Calls) -> Scan[None]:
+def _arguments(name: str, calls: ParsedCalls) -> Scan[None]:
     """All of them, with the closing bracket."""
     keys: set[str] = set()
     character = yield from nonspace()

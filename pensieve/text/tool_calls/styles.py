@@ -19,7 +19,7 @@ from functools import partial
 
 from pensieve.errors import InvalidArgument
 from pensieve.text.template import ChatTemplate
-from pensieve.text.tool_calls.calls import Calls
+from pensieve.text.tool_calls.calls import ParsedCalls
 from pensieve.text.tool_calls.hermes import FUNCTION, OPENING, hermes
 from pensieve.text.tool_calls.llama import PYTHON_TAG, llama
 from pensieve.text.tool_calls.mistral import TOOL_CALLS, mistral
@@ -51,7 +51,7 @@ class CallStyle:
     mark: str  # begins calls anywhere in a text; "": none does
     openers: frozenset[str]  # first characters of calls at the beginning of a part, or of a reply
     opens_reply: bool  # whether a call may begin the reply without a mark
-    scan: Callable[[Calls, bool], Scan[None]]  # the flag: it begins with its mark
+    scan: Callable[[ParsedCalls, bool], Scan[None]]  # the flag: it begins with its mark
     mark_is_token: bool = False  # it counts only within Part.TOOL_CALL
     form: CallForm | None = None  # None: no reply can be held to it
 

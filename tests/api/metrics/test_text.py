@@ -14,7 +14,7 @@ from pensieve.api.metrics.families import (
     Family,
     exposition,
 )
-from pensieve.engine.histogram import Histogram
+from pensieve.engine.distributions import Histogram
 
 ODD = 'a "b" \\ c\nd'
 

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.api.grpc.admin import _latency
 from pensieve.client.fleet.totals import latency_of, once_per_history, tenants_of, total_of
-from pensieve.engine.recent_times import RecentTimes
+from pensieve.engine.distributions import RecentTimes
 from pensieve.v1 import admin_pb2 as pb
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.conversations.binding.binder import Binder, Bound, Chat, How
+from pensieve.conversations.binding.binder import Binder, BindingKind, BoundTurn, StatelessRequest
 from pensieve.conversations.binding.chain import Piece
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.core.constraint import Constraint, ConstraintKind
@@ -53,36 +53,36 @@ class Bindings:
     def __exit__(self, *error: Any) -> None:
         self.rig.__exit__(*error)
 
-    def begin(self, chat: Chat, seconds_left: float | None = None) -> list[Bound]:
+    def begin(self, chat: StatelessRequest, seconds_left: float | None = None) -> list[BoundTurn]:
         """Its turns run; each has a reader until it has ended."""
 
-        async def begin() -> list[Bound]:
+        async def begin() -> list[BoundTurn]:
             found = await self.binder.begin(chat, seconds_left)
             for each in found:
                 self.rig.daemon.threads.spawn(self._follow(each))
             return found
 
-        bound: list[Bound] = self.rig.call(begin())
+        bound: list[BoundTurn] = self.rig.call(begin())
         return bound
 
-    async def _follow(self, bound: Bound) -> None:
+    async def _follow(self, bound: BoundTurn) -> None:
         try:
             await self.rig.daemon.conversations.follow(bound.live, take_nothing)
         except PensieveError:
             assert bound.live.failure is not None
 
-    def all_of(self, chat: Chat) -> list[Bound]:
+    def all_of(self, chat: StatelessRequest) -> list[BoundTurn]:
         found = self.begin(chat)
         for each in found:
             wait_for(lambda live=each.live: live.finish is not None)
         return found
 
-    def one(self, chat: Chat) -> Bound:
+    def one(self, chat: StatelessRequest) -> BoundTurn:
         (found,) = self.all_of(chat)
         assert found.live.failure is None
         return found
 
-    def leave(self, bound: Bound) -> None:
+    def leave(self, bound: BoundTurn) -> None:
         async def drop() -> None:
             await self.rig.daemon.conversations.drop(bound.live)
 
@@ -109,10 +109,10 @@ class Talk:
     """What a client without state has: its history."""
 
     bindings: Bindings
-    chat: Chat = field(default_factory=lambda: Chat((), SHORT))
+    chat: StatelessRequest = field(default_factory=lambda: StatelessRequest((), SHORT))
     messages: list[Message] = field(default_factory=list)
 
-    def say(self, text: str, **options: Any) -> Bound:
+    def say(self, text: str, **options: Any) -> BoundTurn:
         self.messages.append(Message("user", text))
         chat = replace(self.chat, messages=tuple(self.messages), **options)
         bound = self.bindings.one(chat)
@@ -151,11 +151,11 @@ def test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice(
         assert usage is not None
         assert usage.recomputed_tokens == usage.host_tokens == 0
         assert usage.device_tokens == max(history - 1, 0)
-        assert bound.how is (How.APPENDED if number else How.NEW)
+        assert bound.how is (BindingKind.APPENDED if number else BindingKind.NEW)
         assert bound.num_known_messages == (2 * number + 1 if number else 0)
         history = len(bindings.token_ids(bound.conversation_id))
     assert bindings.ids == [bound.conversation_id]
-    assert bindings.binder.num_bound == {How.NEW: 1, How.APPENDED: 19}
+    assert bindings.binder.num_bound == {BindingKind.NEW: 1, BindingKind.APPENDED: 19}
     assert bindings.texts(bound.conversation_id)[:2] == ["Be brief.", "Question 0"]
 
 
@@ -181,15 +181,15 @@ def test_an_edited_message_is_a_fork_that_shares_what_is_before_it(bindings: Bin
     assert third.conversation_id == first.conversation_id
     edited = Talk(bindings, messages=talk.messages[:2])
     bound = edited.say("Another two")
-    assert (bound.how, bound.num_known_messages) == (How.FORKED, 2)
+    assert (bound.how, bound.num_known_messages) == (BindingKind.FORKED, 2)
     assert bound.conversation_id != first.conversation_id
     assert bound.live.usage is not None
     assert bound.live.usage.recomputed_tokens == 0
     texts = bindings.texts(first.conversation_id)
     assert bindings.texts(bound.conversation_id)[:2] == texts[:2]
     assert texts[2] == "Two"
-    assert edited.say("Go on").how is How.APPENDED
-    assert talk.say("Four").how is How.APPENDED
+    assert edited.say("Go on").how is BindingKind.APPENDED
+    assert talk.say("Four").how is BindingKind.APPENDED
     assert len(bindings.ids) == 2
 
 
@@ -199,12 +199,12 @@ def test_a_reply_that_is_asked_for_again_is_a_fork(bindings: Bindings) -> None:
     talk.say("Two")
     again = Talk(bindings, messages=talk.messages[:2])
     bound = again.say("Two")
-    assert (bound.how, bound.num_known_messages) == (How.FORKED, 2)
+    assert (bound.how, bound.num_known_messages) == (BindingKind.FORKED, 2)
     assert again.messages == talk.messages  # it is greedy
-    assert talk.say("Three").how is How.APPENDED
-    assert again.say("Three").how is How.APPENDED
+    assert talk.say("Three").how is BindingKind.APPENDED
+    assert again.say("Three").how is BindingKind.APPENDED
     first_again = Talk(bindings).say("One")
-    assert (first_again.how, first_again.num_known_messages) == (How.NEW, 0)
+    assert (first_again.how, first_again.num_known_messages) == (BindingKind.NEW, 0)
 
 
 def test_an_edited_reply_is_behind_what_is_known(bindings: Bindings) -> None:
@@ -213,9 +213,9 @@ def test_an_edited_reply_is_behind_what_is_known(bindings: Bindings) -> None:
     talk.say("Two")
     talk.messages[3] = Message("assistant", "What I never wrote")
     bound = talk.say("Three")
-    assert (bound.how, bound.num_known_messages) == (How.FORKED, 2)
+    assert (bound.how, bound.num_known_messages) == (BindingKind.FORKED, 2)
     assert bindings.texts(bound.conversation_id)[2:5] == ["Two", "What I never wrote", "Three"]
-    assert talk.say("Four").how is How.APPENDED
+    assert talk.say("Four").how is BindingKind.APPENDED
 
 
 def test_two_clients_with_the_same_history_get_a_conversation_each(slow: Bindings) -> None:
@@ -223,30 +223,33 @@ def test_two_clients_with_the_same_history_get_a_conversation_each(slow: Binding
     talk.say("One")
     chat = replace(talk.chat, messages=(*talk.messages, Message("user", "Two")))
     one, other = slow.begin(chat)[0], slow.begin(chat)[0]
-    assert [one.how, other.how] == [How.APPENDED, How.FORKED]
+    assert [one.how, other.how] == [BindingKind.APPENDED, BindingKind.FORKED]
     wait_for(lambda: one.live.finish and other.live.finish)
     assert one.live.text == other.live.text
     assert one.conversation_id != other.conversation_id
 
 
 def test_sessions_keep_apart_what_has_the_same_history(bindings: Bindings) -> None:
-    tabs = [Talk(bindings, Chat((), SHORT, session_key=f"tab {number}")) for number in (1, 2)]
+    tabs = [
+        Talk(bindings, StatelessRequest((), SHORT, session_key=f"tab {number}"))
+        for number in (1, 2)
+    ]
     for round_number, text in enumerate(("One", "Two", "Three")):
         bounds = [tab.say(text) for tab in tabs]
-        expected = How.APPENDED if round_number else How.NEW
+        expected = BindingKind.APPENDED if round_number else BindingKind.NEW
         assert [each.how for each in bounds] == [expected, expected]
         assert bounds[0].conversation_id != bounds[1].conversation_id
     assert len(bindings.ids) == 2
     moved = Talk(bindings, messages=list(tabs[0].messages)).say("Four")  # without a session
-    assert (moved.how, moved.num_known_messages) == (How.FORKED, 6)
+    assert (moved.how, moved.num_known_messages) == (BindingKind.FORKED, 6)
 
 
 def test_other_tools_or_options_begin_anew_and_tenants_never_meet(bindings: Bindings) -> None:
     talk = Talk(bindings)
     talk.say("One")
     other = Talk(bindings, replace(talk.chat, tenant="another"), list(talk.messages))
-    assert other.say("Two").how is How.NEW
-    assert talk.say("Two").how is How.APPENDED
+    assert other.say("Two").how is BindingKind.NEW
+    assert talk.say("Two").how is BindingKind.APPENDED
 
 
 def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: Bindings) -> None:
@@ -254,27 +257,31 @@ def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: B
     talk.say("One")
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (*talk.messages, Message("user", "Two"))
-    chat = Chat(messages, TurnOptions(sampling), num_choices=3)
+    chat = StatelessRequest(messages, TurnOptions(sampling), num_choices=3)
     bounds = slow.all_of(chat)
-    assert [each.how for each in bounds] == [How.APPENDED, How.FORKED, How.FORKED]
+    assert [each.how for each in bounds] == [
+        BindingKind.APPENDED,
+        BindingKind.FORKED,
+        BindingKind.FORKED,
+    ]
     assert len({each.conversation_id for each in bounds}) == 3
     assert {each.num_known_messages for each in bounds} == {2}
-    seeds = [each.live.ask.options.sampling.seed for each in bounds if each.live.ask]
+    seeds = [each.live.request.options.sampling.seed for each in bounds if each.live.request]
     assert seeds[0] == 7
     assert len({*seeds}) == 3
     last = Message("assistant", bounds[2].live.text)
-    go_on = slow.one(Chat((*messages, last, Message("user", "Three")), SHORT))
-    assert go_on.how is How.APPENDED
+    go_on = slow.one(StatelessRequest((*messages, last, Message("user", "Three")), SHORT))
+    assert go_on.how is BindingKind.APPENDED
     assert go_on.conversation_id in {each.conversation_id for each in bounds}
-    fresh = slow.all_of(Chat((Message("user", "New"),), SHORT, num_choices=2))
-    assert [each.how for each in fresh] == [How.NEW, How.NEW]
+    fresh = slow.all_of(StatelessRequest((Message("user", "New"),), SHORT, num_choices=2))
+    assert [each.how for each in fresh] == [BindingKind.NEW, BindingKind.NEW]
 
 
 def test_choices_without_a_known_history_share_the_prompt(slow: Bindings) -> None:
     """The first computes it; the others begin behind that, as forks of it."""
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (Message("system", "Be brief."), Message("user", "word " * 300))
-    bounds = slow.all_of(Chat(messages, TurnOptions(sampling), num_choices=4))
+    bounds = slow.all_of(StatelessRequest(messages, TurnOptions(sampling), num_choices=4))
     usages = [each.live.figures for each in bounds]
     prompt = usages[0]["prompt_tokens"]
     assert (usages[0]["new_tokens"], usages[0]["device_tokens"]) == (prompt, 0)
@@ -291,7 +298,9 @@ def test_a_client_that_leaves_before_the_prompt_is_computed_gets_no_choices(
 ) -> None:
     with Bindings(tmp_path / "data", program=(*ECHO, "--seconds=0.2")) as found:
         sampling = Sampling(max_tokens=1000, ignore_eos=True)
-        chat = Chat((Message("user", "word " * 300),), TurnOptions(sampling), num_choices=4)
+        chat = StatelessRequest(
+            (Message("user", "word " * 300),), TurnOptions(sampling), num_choices=4
+        )
 
         async def leave() -> None:
             waiting = asyncio.ensure_future(found.binder.begin(chat))
@@ -327,10 +336,13 @@ def test_a_request_that_is_refused_creates_no_conversation(
         ((Message("user", ""),), SHORT),
     ):
         with pytest.raises(PensieveError):
-            bindings.begin(Chat(messages, options))
+            bindings.begin(StatelessRequest(messages, options))
     assert created == []
     assert bindings.ids == []
-    assert bindings.one(Chat((system, Message("user", "Hello")), SHORT)).how is How.NEW
+    assert (
+        bindings.one(StatelessRequest((system, Message("user", "Hello")), SHORT)).how
+        is BindingKind.NEW
+    )
     assert len(created) == 1
 
 
@@ -341,11 +353,11 @@ def calls_reader(pieces: Sequence[Piece]) -> Message:
 
 
 def test_an_agents_calls_are_found_though_it_writes_them_anew(bindings: Bindings) -> None:
-    chat = Chat((), SHORT, reply_reader=calls_reader)
+    chat = StatelessRequest((), SHORT, reply_reader=calls_reader)
     messages = [Message("system", "Act."), Message("user", "Go")]
     for number in range(5):
         bound = bindings.one(replace(chat, messages=tuple(messages)))
-        assert bound.how is (How.APPENDED if number else How.NEW)
+        assert bound.how is (BindingKind.APPENDED if number else BindingKind.NEW)
         assert bound.num_known_messages == (len(messages) - 1 if number else 0)
         made = ToolCall("f", {"n": float(len(bound.live.text))}, f"own-{number}")
         messages.append(Message("assistant", "", "dropped", (made,)))
@@ -365,8 +377,8 @@ def test_thinking_that_a_client_drops_does_not_lose_the_history(
     messages: list[Message] = []
     for number in range(4):
         messages.append(Message("user", f"Question {number}"))
-        bound = bindings.one(Chat(tuple(messages), SHORT))
-        assert bound.how is (How.APPENDED if number else How.NEW)
+        bound = bindings.one(StatelessRequest(tuple(messages), SHORT))
+        assert bound.how is (BindingKind.APPENDED if number else BindingKind.NEW)
         live = bound.live
         shown = [text for text, part in zip(live.texts, live.parts, strict=True) if part == "text"]
         assert "".join(shown) != live.text
@@ -375,13 +387,13 @@ def test_thinking_that_a_client_drops_does_not_lose_the_history(
 
 def test_conversations_with_the_same_beginning_share_kv(bindings: Bindings) -> None:
     prompt = Message("system", "Be brief and kind. " * 20)
-    bindings.one(Chat((prompt, Message("user", "One")), SHORT))
-    bound = bindings.one(Chat((prompt, Message("user", "Another")), SHORT))
-    assert bound.how is How.NEW
+    bindings.one(StatelessRequest((prompt, Message("user", "One")), SHORT))
+    bound = bindings.one(StatelessRequest((prompt, Message("user", "Another")), SHORT))
+    assert bound.how is BindingKind.NEW
     assert bound.live.usage is not None
     assert bound.live.usage.shared_tokens > 40
     spaced = replace(prompt, content=prompt.content + " ")
-    bindings.one(Chat((spaced, Message("user", "Third")), SHORT))
+    bindings.one(StatelessRequest((spaced, Message("user", "Third")), SHORT))
 
 
 def test_a_prefix_of_the_tenants_own_with_such_a_name_harms_nobody(bindings: Bindings) -> None:
@@ -392,7 +404,7 @@ def test_a_prefix_of_the_tenants_own_with_such_a_name_harms_nobody(bindings: Bin
         pb.CreateConversationRequest(conversation_id="c", system_prompt="Be long.", prefix_id=name)
     )
     messages = (Message("system", "Be brief."), Message("user", "One"))
-    assert bindings.one(Chat(messages, SHORT)).how is How.NEW
+    assert bindings.one(StatelessRequest(messages, SHORT)).how is BindingKind.NEW
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -408,7 +420,7 @@ def test_a_restart_loses_no_history(tmp_path: Path, is_killed: bool) -> None:
     with bindings_over(data) as bindings:
         talk.bindings = bindings
         bound = talk.say("Three")
-        assert (bound.how, bound.num_known_messages) == (How.APPENDED, 4)
+        assert (bound.how, bound.num_known_messages) == (BindingKind.APPENDED, 4)
         assert bound.conversation_id == first.conversation_id
 
 
@@ -419,7 +431,7 @@ def test_a_turn_that_is_given_up_leaves_no_conversation_behind(slow: Bindings) -
     edited = Message("user", "Two")
     talk.say("Other two")
     for messages in ((edited,), (*talk.messages[:2], edited)):
-        (bound,) = slow.begin(Chat(messages, long))
+        (bound,) = slow.begin(StatelessRequest(messages, long))
         assert len(slow.ids) == 2
         slow.leave(bound)
         wait_for(lambda: slow.ids == [kept])
@@ -431,14 +443,14 @@ def test_a_request_that_is_refused_leaves_no_conversation_behind(bindings: Bindi
     talk = Talk(bindings)
     kept = talk.say("One").conversation_id
     refused = [
-        Chat((), SHORT),
-        Chat((Message("user", ""),), SHORT),
-        Chat((*talk.messages, Message("user", "")), SHORT),
-        Chat((Message("user", "Hi"),), SHORT, template_options={"no_such": 1}),
-        Chat((Message("user", "Hi"),), TurnOptions(Sampling(top_p=7.0))),
-        Chat((Message("user", "x" * 10**7),), SHORT),
-        Chat((Message("user", "\ud800"),), SHORT),
-        Chat((Message("system", "\ud800"), Message("user", "Hi")), SHORT),
+        StatelessRequest((), SHORT),
+        StatelessRequest((Message("user", ""),), SHORT),
+        StatelessRequest((*talk.messages, Message("user", "")), SHORT),
+        StatelessRequest((Message("user", "Hi"),), SHORT, template_options={"no_such": 1}),
+        StatelessRequest((Message("user", "Hi"),), TurnOptions(Sampling(top_p=7.0))),
+        StatelessRequest((Message("user", "x" * 10**7),), SHORT),
+        StatelessRequest((Message("user", "\ud800"),), SHORT),
+        StatelessRequest((Message("system", "\ud800"), Message("user", "Hi")), SHORT),
     ]
     for chat in refused:
         with pytest.raises(InvalidArgument):
@@ -454,34 +466,40 @@ def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_ans
     config = DaemonConfig(turns_max=1, grace_seconds=0.2)
     long = TurnOptions(Sampling(max_tokens=100_000, ignore_eos=True))
     with bindings_over(tmp_path / "data", program=SLOW, config=config) as bindings:
-        known = Chat((Message("user", "One"),), SHORT, request_id="again")
+        known = StatelessRequest((Message("user", "One"),), SHORT, request_id="again")
         answered = bindings.one(known)
-        (running,) = bindings.begin(Chat((Message("user", "Long"),), long))
+        (running,) = bindings.begin(StatelessRequest((Message("user", "Long"),), long))
         with pytest.raises(QueueFull):
-            bindings.begin(Chat((Message("user", "Two"),), SHORT))
+            bindings.begin(StatelessRequest((Message("user", "Two"),), SHORT))
         with pytest.raises(QueueFull):
-            bindings.begin(Chat((Message("user", "Two"),), SHORT, request_id="new"))
+            bindings.begin(StatelessRequest((Message("user", "Two"),), SHORT, request_id="new"))
         again = bindings.one(known)
-        assert (again.how, again.live.text) == (How.KNOWN, answered.live.text)
+        assert (again.how, again.live.text) == (BindingKind.KNOWN, answered.live.text)
         bindings.leave(running)
         wait_for(lambda: bindings.ids == [answered.conversation_id])
 
 
 def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
     """New, appended and forked; while it runs, and when it has ended."""
-    opening = Chat((Message("user", "One"),), SHORT, request_id="first / ünïcode", num_choices=2)
+    opening = StatelessRequest(
+        (Message("user", "One"),), SHORT, request_id="first / ünïcode", num_choices=2
+    )
     runs, attached = slow.begin(opening), slow.begin(opening)
-    assert [each.how for each in attached] == [How.KNOWN, How.KNOWN]
+    assert [each.how for each in attached] == [BindingKind.KNOWN, BindingKind.KNOWN]
     assert [each.live for each in attached] == [each.live for each in runs]
     wait_for(lambda: all(each.live.finish for each in runs))
     history = (*opening.messages, Message("assistant", runs[0].live.text))
-    hows = {"Two": How.APPENDED, "Other two": How.APPENDED, "Third two": How.FORKED}
+    hows = {
+        "Two": BindingKind.APPENDED,
+        "Other two": BindingKind.APPENDED,
+        "Third two": BindingKind.FORKED,
+    }
     for text, how in hows.items():  # both choices said the same
-        chat = Chat((*history, Message("user", text)), SHORT, request_id=f"r {text}")
+        chat = StatelessRequest((*history, Message("user", text)), SHORT, request_id=f"r {text}")
         first = slow.one(chat)
         ids = slow.ids
         again = slow.one(chat)
-        assert (first.how, again.how) == (how, How.KNOWN)
+        assert (first.how, again.how) == (how, BindingKind.KNOWN)
         assert again.live.replayed
         assert again.live.token_ids == first.live.token_ids
         assert again.conversation_id == first.conversation_id
@@ -493,21 +511,21 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
         slow.begin(replace(opening, messages=(Message("user", "Something else"),)))
 
 
-@pytest.mark.parametrize("how", [How.NEW, How.APPENDED, How.FORKED])
+@pytest.mark.parametrize("how", [BindingKind.NEW, BindingKind.APPENDED, BindingKind.FORKED])
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
-    slow: Bindings, how: How, is_running: bool
+    slow: Bindings, how: BindingKind, is_running: bool
 ) -> None:
     talk = Talk(slow)
-    if how is not How.NEW:
+    if how is not BindingKind.NEW:
         talk.say("One")
-    if how is How.FORKED:
+    if how is BindingKind.FORKED:
         before = list(talk.messages)
         talk.say("Two")
         talk.messages = before
     options = TurnOptions(Sampling(max_tokens=100_000 if is_running else 4, ignore_eos=True))
     last = Message("user", "Go on")
-    keyed = Chat((*talk.messages, last), options, request_id="key")
+    keyed = StatelessRequest((*talk.messages, last), options, request_id="key")
     (first,) = slow.begin(keyed) if is_running else slow.all_of(keyed)
     assert first.how is how
     ids = slow.ids
@@ -522,20 +540,24 @@ def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
                 slow.begin(other)
     assert slow.ids == ids
     (again,) = slow.begin(keyed)
-    assert (again.how, again.live.turn_id) == (How.KNOWN, first.live.turn_id)
+    assert (again.how, again.live.turn_id) == (BindingKind.KNOWN, first.live.turn_id)
     if is_running:
         slow.leave(first)
 
 
 def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
-    chat = Chat((Message("user", "One"),), SHORT, request_id="r")
+    chat = StatelessRequest((Message("user", "One"),), SHORT, request_id="r")
 
-    async def both() -> list[list[Bound]]:
+    async def both() -> list[list[BoundTurn]]:
         return list(await asyncio.gather(*(slow.binder.begin(chat) for _ in range(3))))
 
     found = slow.rig.call(both())
     assert len({each.live.number for (each,) in found}) == 1
-    assert sorted(each.how for (each,) in found) == [How.KNOWN, How.KNOWN, How.NEW]
+    assert sorted(each.how for (each,) in found) == [
+        BindingKind.KNOWN,
+        BindingKind.KNOWN,
+        BindingKind.NEW,
+    ]
     assert len(slow.ids) == 1
     assert not slow.binder._beginning
 
@@ -545,7 +567,7 @@ def test_an_interrupted_request_begins_again(slow: Bindings) -> None:
     talk.say("One")
     long = TurnOptions(Sampling(max_tokens=30, ignore_eos=True))
     for messages in ((Message("user", "New"),), (*talk.messages, Message("user", "Two"))):
-        chat = Chat(messages, long, request_id=f"r{len(messages)}")
+        chat = StatelessRequest(messages, long, request_id=f"r{len(messages)}")
         (bound,) = slow.begin(chat)
         slow.leave(bound)
         again = slow.one(chat)
@@ -558,9 +580,10 @@ def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) 
     talk = Talk(bindings)
     talk.say("One")
 
-    async def everybody() -> list[Bound]:
+    async def everybody() -> list[BoundTurn]:
         chats = [
-            Chat((*talk.messages, Message("user", f"Two {number}")), SHORT) for number in range(20)
+            StatelessRequest((*talk.messages, Message("user", f"Two {number}")), SHORT)
+            for number in range(20)
         ]
         found = await asyncio.gather(*(bindings.binder.begin(chat) for chat in chats))
         lives = [each for (each,) in found]
@@ -569,8 +592,8 @@ def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) 
         return lives
 
     found = bindings.rig.call(everybody())
-    assert [each.how for each in found].count(How.APPENDED) == 1
-    assert [each.how for each in found].count(How.FORKED) == 19
+    assert [each.how for each in found].count(BindingKind.APPENDED) == 1
+    assert [each.how for each in found].count(BindingKind.FORKED) == 19
     for number, each in enumerate(found):
         assert bindings.texts(each.conversation_id)[2] == f"Two {number}"
 
@@ -593,7 +616,7 @@ def test_a_conversation_that_goes_between_the_look_and_the_turn(
     monkeypatch.setattr(bindings.rig.daemon, "begin", begin_late)
     bound = talk.say("Two")
     assert deletions == [first]
-    assert (bound.how, bound.num_known_messages) == (How.NEW, 0)
+    assert (bound.how, bound.num_known_messages) == (BindingKind.NEW, 0)
     assert bindings.texts(bound.conversation_id)[0] == "One"
 
 
@@ -615,7 +638,7 @@ def test_a_turn_that_comes_between_the_look_and_the_turn(
 
     monkeypatch.setattr(bindings.rig.daemon, "begin", begin_late)
     bound = talk.say("Two")
-    assert (bound.how, bound.num_known_messages) == (How.FORKED, 2)
+    assert (bound.how, bound.num_known_messages) == (BindingKind.FORKED, 2)
     assert bindings.texts(first)[2] == "By gRPC"
     assert bindings.texts(bound.conversation_id)[2] == "Two"
 
@@ -631,23 +654,23 @@ def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
     talk.say("Two")
     daemon = bindings.rig.daemon
     begin = daemon.begin
-    others: list[Bound] = []
+    others: list[BoundTurn] = []
     is_first = True
 
     async def begin_late(ask: Any, seconds_left: float | None = None) -> Any:
         nonlocal is_first
         if is_first:
             is_first = False
-            chat = Chat((*shared, Message("user", "Four")), SHORT)
+            chat = StatelessRequest((*shared, Message("user", "Four")), SHORT)
             others.extend(await bindings.binder.begin(chat))
             await daemon.conversations.follow(others[0].live, take_nothing)
         return await begin(ask, seconds_left)
 
     monkeypatch.setattr(daemon, "begin", begin_late)
-    chat = Chat((*shared, Message("user", "Three")), SHORT, request_id=request_id)
+    chat = StatelessRequest((*shared, Message("user", "Three")), SHORT, request_id=request_id)
     bound = bindings.one(chat)
     (other,) = others
-    assert (bound.how, other.how) == (How.FORKED, How.FORKED)
+    assert (bound.how, other.how) == (BindingKind.FORKED, BindingKind.FORKED)
     assert bindings.texts(bound.conversation_id)[2] == "Three"
     assert bindings.texts(other.conversation_id)[2] == "Four"
 
@@ -656,7 +679,7 @@ def test_a_deleted_conversation_is_found_no_more(bindings: Bindings) -> None:
     talk = Talk(bindings)
     first = talk.say("One").conversation_id
     bindings.rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id=first))
-    assert talk.say("Two").how is How.NEW
+    assert talk.say("Two").how is BindingKind.NEW
     assert bindings.ids == [talk.say("Three").conversation_id]
 
 
@@ -667,13 +690,13 @@ def test_chains_grow_old(tmp_path: Path) -> None:
     ) as bindings:
         talk = Talk(bindings)
         talk.say("One")
-        assert talk.say("Two").how is How.APPENDED
+        assert talk.say("Two").how is BindingKind.APPENDED
     with bindings_over(
         data, config=DaemonConfig(grace_seconds=0.2, chain_keep_seconds=0.2)
     ) as bindings:
         wait_for(lambda: not num_chains(bindings.rig.daemon.store))
         talk.bindings = bindings
-        assert talk.say("Three").how is How.NEW
+        assert talk.say("Three").how is BindingKind.NEW
 
 
 def num_chains(store: Store) -> int:
@@ -688,10 +711,10 @@ def test_a_reply_that_cannot_be_read_is_stored_and_not_found(bindings: Bindings)
     def fails(pieces: Sequence[Piece]) -> Message:
         raise ValueError("not like that")
 
-    talk = Talk(bindings, Chat((), SHORT, reply_reader=fails))
+    talk = Talk(bindings, StatelessRequest((), SHORT, reply_reader=fails))
     first = talk.say("One")
     assert bindings.texts(first.conversation_id)[1] == first.live.text
-    assert talk.say("Two").how is How.NEW
+    assert talk.say("Two").how is BindingKind.NEW
 
 
 def test_a_long_history_is_imported(bindings: Bindings) -> None:
@@ -704,14 +727,14 @@ def test_a_long_history_is_imported(bindings: Bindings) -> None:
         Message("assistant", ""),
     ]
     messages = [Message("system", "Act."), *exchange * 300]
-    bound = bindings.one(Chat((*messages, Message("user", "Now?")), SHORT))
-    assert bound.how is How.NEW
+    bound = bindings.one(StatelessRequest((*messages, Message("user", "Now?")), SHORT))
+    assert bound.how is BindingKind.NEW
     request = pb.GetConversationRequest(conversation_id=bound.conversation_id)
     assert bindings.rig.stub.GetConversation(request).conversation.num_messages == len(messages) + 2
     reply = Message("assistant", bound.live.text)
     longer = (*messages, Message("user", "Now?"), reply, Message("user", "And?"))
-    again = bindings.one(Chat(longer, SHORT))
-    assert (again.how, again.num_known_messages) == (How.APPENDED, len(longer) - 1)
+    again = bindings.one(StatelessRequest(longer, SHORT))
+    assert (again.how, again.num_known_messages) == (BindingKind.APPENDED, len(longer) - 1)
     too_many = (Message("user", "Hi"), Message("assistant", "Yes")) * 2049
     with pytest.raises(InvalidArgument):
-        bindings.begin(Chat(too_many, SHORT))
+        bindings.begin(StatelessRequest(too_many, SHORT))

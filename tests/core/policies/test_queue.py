@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pensieve.core.cost import CostProfile
-from pensieve.core.policies.classes import NUM_CLASSES
+from pensieve.core.cost import NUM_CLASSES, CostProfile
 from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.policies.queue import QUALIFIES, RetentionQueue, Role

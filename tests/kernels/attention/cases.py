@@ -10,7 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import (
+    AttentionInput,
+    AttentionKind,
+    PageIndex,
+    SharedPages,
+)
 from pensieve.kernels.kv_format import FP8, INT8, dequantised, quantised
 
 NAN = float("nan")
@@ -89,8 +94,8 @@ class Case:
         buffer = torch.full((heads, sum(self.lengths) + 2, head_size + 8), NAN, dtype=dtype)
         self.query = buffer[:, 1:-1, 8:].transpose(0, 1)  # strided, as models give it
         self.query.copy_(torch.randn(self.query.shape, generator=draw))
-        self.scaling = head_size**-0.5 if scaling is None else scaling
-        self.index = (
+        self.kind = AttentionKind.plain(head_size) if scaling is None else AttentionKind(scaling)
+        self.page_index = PageIndex(
             self.table.int(),
             torch.tensor([0, *self.lengths]).cumsum(0).int(),
             torch.tensor([turn for turn, _, _ in slices], dtype=torch.int32),
@@ -103,6 +108,10 @@ class Case:
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.arena.unbind(1)
         return keys, values
+
+    @property
+    def inputs(self) -> AttentionInput:
+        return AttentionInput(self.query, *self.pages, self.page_index, self.kind, self.scales)
 
     @property
     def shared(self) -> SharedPages:
@@ -144,7 +153,7 @@ class Case:
         for (turn, start, length), query in zip(self.slices, queries, strict=True):
             keys, values = self.read(turn, start + length).double().unbind()
             grouped = query.unflatten(1, (self.kv_heads, -1))
-            scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * self.scaling
+            scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * self.kind.scaling
             places = torch.arange(start + length)
             is_future = places > places[start:, None]
             weights = scores.masked_fill(is_future, -float("inf")).softmax(-1)

@@ -11,6 +11,7 @@ import torch
 
 from pensieve.kernels import copy_pages, multi_token_attention, write_kv
 from pensieve.kernels.attention import cpu, reference
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex
 from pensieve.kernels.kv_format import INT8, quantised
 from pensieve.kernels.layer import cpu as layer_cpu
 from tests.kernels.attention.cases import MIXED, NAN, TYPES, Case, Slice, poisoned
@@ -22,7 +23,7 @@ every_set = pytest.mark.usefixtures("kernel")
 
 
 def attend(case: Case) -> torch.Tensor:
-    done = cpu.multi_token_attention(case.query, *case.pages, *case.index, case.scaling, case.out)
+    done = cpu.multi_token_attention(case.inputs, case.out)
     assert done, "the compiled kernel did not take it"
     return case.out
 
@@ -105,8 +106,9 @@ def test_nothing_to_do_is_nothing() -> None:
     arena = poisoned(1, 1, 64, torch.float32)
     empty, none = torch.empty(0, 2, 64), torch.empty(0, dtype=torch.int32)
     table, offsets = torch.empty(0, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    tensors = (empty, arena[:, 0], arena[:, 1], table, offsets, none, none)
-    assert cpu.multi_token_attention(*tensors, 1.0, torch.empty(0, 2, 64))
+    page_index = PageIndex(table, offsets, none, none)
+    inputs = AttentionInput(empty, arena[:, 0], arena[:, 1], page_index, AttentionKind(1.0))
+    assert cpu.multi_token_attention(inputs, torch.empty(0, 2, 64))
 
 
 @pytest.mark.parametrize(
@@ -116,13 +118,14 @@ def test_nothing_to_do_is_nothing() -> None:
 def test_what_it_cannot_do_is_left_to_torch(head_size: int, slots: int, dtype: torch.dtype) -> None:
     arena = torch.randn(2, 2, 1, slots, head_size).to(dtype)
     query = torch.randn(3, 2, head_size).to(dtype)
-    index = torch.tensor([[0, 1]], dtype=torch.int32)
+    table = torch.tensor([[0, 1]], dtype=torch.int32)
     offsets = torch.tensor([0, 3], dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int32)
-    tensors = (query, arena[:, 0], arena[:, 1], index, offsets, zero, zero)
+    page_index = PageIndex(table, offsets, zero, zero)
+    inputs = AttentionInput(query, arena[:, 0], arena[:, 1], page_index, AttentionKind(1.0))
     out = torch.empty_like(query)
-    assert not cpu.multi_token_attention(*tensors, 1.0, out)
-    multi_token_attention(*tensors, 1.0, out)
+    assert not cpu.multi_token_attention(inputs, out)
+    multi_token_attention(inputs, out)
     assert out.isfinite().all()
 
 
@@ -207,9 +210,10 @@ def test_an_index_outside_the_arena_is_refused_and_nothing_is_touched(kv_format:
                 arena, arena, torch.tensor([0]), torch.tensor([page]), torch.tensor([32])
             )
         table = torch.tensor([[page]]).int()
-        tensors = (row, arena[:, 0], arena[:, 1], table, offsets, zero, zero)
+        page_index = PageIndex(table, offsets, zero, zero)
+        inputs = AttentionInput(row, arena[:, 0], arena[:, 1], page_index, AttentionKind(1.0))
         with pytest.raises(IndexError):
-            cpu.multi_token_attention(*tensors, 1.0, out)
+            cpu.multi_token_attention(inputs, out)
     assert not arena.any()
     assert not out.any()
 
@@ -245,15 +249,18 @@ def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
     def attend(first: int, starts: list[int], lengths: list[int]) -> torch.Tensor:
         tokens = sum(lengths)
         out = torch.full((tokens, heads, head_size), NAN, dtype=dtype)
-        assert cpu.multi_token_attention(
-            query[first : first + tokens],
-            *(arena[:, 0], arena[:, 1], table),
+        page_index = PageIndex(
+            table,
             torch.tensor([0, *lengths]).cumsum(0).int(),
             torch.zeros(len(lengths), dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
-            head_size**-0.5,
-            out,
         )
+        inputs = AttentionInput(
+            *(query[first : first + tokens], arena[:, 0], arena[:, 1]),
+            page_index,
+            AttentionKind.plain(head_size),
+        )
+        assert cpu.multi_token_attention(inputs, out)
         return out
 
     for start in (2048 - 40, 4096 - 1, 4600):  # a part ends after 64 pages
@@ -280,7 +287,7 @@ def test_a_short_context_is_right_and_a_row_of_it_the_same_alone(
     for row in range(3):
         alone = Case([(0, 31 + row, 1)], 2, 1, 32, dtype, kv_format)
         alone.arena, alone.query = whole.arena, whole.query[row : row + 1]
-        alone.index = (whole.index[0], *alone.index[1:])
+        alone.page_index = alone.page_index._replace(page_table=whole.page_index.page_table)
         assert torch.equal(attend(alone), whole.out[row : row + 1])
 
 

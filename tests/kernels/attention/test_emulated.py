@@ -10,8 +10,8 @@ import torch
 
 from pensieve.kernels import choices
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex, SharedPages
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan, Plan
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.nvrtc import Kernel
 from tests.kernels.attention.cases import NAN, Case, Front, Slice, poisoned
@@ -28,19 +28,19 @@ def launched(
     shared: SharedPages | None = None,
     backwards: bool = False,
     early: bool = False,
-) -> Work:
+) -> DevicePlan:
     """Plan the case and carry it out, with NaN where partial results will lie."""
     head_size = case.query.shape[-1]
     sizes = (case.heads, case.kv_heads, head_size)
     plan = cuda.plan(case.lengths, case.starts, *sizes, blocks, shared=shared)
-    work = Work.of(plan, case.kv_heads, head_size, "cpu")
+    work = DevicePlan.of(plan, case.kv_heads, head_size, "cpu")
     work.part_values.fill_(NAN)
     work.part_sums.fill_(NAN)
     rows = torch.full((len(case.query) + 2, case.heads * head_size + 8), NAN).to(case.out.dtype)
     query = rows[1:-1, 8:].view(case.query.shape)  # a token's heads are contiguous, NaN all around
     query.copy_(case.query)
-    tensors = (query, *case.pages, *case.index, case.scaling, case.out, work, map_of)
-    for launch in cuda.attention_launches(*tensors, kv_scales=case.scales):
+    inputs = case.inputs._replace(query=query)
+    for launch in cuda.attention_launches(inputs, case.out, work, map_of):
         run(launch, backwards=backwards, early=early)
     return work
 
@@ -116,25 +116,25 @@ def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
     """Every kernel at once; of the launches that were made for a layer only addresses change."""
     lengths, starts = [1, 40], [900, 700]
     blocks = BlocksAtOnce(8, 8 if hopper else None)
-    work = Work.of(cuda.plan(lengths, starts, 4, 2, 64, blocks), 2, 64, "cpu")
+    work = DevicePlan.of(cuda.plan(lengths, starts, 4, 2, 64, blocks), 2, 64, "cpu")
     row = torch.zeros(3)
-    index = (torch.zeros(3, 30, dtype=torch.int32), row, row, row)
+    page_index = PageIndex(torch.zeros(3, 30, dtype=torch.int32), row, row, row)
     layers = []
     for _ in range(2):
         rows, out = torch.zeros(2, 41, 4, 64).half().unbind()
         keys, values = torch.zeros(30, 2, 2, 32, 64).half().unbind(1)
-        layers.append((rows, keys, values, out))
+        layers.append((AttentionInput(rows, keys, values, page_index, AttentionKind(0.1)), out))
 
     def address(pages: torch.Tensor) -> int:
         return pages.data_ptr() + 1
 
-    made = [
-        cuda.attention_launches(q, k, v, *index, 0.1, out, work, address) for q, k, v, out in layers
-    ]
+    made = [cuda.attention_launches(*layer, work, address) for layer in layers]
     assert len(made[0]) == (3 if hopper else 2)
     assert cuda.attention_launches_again(made[0], *layers[1], address) == made[1]
+    inputs, out = layers[0]
+    elsewhere = inputs._replace(query=inputs.query.view(-1)[1:])
     with pytest.raises(ValueError, match="16 bytes"):
-        cuda.attention_launches_again(made[0], layers[0][0].view(-1)[1:], *layers[0][1:], address)
+        cuda.attention_launches_again(made[0], elsewhere, out, address)
 
 
 @pytest.mark.parametrize("head_size", [64, 128])

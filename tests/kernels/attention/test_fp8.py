@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pensieve.kernels.attention import cuda
-from pensieve.kernels.attention.plan import BlocksAtOnce, Work
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan
 from pensieve.kernels.kv_format import FP8, to_fp8
 from tests.kernels.attention.cases import poisoned
 from tests.kernels.attention.test_emulated import MIXED, attend
@@ -122,10 +123,9 @@ def test_pages_in_bytes_need_scales_and_have_no_kernel_of_hoppers() -> None:
     with pytest.raises(ValueError, match="need a scale"):
         cuda.write_kv_launch(rows, rows, torch.tensor([0]), *pages, torch.ones(2, 2))
     plan = cuda.plan([200], [0], 1, 1, 64, BlocksAtOnce(8, 8))
-    work = Work.of(plan, 1, 64, "cpu")
+    work = DevicePlan.of(plan, 1, 64, "cpu")
     table, each = torch.zeros(1, 9).int(), torch.zeros(2).int()
+    page_index = PageIndex(table, each, each, each)
+    inputs = AttentionInput(rows, *pages, page_index, AttentionKind(0.1), torch.ones(2, 1))
     with pytest.raises(ValueError, match="no fp8"):
-        cuda.attention_launches(
-            *(rows, *pages, table, each, each, each, 0.1, rows.clone(), work, int),
-            kv_scales=torch.ones(2, 1),
-        )
+        cuda.attention_launches(inputs, rows.clone(), work, int)

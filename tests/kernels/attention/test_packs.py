@@ -13,8 +13,8 @@ import torch
 
 from pensieve.kernels import PAGE_SLOTS, choices
 from pensieve.kernels.attention import cuda
-from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import SharedPages
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan, Plan, plan_work
 from pensieve.kernels.attention.tiles import Tiling
 from tests.kernels.attention.cases import NAN, Case
 from tests.kernels.attention.test_emulated import attend, launched
@@ -274,7 +274,7 @@ def test_a_value_that_is_no_number_in_a_slices_own_pages_reaches_no_other_of_its
 def test_a_plan_lies_on_its_device_in_one_piece() -> None:
     shared = shared_of([0] * 40, [64])
     plan = plan_work([1] * 40, [2100] * 40, 4, 8, TILING, HOPPER, shared=shared)
-    work = Work.of(plan, 8, 64, "cpu")
+    work = DevicePlan.of(plan, 8, 64, "cpu")
     assert work.items.tolist() == [list(item) for item in plan.items]
     assert work.merges.tolist() == [list(merge) for merge in plan.merges]
     assert tuple(work.pack_rows.tolist()) == plan.pack_rows

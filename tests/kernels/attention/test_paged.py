@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pensieve.kernels import copy_pages, multi_token_attention, write_kv
-from pensieve.kernels.attention import reference
+from pensieve.kernels.attention import cpu, cuda, reference
+from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex
 from pensieve.kernels.kv_format import quantised
 from pensieve.kernels.shapes import Shapes
 from tests.kernels.attention.cases import Case, Slice, poisoned
@@ -18,7 +19,7 @@ SMALL: dict[str, Any] = {"head_size": 8, "slots": 4, "scaling": 0.3}
 
 
 def attend(case: Case) -> torch.Tensor:
-    multi_token_attention(case.query, *case.pages, *case.index, case.scaling, case.out)
+    multi_token_attention(case.inputs, case.out)
     return case.out
 
 
@@ -145,7 +146,7 @@ def test_a_wrong_shape_names_the_tensor_and_the_symbol() -> None:
 def test_multi_token_attention_checks_every_tensor(
     name: str, tensor: torch.Tensor, message: str
 ) -> None:
-    arguments: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         "query": torch.zeros(3, 4, 8),
         "key_pages": torch.zeros(4, 2, 4, 8),
         "value_pages": torch.zeros(4, 2, 4, 8),
@@ -156,10 +157,27 @@ def test_multi_token_attention_checks_every_tensor(
         "out": torch.zeros(3, 4, 8),
     }
     if name == "query":
-        arguments["out"] = torch.zeros(3, 3, 8)
-    arguments[name] = tensor
+        tensors["out"] = torch.zeros(3, 3, 8)
+    tensors[name] = tensor
+    out = tensors.pop("out")
+    page_index = PageIndex(**{each: tensors.pop(each) for each in PageIndex._fields[:4]})
+    inputs = AttentionInput(**tensors, page_index=page_index, kind=AttentionKind(1.0))
     with pytest.raises(ValueError, match=message):
-        multi_token_attention(**arguments, scaling=1.0)
+        multi_token_attention(inputs, out)
+
+
+def test_a_kernel_leaves_a_kind_that_it_does_not_know_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case([(0, 40, 3)])
+    assert cpu.multi_token_attention(case.inputs, case.out)
+    assert cuda.takes_inputs(Case([(0, 40, 3)], dtype=torch.bfloat16).inputs)
+    monkeypatch.setattr(cpu, "KIND_FIELDS", frozenset())
+    monkeypatch.setattr(cuda, "KIND_FIELDS", frozenset())
+    assert not cpu.multi_token_attention(case.inputs, case.out)
+    assert not cuda.takes_inputs(Case([(0, 40, 3)], dtype=torch.bfloat16).inputs)
+    attend(case)
+    case.check()
 
 
 def test_out_may_not_be_the_query() -> None:

@@ -10,7 +10,12 @@ import torch
 
 from pensieve.kernels import multi_token_attention
 from pensieve.kernels.attention import cpu
-from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.input import (
+    AttentionInput,
+    AttentionKind,
+    PageIndex,
+    SharedPages,
+)
 from tests.kernels.attention.cases import NAN, TYPES, Case
 
 Group = tuple[
@@ -43,10 +48,10 @@ def check(
     random.Random(seed).shuffle(members)
     slices = [(turn, start, n) for turn, _, start, n in members]
     case = Case(slices, heads, kv_heads, head_size, dtype, seed=seed, fronts=fronts)
-    tensors = (case.query, *case.pages, *case.index, case.scaling)
     together = torch.full_like(case.out, NAN)
-    assert cpu.multi_token_attention(*tensors, case.out)
-    assert cpu.multi_token_attention(*tensors, together, case.shared)
+    assert cpu.multi_token_attention(case.inputs, case.out)
+    case.page_index = case.page_index._replace(shared=case.shared)
+    assert cpu.multi_token_attention(case.inputs, together)
     case.check()
     assert torch.equal(case.out, together)
 
@@ -90,10 +95,12 @@ def test_shared_pages_are_read_once() -> None:
     query = torch.randn((2, 1, 64), generator=draw)
     ones = torch.tensor([0, 1], dtype=torch.int32)
     starts = torch.full((2,), 13 * 32 + 5, dtype=torch.int32)
-    index = (table, torch.tensor([0, 1, 2], dtype=torch.int32), ones, starts, 0.125)
+    page_index = PageIndex(table, torch.tensor([0, 1, 2], dtype=torch.int32), ones, starts)
     shared = SharedPages(array("i", [0, 0]), array("i", [13]))
     alone, together = torch.empty_like(query), torch.empty_like(query)
-    multi_token_attention(query, arena[:, 0], arena[:, 1], *index, alone)
-    multi_token_attention(query, arena[:, 0], arena[:, 1], *index, together, shared=shared)
+    inputs = AttentionInput(query, arena[:, 0], arena[:, 1], page_index, AttentionKind(0.125))
+    multi_token_attention(inputs, alone)
+    sharing = inputs._replace(page_index=page_index._replace(shared=shared))
+    multi_token_attention(sharing, together)
     assert torch.equal(alone[0], together[0])
     assert not torch.allclose(alone[1], together[1])

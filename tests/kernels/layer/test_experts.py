@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pensieve.kernels.attention.input import AttentionKind
 from pensieve.kernels.layer import cpu
 from pensieve.kernels.layer.cpu_rows import EXPERT_ROWS_MAX
 from pensieve.kernels.layer.protocol import (
     ExpertWeights,
-    Heads,
+    HeadShape,
     LayerWeights,
     MlpWeights,
     ProductWeights,
@@ -55,7 +56,9 @@ class Model:
             rounded=rounded,
         )
         attention_in = ProductWeights([torch.zeros(2 * HIDDEN, HIDDEN, dtype=dtype)], [None])
-        weights = LayerWeights(0, Heads(4, 2, 16), 1.0, attention_in, nothing, experts, {})
+        weights = LayerWeights(
+            0, HeadShape(4, 2, 16), AttentionKind(1.0), attention_in, nothing, experts, {}
+        )
         self.layer = cpu.CpuLayerKernels().layer(weights, int8=int8)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pensieve.kernels.attention.input import AttentionKind
 from pensieve.kernels.layer import cpu
 from pensieve.kernels.layer.protocol import (
     ExpertWeights,
-    Heads,
+    HeadShape,
     LayerWeights,
     MlpWeights,
     ProductWeights,
@@ -55,7 +56,9 @@ def chosen_by_layer(logits: torch.Tensor, num_chosen: int) -> torch.Tensor:
     )
     heads_in = ProductWeights([torch.zeros(64, hidden, dtype=dtype)], [None])
     heads_out = ProductWeights([torch.zeros(hidden, 32, dtype=dtype)], [None])
-    weights = LayerWeights(0, Heads(2, 1, 16), 1.0, heads_in, heads_out, experts, {})
+    weights = LayerWeights(
+        0, HeadShape(2, 1, 16), AttentionKind(1.0), heads_in, heads_out, experts, {}
+    )
     rows = torch.zeros(num_rows, hidden, dtype=dtype)
     rows[:, :num_experts] = logits
     rows[:, four] = 4.0

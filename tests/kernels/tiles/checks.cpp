@@ -60,7 +60,7 @@ struct Slice {
     part.num_tokens = kTokens;
     part.group = kGroup;
     part.head_size = kHead;
-    part.scaling = 0.125f;
+    part.kind.scaling = 0.125f;
     return part;
   }
 };

@@ -12,10 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cuda as attention_cuda
-from pensieve.kernels.attention.plan import BlocksAtOnce, Work
+from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.layer import cuda
-from pensieve.kernels.layer.protocol import PageIndex
 from pensieve.model import attention, fuse
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.fuse.layers import FusedLayer
@@ -109,18 +108,14 @@ def test_rows_are_rotated_on_their_way_to_the_pages(
 
     def on_a_gpu(one: PagedPass, batch: Any, memory: Any, *rest: Any, **named: Any) -> None:
         made(one, batch, memory, *rest, **named)
-        index = PageIndex(
-            batch.slot_mapping,
-            batch.page_table,
-            batch.slice_offsets,
-            batch.slice_turns,
-            batch.slice_starts,
-        )
         dtype, scales = memory.shape.dtype, memory.kv_scales
         sizes = (shape.num_heads, shape.num_kv_heads, shape.head_size)
         plan = attention_cuda.plan(batch.lengths, batch.starts, *sizes, BlocksAtOnce(8))
-        work = Work.of(plan, *sizes[1:], "cpu")
-        one.paged_rows = cuda.CudaPagedRows(memory.device_arena, index, work, dtype, scales)
+        work = DevicePlan.of(plan, *sizes[1:], "cpu")
+        page_index = batch.page_index._replace(shared=None)
+        one.paged_rows = cuda.CudaPagedRows(
+            memory.device_arena, batch.slot_mapping, page_index, work, dtype, scales
+        )
         wholes.append(one)
 
     monkeypatch.setattr(attention.PagedPass, "__init__", on_a_gpu)

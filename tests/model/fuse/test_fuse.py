@@ -16,10 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
+from pensieve.kernels.attention import cpu as attention_cpu
 from pensieve.kernels.layer import cpu
 from pensieve.kernels.layer.protocol import LayerWeights, MlpWeights, PagedRows
 from pensieve.model import loader
-from pensieve.model.attention import FlatModel, PagedPass
+from pensieve.model.attention import AttentionCall, FlatModel, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.fuse import fuse, layers, match
 from pensieve.model.fuse.layers import FusedLayer
@@ -141,6 +142,15 @@ def test_what_has_another_form_stays_and_the_reason_is_said(reason: str) -> None
     assert len(set(map(id, shared))) < len(shared)  # queries, keys and values as one
 
 
+def test_layers_with_a_kind_of_attention_that_the_kernels_do_not_know_stay_in_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_cpu, "KIND_FIELDS", frozenset())
+    flat = flat_model("llama-gqa")
+    assert flat.whole is None
+    assert flat.form.endswith("layer 0: the compiled layers do not know its kind of attention")
+
+
 def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> None:
     text = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
     table = text.split("<!-- families", 1)[1].split("<!-- end of the families", 1)[0]
@@ -200,19 +210,12 @@ class Together:
     def arrive(self, layer: int) -> None:
         """Nothing moves."""
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
-        apart = CausalPass()
-        parts = zip(*(each.split(self._lengths) for each in (query, key, value)), strict=True)
-        return torch.cat([apart.attend(module, q, k, v, None, scaling, rest) for q, k, v in parts])
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        apart, tensors = CausalPass(), (call.query, call.key, call.value)
+        parts = zip(*(each.split(self._lengths) for each in tensors), strict=True)
+        return torch.cat(
+            [apart.attend(call._replace(query=q, key=k, value=v)) for q, k, v in parts]
+        )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -271,8 +274,10 @@ def test_layers_that_wait_for_no_page_run_in_one_call_and_give_the_same_bits(
     turn.page_table = array("i", [3, 1, 5, 0, 2][: -(-40 // slots)])
     batch = Batch.from_slices([slice_of(turn, 0, 40, True, slots)], slots)
     rows, calls = torch.tensor([3, 31, 39]), []
-    forward = cpu.Chain.forward
-    monkeypatch.setattr(cpu.Chain, "forward", lambda *given: (calls.append(1), forward(*given))[1])
+    forward = cpu.CpuLayerChain.forward
+    monkeypatch.setattr(
+        cpu.CpuLayerChain, "forward", lambda *given: (calls.append(1), forward(*given))[1]
+    )
     answers = []
     with torch.inference_mode():
         for arriving in (True, False):

@@ -14,8 +14,8 @@ from pensieve.errors import ConfigError, DeviceError
 from pensieve.model.parallel.arrivals import Arrivals, Elsewhere, split_address
 from pensieve.model.parallel.handshake import (
     FRAME_BYTES_MAX,
-    Arrival,
-    Refused,
+    RankIdentity,
+    RankRefused,
     described,
     present,
     receive_rank,
@@ -27,16 +27,16 @@ SECRET = b"a secret of all machines"
 HERE = described("cpu", "f1", "/models/here", 0, 2)
 
 
-def there(**changes: object) -> Arrival:
+def there(**changes: object) -> RankIdentity:
     return HERE._replace(folder="/models/there", **changes)  # type: ignore[arg-type]
 
 
 class Both:
     """What the two sides of a handshake come to."""
 
-    def __init__(self, ranks_secret: bytes, arrival: Arrival) -> None:
+    def __init__(self, ranks_secret: bytes, arrival: RankIdentity) -> None:
         ours, theirs = socket.socketpair()
-        self.accepted: Arrival | None = None
+        self.accepted: RankIdentity | None = None
         self.why_refused = self.why_left = ""
         rank = threading.Thread(target=self._present, args=(theirs, ranks_secret, arrival))
         rank.start()
@@ -44,15 +44,15 @@ class Both:
         try:
             self.accepted = receive_rank(pipe, SECRET, HERE)
             pipe.send("accepted")
-        except Refused as error:
+        except RankRefused as error:
             self.why_refused = str(error)
         pipe.close()
         rank.join()
 
-    def _present(self, sock: socket.socket, secret: bytes, arrival: Arrival) -> None:
+    def _present(self, sock: socket.socket, secret: bytes, arrival: RankIdentity) -> None:
         try:
             present(RankPipe(sock, FRAME_BYTES_MAX), secret, arrival)
-        except Refused as error:
+        except RankRefused as error:
             self.why_left = str(error)
         sock.close()
 
@@ -103,7 +103,7 @@ def test_rank_0_has_to_know_the_secret_too() -> None:
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    with pytest.raises(Refused, match="what listens there does not know the secret"):
+    with pytest.raises(RankRefused, match="what listens there does not know the secret"):
         present(RankPipe(theirs, FRAME_BYTES_MAX), SECRET, there())
     thread.join()
     theirs.close()
@@ -133,7 +133,7 @@ def test_whatever_else_comes_is_refused(sent: bytes) -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(sent)
     theirs.shutdown(socket.SHUT_WR)
-    with pytest.raises(Refused):
+    with pytest.raises(RankRefused):
         receive_rank(RankPipe(ours, FRAME_BYTES_MAX), SECRET, HERE)
     ours.close()
     theirs.close()
@@ -169,7 +169,7 @@ class Visitors:
         self._address = split_address(address)
         self.sockets: list[socket.socket] = []
 
-    def come(self, arrival: Arrival, secret: bytes = SECRET) -> socket.socket:
+    def come(self, arrival: RankIdentity, secret: bytes = SECRET) -> socket.socket:
         sock = socket.create_connection(self._address, 60)
         self.sockets.append(sock)
         present(RankPipe(sock, FRAME_BYTES_MAX), secret, arrival)
@@ -208,7 +208,7 @@ def test_ranks_of_a_machine_are_neighbours_in_whatever_order_they_come() -> None
 def test_a_rank_that_has_gone_again_is_awaited_anew() -> None:
     def visits(visitors: Visitors) -> None:
         visitors.come(there(host="a")).close()
-        with pytest.raises(Refused):
+        with pytest.raises(RankRefused):
             visitors.come(there(host="x"), b"not the secret at all")
         visitors.come(there(host="b"))
         gone.wait(60)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pensieve.engine import pictures
-from pensieve.engine.pictures import picture
+from pensieve.engine import cache_views
+from pensieve.engine.cache_views import picture
 from tests.core.world import Stage
 
 
@@ -29,7 +29,7 @@ def test_strips_say_where_the_chunks_are() -> None:
 
 
 def test_long_conversations_show_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "SHOWN_CHUNKS_MAX", 3)
+    monkeypatch.setattr(cache_views, "SHOWN_CHUNKS_MAX", 3)
     stage = world()
     stage.ask("a", 20, 2)
     stage.run_until_idle()

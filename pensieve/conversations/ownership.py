@@ -68,7 +68,7 @@ class SharedThreads(Threads):
         await super().in_store(tenant, self._store.take, conversation_id, tenant=tenant)
 
 
-class Ownership:
+class StaleConversations:
     """Drops what other daemons have changed."""
 
     def __init__(

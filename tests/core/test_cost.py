@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from pensieve.core.iteration_cost import IterationCost, between, work_of
+from pensieve.core.cost import IterationCost, between, work_of
 
 COST = IterationCost(0.001, 0.02, 1e-6, 1e-5, 0.005)
 MEASURED = IterationCost(

@@ -1,28 +1,73 @@
-"""How long something takes, as quantiles of the latest five minutes.
+"""How values are distributed, in bounded memory: over all time (`Histogram`), or of late (`RecentTimes`).
 
-A `RecentTimes` counts times in BUCKETS buckets, each RATIO as wide as the one before, so a quantile is right
-to within 2 % and no single time is kept.  It has such counts for each of the latest SLICES minutes: the
-oldest one is dropped as a whole, and all of it is a few kilobytes however much comes.  Of an objective it
-counts besides, exactly, how many times met it.
+A `Histogram` is one as Prometheus has them: how many values there were up to each bound, and their sum.
 
-A `RecentShare` is a part of a whole over the same minutes.
+    bounds    0.1   0.5   2.0
+    counts     3     0     4     1      values up to the bound and beyond the one before; the last: beyond all
 
-Both are told the time, so whoever has them may be driven by a clock of its own.
+`add` is a bisection and two additions.  One thread adds.  Another may look meanwhile: it finds every count as
+it was a moment ago, and a sum that may be a value ahead of them.
+
+`RecentTimes` tells how long something takes, as quantiles of the latest five minutes.  It counts times in
+BUCKETS buckets, each RATIO as wide as the one before, so a quantile is right to within 2 % and no single time
+is kept.  It has such counts for each of the latest SLICES minutes.  The oldest one is dropped as a whole, and
+all of it is a few kilobytes however many times come.  If there is an objective, it also counts exactly how
+many times met it.  A `RecentShare` is a part of a whole over the same minutes.  Both are told the time, so
+any clock may drive them.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+SUM = "sum"
 SLICE_SECONDS = 60.0
 SLICES = 5
 FLOOR_SECONDS = 1e-4  # what is shorter counts as nothing
 RATIO = 1.04
 BUCKETS = 412  # the last one begins at 16 minutes
 _LOG_RATIO = math.log(RATIO)
+
+
+class Histogram:
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        assert all(a < b for a, b in pairwise(bounds)), bounds
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """So many values of this size."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    # -- as figures by name, which cross the pipe --
+
+    def figures(self, name: str) -> dict[str, float]:
+        keys = [f"{name}.{bound:g}" for bound in (*self.bounds, math.inf)]
+        return {**dict(zip(keys, self.counts, strict=True)), f"{name}.{SUM}": self.sum}
+
+    @classmethod
+    def of_figures(cls, name: str, figures: Mapping[str, float]) -> Histogram:
+        """The one whose figures of this name these are."""
+        found = {
+            key.removeprefix(f"{name}."): value
+            for key, value in figures.items()
+            if key.startswith(f"{name}.")
+        }
+        histogram = cls([])
+        histogram.sum = found.pop(SUM, 0.0)
+        counts = sorted((float(bound), int(count)) for bound, count in found.items())
+        histogram.bounds = tuple(bound for bound, _ in counts if bound != math.inf)
+        histogram.counts = [count for _, count in counts] or [0]
+        return histogram
 
 
 @dataclass(frozen=True)

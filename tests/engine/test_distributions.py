@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pensieve.engine.recent_times import BUCKETS, SLICES, RecentShare, RecentTimes
+from pensieve.engine.distributions import BUCKETS, SLICES, RecentShare, RecentTimes
 
 
 def test_quantiles_are_right_to_within_two_percent() -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.engine.attainment import ERRORS_KEPT
 from pensieve.engine.journal import Replay
 from pensieve.engine.messages import CancelTurn, GetStats
+from pensieve.engine.metrics import ERRORS_KEPT
 from tests.engine.rig import ENGINE, SCHEDULER, Rig, submit
 
 PAGE = Path(__file__).parents[2] / "docs" / "operating.md"
@@ -86,10 +86,10 @@ def test_a_turn_that_is_gone_leaves_nothing() -> None:
     rig.mailbox.put(CancelTurn(3, 0))
     rig.mailbox.put(CancelTurn(1, 0))
     rig.run()
-    attainment = rig.engine.attainment
-    assert not attainment._received_at
-    assert not attainment._token_at
-    assert not attainment._planned
+    times = rig.engine.turn_times
+    assert not times._received_at
+    assert not times._token_at
+    assert not times._planned
     assert figures(rig)["ttft_count"] == 1
 
 
@@ -115,7 +115,7 @@ def test_a_gap_that_spans_a_suspension_counts_and_so_does_the_suspension() -> No
     assert found["suspended_p50_seconds"] == pytest.approx(times[(len(times) - 1) // 2], rel=0.02)
     assert found["suspended_p99_seconds"] == pytest.approx(times[-1], rel=0.02)
     assert found["tbt_p99_seconds"] >= 0.98 * times[-1]
-    assert not rig.engine.attainment._suspended_at
+    assert not rig.engine.turn_times._suspended_at
 
 
 # -- predictions --
@@ -225,7 +225,7 @@ def test_every_figure_is_in_the_docs() -> None:
     named = set(re.findall(r"`([a-z0-9_.A-Z]+)`", table))
     rig = rig_with(tbt=1.0, ttft=1.0)
     found = figures(rig)
-    assert set(rig.engine.attainment.figures(0.0)) <= named
+    assert set(rig.engine.turn_times.figures(0.0)) <= named
     figures_of_work = {"rows_padded", "idle_share", "preemptions"}
     assert figures_of_work <= named & found.keys()
     assert {each for each in named if "." not in each and each not in found} <= {"--tbt", "--ttft"}

@@ -1,0 +1,108 @@
+"""The cache as operators see it: a row for each conversation, and pictures of where its chunks lie.
+
+    "d12b3-2h40c1"    12 chunks on the device, 3 on both tiers, a hole of 2, 40 on the host, 1 being copied
+
+A picture is for people who look at it twice a second.  So it shows the conversations that were used last, and
+of the longest ones their last chunks: its cost does not grow with what is cached.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import nlargest, nsmallest
+from itertools import islice
+
+from pensieve.core.cache import KVCache
+from pensieve.core.prefix_tree import Chunk
+
+SHOWN_CHUNKS_MAX = 2048  # of a conversation
+LOOKED_AT = 4096  # conversations
+
+
+def cached(
+    cache: KVCache, limit: int, least_valuable: bool, now: float
+) -> tuple[tuple[str | float, ...], ...]:
+    """A row for each conversation: id, device, host and dropped tokens, idle seconds, value, running.
+
+    Visits every cached chunk, so it is for an operator's query and not for every second.
+    """
+    rows: list[tuple[str | float, ...]] = []
+    size = cache.config.chunk_tokens
+    for conversation in cache.conversations.values():
+        tokens = {"device": 0, "device+host": 0, "host": 0, "dropped": 0}
+        for chunk in conversation.chunks():
+            tokens[chunk.location] += chunk.filled if chunk.resident else size
+        on_device = tokens["device"] + tokens["device+host"]
+        running = conversation.turn_id is not None
+        idle = 0.0 if running else now - conversation.idle_since
+        value = cache.retention_value(conversation, now)
+        rows.append(
+            (
+                conversation.conversation_id,
+                on_device,
+                tokens["host"],
+                tokens["dropped"],
+                idle,
+                math.inf if value is None else value,
+                float(running),
+            )
+        )
+    if least_valuable:
+        found = nsmallest(limit, rows, key=lambda row: row[5])
+    else:
+        found = nlargest(limit, rows, key=lambda row: float(row[1]) + float(row[2]))
+    return tuple(found)
+
+
+def usage(cache: KVCache, conversation_id: str, now: float) -> dict[str, float]:
+    """Whether a turn of a cached conversation runs, or else since when none does; nothing of another."""
+    conversation = cache.conversations.get(conversation_id)
+    if conversation is None:
+        return {}
+    if conversation.turn_id is not None:
+        return {"running": 1.0}
+    return {"idle_seconds": now - conversation.idle_since}
+
+
+def picture(cache: KVCache, limit: int, prefix: str) -> tuple[tuple[str | float, ...], ...]:
+    """A row for each: id, its tokens, 1 while a turn runs, chunks that are left out, its strip.
+
+    `prefix`: with which the ids begin that are shown, and which they are shown without.
+    """
+    newest = islice(reversed(cache.conversations.values()), LOOKED_AT)
+    found = [each for each in newest if _is_of(each.conversation_id, prefix)]
+    found.sort(key=lambda each: (each.turn_id is None, -each.idle_since))
+    rows: list[tuple[str | float, ...]] = []
+    for conversation in found[:limit]:
+        chunks = list(conversation.chunks())
+        left_out = max(len(chunks) - SHOWN_CHUNKS_MAX, 0)
+        running = float(conversation.turn_id is not None)
+        name = conversation.conversation_id.removeprefix(prefix)
+        rows.append((name, conversation.num_tokens, running, left_out, strip(chunks[left_out:])))
+    return tuple(rows)
+
+
+def strip(chunks: list[Chunk]) -> str:
+    """Runs of chunks that lie alike."""
+    text, last, count = "", "", 0
+    for chunk in chunks:
+        letter = letter_of(chunk)
+        if letter != last and count:
+            text += f"{last}{count}"
+            count = 0
+        last = letter
+        count += 1
+    return f"{text}{last}{count}" if count else text
+
+
+def letter_of(chunk: Chunk) -> str:
+    if chunk.in_flight or chunk.swapping_in:
+        return "c"
+    if chunk.device_page is None:
+        return "-" if chunk.host_page is None else "h"
+    return "d" if chunk.host_page is None else "b"
+
+
+def _is_of(conversation_id: str, prefix: str) -> bool:
+    """Ids of tenants have a slash, others have none."""
+    return conversation_id.startswith(prefix) and "/" not in conversation_id[len(prefix) :]

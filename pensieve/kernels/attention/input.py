@@ -1,0 +1,73 @@
+"""What an attention kernel reads: one layer's queries, pages of keys and values, and its kind of attention.
+
+    model ── AttentionKind ──┐
+    batch ── PageIndex ──────┼─> AttentionInput ──> paged ──> cpu, cuda or reference
+    layer ── queries, pages ─┘
+
+The code between a model's layer and a kernel passes these values on and does not open them. A new kind of
+attention is a field of `AttentionKind` and a kernel that reads the field.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Container
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionKind(NamedTuple):
+    """How a layer's queries weigh keys; the same in every iteration.
+
+    A further field is None where a layer does without it. A kernel names the fields that it knows
+    (`KIND_FIELDS`) and leaves a layer that needs another one to the reference.
+    """
+
+    scaling: float  # of the scores
+
+    @classmethod
+    def plain(cls, head_size: int) -> AttentionKind:
+        return cls(head_size**-0.5)
+
+    def needs_only(self, fields: Container[str]) -> bool:
+        """Whether all other fields are None."""
+        return all(
+            value is None or name in fields for name, value in zip(self._fields, self, strict=True)
+        )
+
+
+class SharedPages(NamedTuple):
+    """Which slices begin with the same pages, so that attention reads these once; on the host.
+
+    All rows of a group's slices lie behind the group's pages. On a CPU no bit of a result depends on
+    sharing. On a GPU rows are merged from other parts, so results differ by rounding.
+    """
+
+    slice_groups: array[int]  # int32 (slices): the slice's group; -1: it shares nothing
+    group_pages: array[int]  # int32 (groups): how many pages its slices share
+
+
+class PageIndex(NamedTuple):
+    """Which pages each slice of an iteration attends to; the same for all layers."""
+
+    page_table: torch.Tensor  # int32 (turns, pages_max): entry i is the page of chunk i
+    slice_offsets: torch.Tensor  # int32 (slices+1): slice s is rows [offsets[s], offsets[s+1])
+    slice_turns: torch.Tensor  # int32 (slices): row of the page table
+    slice_starts: torch.Tensor  # int32 (slices): position of the slice's first token
+    shared: SharedPages | None = None
+
+
+class AttentionInput(NamedTuple):
+    """Everything that one layer's attention reads.
+
+    A slice's context is its start + its length. All of it is in the pages already, the slice's own tokens
+    included.
+    """
+
+    query: torch.Tensor  # (tokens, heads, head_size)
+    key_pages: torch.Tensor  # (pages, kv_heads, slots, row): `kv_format` says what a row is
+    value_pages: torch.Tensor  # (pages, kv_heads, slots, row)
+    page_index: PageIndex
+    kind: AttentionKind
+    kv_scales: torch.Tensor | None = None  # float32 (2, kv_heads), of pages in fp8
