@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from pensieve.api.metrics.families import Family, Samples
+from pensieve.api.metrics.families import MetricFamily, Samples
 
 
 class Plugin(Protocol):
@@ -25,7 +25,7 @@ class Plugin(Protocol):
         ...
 
     @property
-    def families(self) -> Sequence[Family]:
+    def families(self) -> Sequence[MetricFamily]:
         """The metrics that `samples` may have."""
         ...
 

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.routes import DELETION, Route
-from pensieve.api.metrics.families import GAUGE, Family, Samples
+from pensieve.api.metrics.families import GAUGE, MetricFamily, Samples
 from pensieve.jobs.batch_endpoints import Batches, Files
 from pensieve.jobs.job_records import JobState
 from pensieve.jobs.job_service import JobService
@@ -18,9 +18,9 @@ from pensieve.jobs.values import DaemonJobs, JobView
 from pensieve.v1 import jobs_pb2, jobs_pb2_grpc
 
 FAMILIES = (
-    Family("jobs", GAUGE, "Batch jobs.", ("state",)),
-    Family("job_lines_running", GAUGE, "Lines of batch jobs that the engine has."),
-    Family("job_tokens_per_second", GAUGE, "Tokens of batch jobs in a second."),
+    MetricFamily("jobs", GAUGE, "Batch jobs.", ("state",)),
+    MetricFamily("job_lines_running", GAUGE, "Lines of batch jobs that the engine has."),
+    MetricFamily("job_tokens_per_second", GAUGE, "Tokens of batch jobs in a second."),
 )
 
 
@@ -28,7 +28,7 @@ class JobsPlugin:
     """The doors of the jobs; a plug-in of `api/plugins.py`."""
 
     service: ServiceDescriptor = jobs_pb2.DESCRIPTOR.services_by_name["JobService"]
-    families: Sequence[Family] = FAMILIES
+    families: Sequence[MetricFamily] = FAMILIES
 
     def __init__(self, jobs: DaemonJobs | None, stall_seconds: float) -> None:
         """`jobs`: None if this daemon takes none. A reader may take nothing for `stall_seconds`."""

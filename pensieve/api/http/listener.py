@@ -58,19 +58,19 @@ def serve_http(
     server: GuardedServer, template: ChatTemplate, style: CallStyle | None = None
 ) -> None:
     """Have the server listen for HTTP, too; `style` is how the model writes calls of tools."""
-    of = server.listening
-    host = of.http.rpartition(":")[0]
-    is_open = not of.tokens and of.tls_client_ca is None
-    named = frozenset(each.lower() for each in of.http_hosts)
+    listening = server.listening
+    host = listening.http.rpartition(":")[0]
+    is_open = not listening.tokens and listening.tls_client_ca is None
+    named = frozenset(each.lower() for each in listening.http_hosts)
     hosts = own_names(host) | named if is_open else frozenset({"*"})
-    is_local = is_loopback(host) and not of.tokens
-    front = Front(server.guard, Allowed(hosts, of.http_origins, is_local))
+    is_local = is_loopback(host) and not listening.tokens
+    front = Front(server.guard, Allowed(hosts, listening.http_origins, is_local))
 
     def make() -> Any:
         methods, plugins = server.json_methods, server.plugins
         return application(front, server.daemon, template, style, methods, plugins)
 
-    server.beside.append(HttpListener(of, make, server.guard.audit.certificate_reloaded))
+    server.beside.append(HttpListener(listening, make, server.guard.audit.certificate_reloaded))
 
 
 def connections_max() -> int:
@@ -146,10 +146,12 @@ class HttpListener:
         bound.listen(BACKLOG)  # asyncio takes one number for both
 
     def _tls(self) -> dict[str, Any]:
-        of = self._listening
-        if of.tls_cert is None or of.tls_key is None:
+        listening = self._listening
+        if listening.tls_cert is None or listening.tls_key is None:
             return {}
-        context = tls_context(of.tls_cert, of.tls_key, of.tls_client_ca, self._on_reload)
+        context = tls_context(
+            listening.tls_cert, listening.tls_key, listening.tls_client_ca, self._on_reload
+        )
         return {"ssl_context_factory": lambda config, default: context}
 
     async def close(self) -> None:

@@ -24,15 +24,15 @@ class MetricKind(StrEnum):
 COUNTER, GAUGE, HISTOGRAM = MetricKind
 
 
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     name: str
     kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
 
 
-def _family(name: str, kind: MetricKind, text: str, *labels: str) -> Family:
-    return Family(name, kind, text, labels)
+def _family(name: str, kind: MetricKind, text: str, *labels: str) -> MetricFamily:
+    return MetricFamily(name, kind, text, labels)
 
 
 FAMILIES = (
@@ -122,7 +122,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def exposition(
-    families: Sequence[Family], samples: Samples, prefix: str, common: Mapping[str, str]
+    families: Sequence[MetricFamily], samples: Samples, prefix: str, common: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield lines; a family without samples has its name, type and help, too."""
     for family in families:

@@ -11,7 +11,7 @@ from pensieve.api.metrics.families import (
     FAMILIES,
     GAUGE,
     HISTOGRAM,
-    Family,
+    MetricFamily,
     exposition,
 )
 from pensieve.engine.distributions import Histogram
@@ -24,10 +24,10 @@ def test_what_is_written_is_read_back() -> None:
     histogram.add(1.0, 2)
     histogram.add(7)
     families = (
-        Family("x_total", COUNTER, "Some."),
-        Family("y", GAUGE, "One.", ("state",)),
-        Family("z_seconds", HISTOGRAM, "Time."),
-        Family("nothing", GAUGE, "None."),
+        MetricFamily("x_total", COUNTER, "Some."),
+        MetricFamily("y", GAUGE, "One.", ("state",)),
+        MetricFamily("z_seconds", HISTOGRAM, "Time."),
+        MetricFamily("nothing", GAUGE, "None."),
     )
     samples: dict[str, Any] = {
         "x_total": [((), 3)],
