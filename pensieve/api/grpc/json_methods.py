@@ -21,6 +21,7 @@ from pensieve.v1 import conversation_pb2 as pb
 SERVICE = "ConversationService"
 DEPTH_MAX = 80  # of the JSON: messages, and values in them
 VALUES_MAX = 1 << 16
+AUDITED_IDS = ("conversation_id", "prefix_id")
 Json = dict[str, Any]
 
 
@@ -28,6 +29,9 @@ class JsonCall(Protocol):
     """A call, as its door has it."""
 
     def headers(self) -> Mapping[str, str]: ...
+    def concerns(self, ids: Mapping[str, str]) -> None:
+        """Tell the audit log what the call is about."""
+
     async def write(self, piece: Json) -> None: ...
 
 
@@ -49,7 +53,9 @@ def json_methods(service: ConversationService) -> Iterator[JsonMethod]:
 
 def _handler_of(call: Any, kind: Any) -> Callable[[Any, JsonCall], Awaitable[Json | None]]:
     async def handler(value: Any, json_call: JsonCall) -> Json | None:
-        answer = await call(_read(kind, value), _Context(json_call))
+        request = _read(kind, value)
+        json_call.concerns({name: getattr(request, name, "") for name in AUDITED_IDS})
+        answer = await call(request, _Context(json_call))
         return None if answer is None else _written(answer)
 
     return handler

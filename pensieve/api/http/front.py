@@ -33,6 +33,7 @@ from pensieve.guard.callers import Caller
 from pensieve.guard.guard import CallKind, Guard, GuardedCall
 
 ENDPOINT = CallKind()
+AUDITED_IDS = ("conversation_id", "prefix_id", "job_id")
 Handler = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
 ErrorBody = Callable[[PensieveError], Mapping[str, Any]]
 METHODS = "GET, POST, DELETE, OPTIONS"
@@ -104,7 +105,7 @@ class Endpoint:
     ) -> None:
         """`is_open`: anybody may call it, and it reads no body.
 
-        `is_deletion`: the audit log has the call, with the ids in its path.
+        `is_deletion`: the audit log has the call, with the ids in `exchange.values`.
         """
         self._front, self._handler, self._is_open = front, handler, is_open
         self._is_deletion, self._error_body = is_deletion, error_body
@@ -188,7 +189,7 @@ def _authorization(exchange: Exchange) -> str | None:
 
 
 def _audited(exchange: Exchange) -> AuditedCall:
-    ids = {name: exchange.values.get(name, "") for name in ("conversation_id", "job_id")}
+    ids = {name: exchange.values.get(name, "") for name in AUDITED_IDS}
     return AuditedCall("", is_deletion=True, **ids)
 
 

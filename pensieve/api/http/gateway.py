@@ -39,6 +39,9 @@ class GatewayCall:
     def headers(self) -> Mapping[str, str]:
         return self._exchange.headers
 
+    def concerns(self, ids: Mapping[str, str]) -> None:
+        self._exchange.values = ids  # for the audit log
+
     async def write(self, piece: dict[str, Any]) -> None:
         if not self._exchange.is_stream:
             self._exchange.begin_events()

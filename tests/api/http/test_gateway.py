@@ -51,6 +51,18 @@ def test_a_turn_has_the_events_of_grpc(rig: HttpRig) -> None:
     assert again[0]["started"]["replayed"]
 
 
+def test_a_deletion_is_in_the_audit_log_with_its_id(tmp_path: Path) -> None:
+    audit_log = tmp_path / "audit.log"
+    with http_rig(tmp_path / "data", http={"audit_log": audit_log}) as rig:
+        send(rig, "talk", "Hello.")
+        assert call(rig, "DeleteConversation", {"conversation_id": "talk"}).status == 200
+        assert call(rig, "DeletePrefix", {"prefix_id": "none"}).status == 404
+    lines = [json.loads(each) for each in audit_log.read_text().splitlines()]
+    deleted, missing = [each for each in lines if each["event"] == "delete"]
+    assert (deleted["conversation_id"], deleted["outcome"]) == ("talk", "OK")
+    assert (missing["prefix_id"], missing["outcome"]) == ("none", "NOT_FOUND")
+
+
 def test_every_method_is_there_and_says_what_grpcs_says(rig: HttpRig) -> None:
     send(rig, "talk", "Hello.")
     send(rig, "talk", "Go on.")
