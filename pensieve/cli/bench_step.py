@@ -1,0 +1,82 @@
+"""`pensieve bench step`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from pensieve.bench.report import Report
+from pensieve.cli.bench_options import add_model, add_plot, counts
+
+
+def add_parser(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "step",
+        help="an iteration of a model against the time that reading its weights takes",
+        description="Times one iteration (forward, sampling) of turns that generate, alone and beside a "
+        "piece of a prompt, and divides by the time that reading the weights takes at the bandwidth "
+        "measured in between. Before that several turns must get the same tokens in a batch as alone.",
+    )
+    add_model(parser, "the shape --shape")
+    parser.add_argument(
+        "--shape",
+        default="0.37B",
+        help="shape of the random weights: 0.03B, 0.37B or 1.1B (default: 0.37B)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=counts,
+        default=(1, 16, 64),
+        metavar="N,N,…",
+        help="numbers of turns (default: 1,16,64)",
+    )
+    parser.add_argument(
+        "--context", type=int, default=64, metavar="N", help="tokens of each turn (default: 64)"
+    )
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=256,
+        metavar="N",
+        help="prompt tokens beside the turns (default: 256)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=15, metavar="N", help="times for each median (default: 15)"
+    )
+    parser.add_argument(
+        "--weights", choices=("native", "int8"), default="native", help="(default: native)"
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("auto", "int8", "fp8"),
+        default="auto",
+        help="type that KV is kept in (default: auto, the model's own)",
+    )
+    parser.add_argument(
+        "--parts",
+        action="store_true",
+        help="also what each part of the compiled layers takes, and how fast their weights are read",
+    )
+    add_plot(parser, "the ratios")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from pensieve.bench import step as bench
+
+    options = bench.StepOptions(
+        arguments.model,
+        arguments.shape,
+        arguments.batch,
+        arguments.context,
+        arguments.prompt,
+        arguments.repeats,
+        int8=arguments.weights == "int8",
+        parts=arguments.parts,
+        kv_dtype=arguments.kv_dtype,
+    )
+    report = Report(arguments.json)
+    rows = bench.run(options, report)
+    if arguments.plot is not None:
+        bench.plot(rows, arguments.plot, report.facts)
+    return 0
