@@ -282,7 +282,7 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         "cli/chat_talk.py",  # the name of a new conversation
         "guard/audit.py",  # when something was done
         "conversations/daemon_config.py",  # when the engine began, beside when conversations changed
-        "api/http/bodies.py",  # the date that a template may write
+        "api/http/requests.py",  # the date that a template may write
         "api/http/completions.py",  # when an answer was made
         *("api/http/messages.py", "api/http/responses.py"),
         "api/http/routes.py",
