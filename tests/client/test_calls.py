@@ -428,11 +428,13 @@ def test_a_server_that_names_the_deadline_is_quoted_with_ours() -> None:
 def test_the_public_names() -> None:
     assert sorted(pensieve.client.__all__) == pensieve.client.__all__
     for name in pensieve.client.__all__:
-        assert getattr(pensieve.client, name).__module__.startswith("pensieve.client.")
+        assert getattr(pensieve.client, name).__module__.startswith(
+            ("pensieve.client.", "pensieve.sampling")
+        )
 
 
 def test_importing_it_loads_nothing_heavy() -> None:
-    allowed = {"client", "errors", "v1"}
+    allowed = {"client", "errors", "sampling", "v1"}
     program = (
         "import sys, pensieve.client, pensieve.client.admin\n"
         "heavy = {'torch', 'transformers', 'numpy', 'sqlite3', 'sqlite_utils', 'tokenizers'}\n"
