@@ -32,9 +32,10 @@ class AttentionKind(NamedTuple):
 
     def needs_only(self, fields: Container[str]) -> bool:
         """Whether all other fields are None."""
-        return all(
-            value is None or name in fields for name, value in zip(self._fields, self, strict=True)
-        )
+        for name, value in zip(self._fields, self, strict=True):
+            if value is not None and name not in fields:
+                return False
+        return True
 
 
 class SharedPages(NamedTuple):
