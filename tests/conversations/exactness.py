@@ -193,30 +193,34 @@ class SdkGuest(Guest):
             super().run()
 
     def act(self) -> None:
-        choose = self._random
-        conversation = self._client.conversation(choose.choice(self._names))
-        roll, name = choose.random(), conversation.conversation_id
+        name = self._random.choice(self._names)
         try:
-            if roll < 0.7 or not self.counts["turns"] or not list(conversation.messages()):
-                length = choose.choice((2, 20, 70))
-                turn = conversation.send(self.words(), max_tokens=length, ignore_eos=True)
-                leave_at = choose.randrange(length) if choose.random() < 0.25 else None
-                for number, _ in enumerate(turn):
-                    if number == leave_at and turn.cancel():
-                        self.counts["cancels"] += 1
-                self.counts["turns"] += 1
-                self.read.append((name, turn.reply.text))
-            elif roll < 0.85:
-                copy = f"{self._names[0]}-{len(self._names)}"
-                conversation.fork(conversation_id=copy)
-                self._names.append(copy)
-                self.counts["forks"] += 1
-            else:
-                self._rewind(name, choose.random())
-        except errors.ContextFull:
-            self._rewind(name, 0.0)
+            try:
+                self._do_anything(name)
+            except errors.ContextFull:
+                self._rewind(name, 0.0)
         except errors.Unavailable:  # a fork or a rewind is not tried again by itself
             self.counts["given up"] += 1
+
+    def _do_anything(self, name: str) -> None:
+        choose, conversation = self._random, self._client.conversation(name)
+        roll = choose.random()
+        if roll < 0.7 or not self.counts["turns"] or not list(conversation.messages()):
+            length = choose.choice((2, 20, 70))
+            turn = conversation.send(self.words(), max_tokens=length, ignore_eos=True)
+            leave_at = choose.randrange(length) if choose.random() < 0.25 else None
+            for number, _ in enumerate(turn):
+                if number == leave_at and turn.cancel():
+                    self.counts["cancels"] += 1
+            self.counts["turns"] += 1
+            self.read.append((name, turn.reply.text))
+        elif roll < 0.85:
+            copy = f"{self._names[0]}-{len(self._names)}"
+            conversation.fork(conversation_id=copy)
+            self._names.append(copy)
+            self.counts["forks"] += 1
+        else:
+            self._rewind(name, choose.random())
 
     def _rewind(self, name: str, share: float) -> None:
         self.read = [each for each in self.read if each[0] != name]
