@@ -31,9 +31,6 @@ class Parameter(NamedTuple):
     metavar: str = ""  # of the flag of `pensieve chat`; "": there is none
     common: bool = False  # in `pensieve chat --help`, and not only in --help-all
 
-    def allows(self, value: float) -> bool:
-        return self.low <= value <= self.high and not (self.low_excluded and value == self.low)
-
 
 def _parameter(default: Any, *given: Any, **more: Any) -> Any:
     return field(default=default, metadata={"parameter": Parameter(*given, **more)})
@@ -153,14 +150,15 @@ class Sampling:
 
         Token ids are checked only if `vocab_size` is given.
         """
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                return each.name, "must be finite"
-        for each in fields(self):
-            value, parameter = getattr(self, each.name), parameter_of(each)
-            if isinstance(value, int | float) and not parameter.allows(value):
-                return each.name, parameter.bounds
+        for name, parameter in NUMBERS:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not parameter.low <= value <= parameter.high or (
+                parameter.low_excluded and value == parameter.low
+            ):
+                is_finite = -math.inf < value < math.inf
+                return name, parameter.bounds if is_finite else "must be finite"
         checks = (
             ("min_tokens", self.min_tokens <= self.max_tokens, "must lie in 0..max_tokens"),
             ("stop", len(self.stop) <= STOP_STRINGS_MAX, f"at most {STOP_STRINGS_MAX} strings"),
@@ -205,6 +203,11 @@ def parameter_of(each: Field[Any]) -> Parameter:
     return found
 
 
+NUMBERS = tuple(
+    (each.name, parameter_of(each))
+    for each in fields(Sampling)
+    if parameter_of(each).high < math.inf
+)
 # Annotations are texts in this module.
 FLOATS = tuple(each.name for each in fields(Sampling) if each.type == "float")
 INTEGERS = tuple(each.name for each in fields(Sampling) if each.type == "int")
