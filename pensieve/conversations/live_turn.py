@@ -1,7 +1,7 @@
 """A turn while it runs, and the values about it that store thread and event loop exchange.
 
     store thread                                    event loop
-    BegunTurn       committed as `running`    ──>   LiveTurn, followed by its readers
+    StartedTurn     committed as `running`    ──>   LiveTurn, followed by its readers
     KnownTurn       known by its request_id   ──>   attach to the LiveTurn, or replay the stored reply
     CommittedReply  <── TurnReply             ───   the engine has ended the turn
 

@@ -2,9 +2,10 @@
 
 Any number of readers follow a turn from its first token on. When the last reader leaves before the end, the
 turn lives for another `grace_seconds`, in which a client may attach again with the same request_id. Then the
-turn is abandoned and leaves no trace. The grace period passes in steps, so a stalled event loop does not use
-it up. A client that leaves on purpose cancels the turn instead (cancelling.py). If a cancel keeps less of the
-reply than other readers were sent, those readers get an error in place of the end.
+turn is abandoned: the engine stops it, its row becomes `interrupted`, and nothing of it is in the history. A
+retry with the same request_id runs it again. The grace period passes in steps, so a stalled event loop does
+not use it up. A client that leaves on purpose cancels the turn instead (cancelling.py). If a cancel keeps
+less of the reply than other readers were sent, those readers get an error in place of the end.
 
 A reader takes all new tokens whenever its stream can be written to. A reader is cancelled if its stream
 cannot be written to for `stall_seconds`, or if it is `undelivered_tokens_max` behind.
@@ -22,7 +23,7 @@ from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import TurnInterrupted
 
 log = logging.getLogger("pensieve")
-GRACE_STEPS = 10  # and so many more at most, if they come late
+GRACE_STEPS = 10  # of a stalled event loop, up to twice as many
 Write = Callable[[int, int], Awaitable[None]]  # delivers tokens [start, stop) of a turn
 CUT = "another client ended the turn, and the history has less of its reply than was sent here"
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pensieve.core.cache import KVCache
-from pensieve.core.prefix_tree import Chunk, Conversation
+from pensieve.core.prefix_tree import CachedConversation, Chunk
 
 
 class KvPlace(NamedTuple):
@@ -90,13 +90,13 @@ class Adoption:
         first_chunk: int,
         slots: Sequence[int],
         now: float,
-    ) -> Conversation:
+    ) -> CachedConversation:
         """A conversation that rests and is all holes."""
         num_chunks = first_chunk + len(slots)
         num_tokens = (num_chunks - 1) * self._tree.chunk_tokens + slots[-1]
         assert slots[-1] > 0
         assert num_tokens <= len(log), "KV of more tokens than the log has"
-        conversation = Conversation(conversation_id, now)
+        conversation = CachedConversation(conversation_id, now)
         conversation.log = log
         conversation.num_tokens = num_tokens
         self._tree.add_holes(conversation, num_chunks)

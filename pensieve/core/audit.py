@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from pensieve.core.policies.queue import RetentionQueue
-from pensieve.core.prefix_tree import Branch, Chunk, Conversation, PrefixTree
+from pensieve.core.prefix_tree import Branch, CachedConversation, Chunk, PrefixTree
 from pensieve.core.tiers import Tiers
 from pensieve.core.turn import Turn, TurnState
 
@@ -32,9 +32,9 @@ def audit(tree: PrefixTree, tiers: Tiers, queues: Sequence[RetentionQueue], now:
         queue.check(idle, now)
 
 
-def _audit_paths(tree: PrefixTree) -> dict[Branch, set[Conversation]]:
+def _audit_paths(tree: PrefixTree) -> dict[Branch, set[CachedConversation]]:
     """Paths have no gaps; returns the branches on them, and who holds each."""
-    holders_of: dict[Branch, set[Conversation]] = {}
+    holders_of: dict[Branch, set[CachedConversation]] = {}
     for conversation in tree.conversations.values():
         end = 0
         for branch in conversation.path():
@@ -48,7 +48,7 @@ def _audit_paths(tree: PrefixTree) -> dict[Branch, set[Conversation]]:
     return holders_of
 
 
-def _audit_branches(holders_of: dict[Branch, set[Conversation]]) -> int:
+def _audit_branches(holders_of: dict[Branch, set[CachedConversation]]) -> int:
     """Each branch's holders, children, pins and counts; returns how many chunks are reclaimable."""
     num_children: dict[Branch, int] = {}
     for branch in holders_of:
@@ -127,7 +127,7 @@ class TurnsByState(NamedTuple):
 
 
 def audit_turns(
-    turns: TurnsByState, conversations: Mapping[str, Conversation], chunk_tokens: int
+    turns: TurnsByState, conversations: Mapping[str, CachedConversation], chunk_tokens: int
 ) -> None:
     for state, in_state in (
         (TurnState.RUNNING, turns.running.values()),
@@ -152,7 +152,7 @@ def audit_turns(
             assert conversation.turn_id in turns.running, f"{conversation} runs a turn that is gone"
 
 
-def _audit_pages_of(turn: Turn, conversation: Conversation, chunk_tokens: int) -> None:
+def _audit_pages_of(turn: Turn, conversation: CachedConversation, chunk_tokens: int) -> None:
     assert conversation.turn_id == turn.turn_id, f"{conversation} does not know its turn"
     held = conversation.chunks()
     assert turn.chunks == held, f"turn {turn.turn_id} and its conversation disagree"

@@ -28,7 +28,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
+from pensieve.core.iteration_builder import TOKENS_MIN, IterationBuilder
 
 SHARE = 0.05  # of an iteration
 SECONDS = 0.08
@@ -49,41 +49,41 @@ class BackgroundRoom:
         self._num_beside = self._num_without = 0  # iterations in a row, with and without background
         self._pace = TOKENS_MIN  # tokens of an iteration without interactive turns
 
-    def limit(self, draft: IterationDraft, quiet_seconds: float) -> None:
-        """Limit what the draft takes from now on, which is of background turns.
+    def limit(self, builder: IterationBuilder, quiet_seconds: float) -> None:
+        """Limit what the builder takes from now on, which is of background turns.
 
         For `quiet_seconds` no interactive turn has been there.
         """
-        draft.num_interactive = draft.num_tokens
-        if (num_tokens := self._tokens(draft, quiet_seconds)) is not None:
-            draft.limit(num_tokens)
+        builder.num_interactive = builder.num_tokens
+        if (num_tokens := self._tokens(builder, quiet_seconds)) is not None:
+            builder.limit(num_tokens)
 
-    def planned(self, draft: IterationDraft) -> None:
-        if draft.num_tokens > draft.num_background:
-            self._num_beside = self._num_beside + 1 if draft.num_background else 0
-            self._num_without = 0 if draft.num_background else self._num_without + 1
+    def planned(self, builder: IterationBuilder) -> None:
+        if builder.num_tokens > builder.num_background:
+            self._num_beside = self._num_beside + 1 if builder.num_background else 0
+            self._num_without = 0 if builder.num_background else self._num_without + 1
 
-    def committed(self, draft: IterationDraft, seconds: float) -> None:
+    def committed(self, builder: IterationBuilder, seconds: float) -> None:
         """Learn from how long it took."""
-        if draft.num_prompt_tokens:
+        if builder.num_prompt_tokens:
             return
-        num_tokens, predicted = draft.num_background, draft.predicted_without
-        if num_tokens == draft.num_tokens:
+        num_tokens, predicted = builder.num_background, builder.predicted_without
+        if num_tokens == builder.num_tokens:
             self._set_pace(num_tokens, seconds)
         elif num_tokens and self._ratios:
             over = seconds - statistics.median(self._ratios) * predicted
             self._costs.append((num_tokens, max(over, 0.0) / num_tokens))
 
-    def _tokens(self, draft: IterationDraft, quiet_seconds: float) -> int | None:
-        if not draft.num_tokens:
+    def _tokens(self, builder: IterationBuilder, quiet_seconds: float) -> int | None:
+        if not builder.num_tokens:
             return None if quiet_seconds >= QUIET_SECONDS else self._pace
-        if draft.num_tokens > draft.num_decodes or not self._ratios:
+        if builder.num_tokens > builder.num_decodes or not self._ratios:
             return 0
         if self._num_beside >= PROBE_AFTER:
             return 0
         if not self._costs:
             return 1
-        predicted = draft.predicted_without * statistics.median(self._ratios)
+        predicted = builder.predicted_without * statistics.median(self._ratios)
         most = GROWTH * max(num_tokens for num_tokens, _ in self._costs)
         cost = sorted(seconds for _, seconds in self._costs)[max(len(self._costs) - 2, 0)]
         room = min(int(SHARE * predicted / cost), most) if cost else most

@@ -15,7 +15,8 @@ pinned, what lies on the host is swapped in, what is missing gets empty pages to
 eviction).  `discard` makes holes of what a failed turn computed.
 
 A host page that has changed since it was copied (`is_intact`) counts as dropped, so its chunk is a hole.
-It is asked before each swap-in, but for a page that another copy still reads: that was asked before that one.
+Each swap-in checks its page first, unless another copy still reads the page: then the page was checked before
+that copy.
 
 `begin` either reserves all it needs or takes nothing and returns how many pages are needed: no turn
 holds a part of its pages while it waits for the rest, so turns cannot block each other.
@@ -34,9 +35,16 @@ from pensieve.core.eviction import Candidates, Eviction
 from pensieve.core.iteration import PageCopy, SwapOut
 from pensieve.core.policies.protocol import EndedTurn, RetentionPolicy
 from pensieve.core.policies.queue import Role
-from pensieve.core.prefix_tree import Branch, Chunk, ChunkRun, Conversation, PrefixTree, chunk_runs
+from pensieve.core.prefix_tree import (
+    Branch,
+    CachedConversation,
+    Chunk,
+    ChunkRun,
+    PrefixTree,
+    chunk_runs,
+)
 from pensieve.core.streamed_pages import StreamedPages
-from pensieve.core.tiers import Admission, CacheConfig, IsIntact, Shortage, Tiers, trusted
+from pensieve.core.tiers import CacheConfig, IsIntact, PageReservation, Shortage, Tiers, trusted
 from pensieve.core.turn import Turn
 
 __all__ = ["CacheConfig", "KVCache"]
@@ -114,7 +122,7 @@ class KVCache:
 
     def begin(
         self, turn: Turn, now: float, reserve_pages: int, filled_before: dict[Chunk, int]
-    ) -> Admission | Shortage | None:
+    ) -> PageReservation | Shortage | None:
         """Pin and reserve the pages of the turn's whole present context, or return how many are needed.
 
         None: it has to wait for a streamed turn.
@@ -140,7 +148,7 @@ class KVCache:
         for branch in conversation.path():
             self.candidates.pin(branch)
         self.candidates.scan_again()
-        admission = Admission()
+        admission = PageReservation()
         self._bring_in(chunks, turn, admission, now)
         if tail is not None:
             chunks.append(self._copy_on_write(tail, turn, admission, filled_before, now))
@@ -153,7 +161,7 @@ class KVCache:
 
     def begin_streamed(
         self, turn: Turn, now: float, filled_before: dict[Chunk, int]
-    ) -> Admission | None:
+    ) -> PageReservation | None:
         """Pin and reserve host pages for the turn's whole present context; None: not now."""
         assert self.streamed is not None
         conversation = self._present(turn, now)
@@ -291,8 +299,10 @@ class KVCache:
         return 0 if conversation is None else self.eviction.evict(conversation, now)
 
     def move_to_host(self, conversation_id: str, now: float) -> int:
-        """Copy its idle pages that it alone holds to the host, as far as there is room for more than
-        what is worth more, and free them on the device; how many chunks are gone or on their way."""
+        """Move idle pages that only this conversation holds to the host; return how many chunks are moved.
+
+        A page is moved if the host has room, or holds a chunk that is worth less.
+        """
         conversation = self.conversations.get(conversation_id)
         return 0 if conversation is None else self.eviction.move_to_host(conversation, now)
 
@@ -302,7 +312,7 @@ class KVCache:
         conversation = self.conversations.get(conversation_id)
         return [] if conversation is None else chunk_runs(conversation)
 
-    def retention_value(self, conversation: Conversation, now: float) -> float | None:
+    def retention_value(self, conversation: CachedConversation, now: float) -> float | None:
         """Of its least valuable chunk in either tier; None while a turn runs or nothing is held."""
         return self.candidates.least_value_of(conversation, now)
 
@@ -312,11 +322,11 @@ class KVCache:
 
     # -- the parts of `begin` --
 
-    def _present(self, turn: Turn, now: float) -> Conversation:
+    def _present(self, turn: Turn, now: float) -> CachedConversation:
         """The turn's conversation, as long as its log."""
         conversation = self.conversations.get(turn.conversation_id)
         if conversation is None:
-            conversation = Conversation(turn.conversation_id, now)
+            conversation = CachedConversation(turn.conversation_id, now)
         assert conversation.turn_id is None, f"{conversation} already runs {conversation.turn_id}"
         resumes = turn.usage.admitted_at is not None
         kept_max = len(turn.tokens) if resumes else turn.history_tokens
@@ -324,7 +334,7 @@ class KVCache:
             self.tree.truncate(conversation, kept_max, now)
         return conversation
 
-    def _began(self, conversation: Conversation, turn: Turn, now: float) -> None:
+    def _began(self, conversation: CachedConversation, turn: Turn, now: float) -> None:
         """The turn holds its pages."""
         self.conversations[turn.conversation_id] = conversation
         conversation.turn_id = turn.turn_id
@@ -333,7 +343,7 @@ class KVCache:
         if not (resumes or turn.is_background):  # of those it is known that none returns
             self.policy.turn_began(turn.conversation_id, now)
 
-    def _context_of(self, conversation: Conversation) -> tuple[list[Chunk], Tail | None]:
+    def _context_of(self, conversation: CachedConversation) -> tuple[list[Chunk], Tail | None]:
         """The chunks that its turn uses as they are; apart, a last one that it must copy first.
 
         A turn appends to a partly used chunk if no other conversation holds it and nothing lies behind
@@ -362,7 +372,9 @@ class KVCache:
             num_reclaimable += 1
         return num_missing + num_reclaimable
 
-    def _bring_in(self, chunks: list[Chunk], turn: Turn, admission: Admission, now: float) -> None:
+    def _bring_in(
+        self, chunks: list[Chunk], turn: Turn, admission: PageReservation, now: float
+    ) -> None:
         """Each chunk of the turn's context gets a device page; what the host has is swapped in."""
         size, history_kv = self.config.chunk_tokens, turn.history_kv
         num_on_device = num_from_host = 0
@@ -390,7 +402,7 @@ class KVCache:
         self,
         tail: Tail,
         turn: Turn,
-        admission: Admission,
+        admission: PageReservation,
         filled_before: dict[Chunk, int],
         now: float,
     ) -> Chunk:
@@ -426,7 +438,7 @@ class KVCache:
             self._release_source(source, now)
         return chunk
 
-    def _append_chunk(self, conversation: Conversation, now: float) -> Chunk:
+    def _append_chunk(self, conversation: CachedConversation, now: float) -> Chunk:
         chunk = self.tree.append_chunk(conversation)
         self.eviction.take_device_page(chunk, now)
         return chunk

@@ -42,7 +42,7 @@ from typing import NamedTuple
 from pensieve.core.iteration import SwapOut
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.policies.queue import RetentionQueue, Role
-from pensieve.core.prefix_tree import Branch, Chunk, Conversation, PrefixTree
+from pensieve.core.prefix_tree import Branch, CachedConversation, Chunk, PrefixTree
 from pensieve.core.tiers import CacheConfig, Tiers
 
 EVENTS_MAX = 8192
@@ -109,7 +109,7 @@ class Candidates:
         class_index = self.policy.class_of(branch, chunk.index, now)
         return self.policy.value(class_index, now - branch.idle_since)
 
-    def least_value_of(self, conversation: Conversation, now: float) -> float | None:
+    def least_value_of(self, conversation: CachedConversation, now: float) -> float | None:
         """Of the chunks that it holds; None while a turn runs or nothing is held."""
         values = []
         for branch in conversation.path():
@@ -361,7 +361,7 @@ class Eviction:
 
     # -- by hand --
 
-    def evict(self, conversation: Conversation, now: float) -> int:
+    def evict(self, conversation: CachedConversation, now: float) -> int:
         """Drop every idle page that only this conversation holds; how many chunks lost theirs."""
         num_dropped = 0
         for branch in reversed(conversation.path()):
@@ -377,7 +377,7 @@ class Eviction:
         self._counters.dropped += num_dropped
         return num_dropped
 
-    def move_to_host(self, conversation: Conversation, now: float) -> int:
+    def move_to_host(self, conversation: CachedConversation, now: float) -> int:
         """Have the idle pages that only this conversation holds copied to the host and freed, as far
         as the host has room for more than what is worth more; how many chunks are gone or on their
         way."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.iteration_builder import IterationBuilder
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Turn
 
@@ -34,7 +34,7 @@ class MicroBatches:
         self,
         running: Sequence[Turn],
         with_place: Sequence[Turn],
-        draft: IterationDraft,
+        builder: IterationBuilder,
         background: bool,
     ) -> list[Turn]:
         """Return the turns that may be in this iteration, in their order.
@@ -44,7 +44,7 @@ class MicroBatches:
         turns = [turn for turn in with_place if turn.is_background == background]
         ready = [turn for turn in turns if not turn.pending_tokens]
         generating = [turn for turn in turns if turn.pending_tokens or not turn.is_prefill]
-        draft.others_generate |= len(ready) < len(turns)
+        builder.others_generate |= len(ready) < len(turns)
         self._chosen = {each.turn_id: self._chosen.get(each.turn_id, 0) for each in running}
         added = self._added_seconds(generating)
         share, taken = sum(added.values()) / self._stages, 0.0

@@ -122,7 +122,7 @@ class Chunk:
         )
 
 
-class Conversation:
+class CachedConversation:
     """What the cache knows of a conversation: its path of chunks, and when it was last active."""
 
     __slots__ = (
@@ -192,7 +192,7 @@ class Branch:
             parent.num_children += 1
         self.start = start  # index of its first chunk
         self.chunks: list[Chunk] = []
-        self.holders: dict[Conversation, None] = {}  # least recently active first
+        self.holders: dict[CachedConversation, None] = {}  # least recently active first
         self.idle_since = since  # of the most recently active holder
         self.num_running = 0  # running turns that hold it; its pages are pinned while any does
         self.num_streamed = 0  # of them, turns that use its host pages
@@ -206,8 +206,9 @@ class Branch:
         return self.start + len(self.chunks)
 
     def weight(self, now: float) -> float:
-        """The retention value of a chunk held by several is the sum over them; this is that sum in
-        units of a holder as recently active as the last: sum over holders of ratio · T_min / T_holder.
+        """Return the retention value of a chunk with several holders, relative to its most recent holder.
+
+        That is the sum over the holders of ratio · T_min / T_holder, with T their idle times.
 
         As long as no holder becomes active it only grows (towards the sum of the ratios), so an older
         weight is a lower bound.  (Idle times count as one second at least, so the weight of the first
@@ -228,7 +229,7 @@ class Branch:
             total += others * min(longest.ratio, 1.0) * least / (now - longest.idle_since)
         return total
 
-    def touch(self, holder: Conversation) -> None:
+    def touch(self, holder: CachedConversation) -> None:
         """The idle time of `holder` has changed: keep the holders sorted by it (it is mostly last)."""
         del self.holders[holder]
         later = []
@@ -259,7 +260,7 @@ class ChunkRun(NamedTuple):
     num_holders: int
 
 
-def chunk_runs(conversation: Conversation) -> list[ChunkRun]:
+def chunk_runs(conversation: CachedConversation) -> list[ChunkRun]:
     runs: list[ChunkRun] = []
     for branch in conversation.path():
         for chunk in branch.chunks:
@@ -310,16 +311,16 @@ class PrefixTree:
 
     def __init__(self, chunk_tokens: int, num_roles: int, listener: BranchListener) -> None:
         self.chunk_tokens = chunk_tokens
-        self.conversations: dict[str, Conversation] = {}
+        self.conversations: dict[str, CachedConversation] = {}
         self._num_roles = num_roles
         self._listener = listener
 
-    def fork(self, source: Conversation, num_tokens: int, target_id: str, now: float) -> None:
+    def fork(self, source: CachedConversation, num_tokens: int, target_id: str, now: float) -> None:
         """A second conversation over the first `num_tokens` positions; nothing is copied.
 
         None is made where `source` holds no chunk of them.
         """
-        target = Conversation(target_id, now)
+        target = CachedConversation(target_id, now)
         target.ratio = source.ratio
         target.log = source.log[:num_tokens]
         # A running source's chunks count as far as they go: only committed positions are forked.
@@ -340,7 +341,7 @@ class PrefixTree:
             self._listener.holders_changed(each, now)
         self.conversations[target_id] = target
 
-    def truncate(self, conversation: Conversation, num_tokens: int, now: float) -> None:
+    def truncate(self, conversation: CachedConversation, num_tokens: int, now: float) -> None:
         """Cut the path behind `num_tokens`; what no other conversation holds is freed."""
         conversation.num_tokens = num_tokens
         end = -(-num_tokens // self.chunk_tokens)
@@ -350,7 +351,7 @@ class PrefixTree:
             conversation.leaf = leaf.parent
             self._remove_holder(leaf, conversation, now)
 
-    def append_chunk(self, conversation: Conversation) -> Chunk:
+    def append_chunk(self, conversation: CachedConversation) -> Chunk:
         """The next chunk of a conversation whose turn runs."""
         leaf = conversation.leaf
         if leaf is None or len(leaf.holders) > 1:
@@ -364,7 +365,7 @@ class PrefixTree:
         leaf.chunks.append(chunk)
         return chunk
 
-    def add_holes(self, conversation: Conversation, num_chunks: int) -> None:
+    def add_holes(self, conversation: CachedConversation, num_chunks: int) -> None:
         """A conversation that was not known, with so many chunks of its own that have no page yet."""
         assert conversation.conversation_id not in self.conversations
         leaf = Branch(None, 0, conversation.idle_since, self._num_roles)
@@ -393,7 +394,7 @@ class PrefixTree:
             self._remove(branch)
             branch = branch.parent
 
-    def forget_if_empty(self, conversation: Conversation) -> None:
+    def forget_if_empty(self, conversation: CachedConversation) -> None:
         """A conversation without a chunk is not kept in memory."""
         if conversation.leaf is None:
             self.conversations.pop(conversation.conversation_id, None)
@@ -417,7 +418,7 @@ class PrefixTree:
         self._listener.branch_split(upper, branch, now)
         return upper
 
-    def _remove_holder(self, branch: Branch, conversation: Conversation, now: float) -> None:
+    def _remove_holder(self, branch: Branch, conversation: CachedConversation, now: float) -> None:
         del branch.holders[conversation]
         if branch.holders:
             branch.idle_since = next(reversed(branch.holders)).idle_since

@@ -11,7 +11,7 @@ of their calls.  The iteration takes, as long as tokens, seconds and pages last,
 4. **background turns** of batch jobs, by the same three steps, in what the others leave free;
 5. **swap-outs**, ahead of need, so that pages become available for the turns that found none.
 
-A prefill, a recomputed hole and a decode are the same thing: slices of a turn (iteration_draft.py).
+A prefill, a recomputed hole and a decode are the same thing: slices of a turn (iteration_builder.py).
 
 Before anything is filled, running turns may have to give up their places to the turn that is next
 (preemption.py).  If a generating turn needs a page and none is available, it waits one iteration if idle
@@ -63,13 +63,13 @@ from pensieve.core.fair_queue import (
     resume_order,
 )
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
-from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
+from pensieve.core.iteration_builder import TILE_EVERY, IterationBuilder
 from pensieve.core.micro_batches import MicroBatches
 from pensieve.core.preemption import Preemption, turn_to_suspend
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.streaming import Streaming
-from pensieve.core.tiers import Admission, Shortage
+from pensieve.core.tiers import PageReservation, Shortage
 from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
 
@@ -95,7 +95,7 @@ class Scheduler:
         self._disturbed: list[Turn] = []  # streamed turns whose chunks were discarded
         self._pending_cuts: dict[str, int] = {}  # by conversation: how much is to stay
         self._pending_evictions: dict[str, bool] = {}  # by conversation: whether to the host
-        self._uncommitted: deque[tuple[Iteration, IterationDraft]] = deque()
+        self._uncommitted: deque[tuple[Iteration, IterationBuilder]] = deque()
         self._committed_at = self._interactive_at = float("-inf")
         self._decode_ratios = deque[float](maxlen=NUM_KEPT)  # see `_learn`
         self._num_arrivals = self._index = 0
@@ -189,22 +189,22 @@ class Scheduler:
 
         `extra_pages` should become available beyond what turns lack.
         """
-        draft = IterationDraft(self.config, self._size, self._index % TILE_EVERY == 0)
+        builder = IterationBuilder(self.config, self._size, self._index % TILE_EVERY == 0)
         # Running turns give up their places.
         self._preempt(now)
-        self._stop_streaming(draft, now)
+        self._stop_streaming(builder, now)
         changes, available = self._num_changes(), self.cache.available
         # The iteration is filled.
-        prefills = self._plan_decodes(draft, now)
-        self.time_budget.limit(draft, prefills, self.queued.num_prompt_tokens, now)
+        prefills = self._plan_decodes(builder, now)
+        self.time_budget.limit(builder, prefills, self.queued.num_prompt_tokens, now)
         blocked = BlockedTurns(self.cache)
-        self._plan_prefills(draft, prefills, blocked, now)
-        self._plan_streamed(draft, blocked, now)
-        self._plan_background(draft, blocked, now)
+        self._plan_prefills(builder, prefills, blocked, now)
+        self._plan_streamed(builder, blocked, now)
+        self._plan_background(builder, blocked, now)
         self._end_warmed(now)
         # Pages become available for the turns that found none.
-        swap_outs = self._plan_swap_outs(draft, extra_pages, now)
-        if draft.is_empty and not swap_outs:
+        swap_outs = self._plan_swap_outs(builder, extra_pages, now)
+        if builder.is_empty and not swap_outs:
             if self._uncommitted:
                 return None
             if not self.cache.tiers.swaps:
@@ -214,7 +214,7 @@ class Scheduler:
                 assert changed, "turns wait for nothing"
                 # Pages became available without a copy, but some may be of the turn that lacks them.
                 return self.plan(now, 2 * extra_pages + 1)
-        return self._launch(draft, swap_outs, now)
+        return self._launch(builder, swap_outs, now)
 
     def _preempt(self, now: float) -> None:
         """Suspend running turns if the turn that is next is entitled to their places."""
@@ -236,7 +236,7 @@ class Scheduler:
             victim.give_way(claimant, self._num_arrivals)
             self._suspend(victim, now)
 
-    def _stop_streaming(self, draft: IterationDraft, now: float) -> None:
+    def _stop_streaming(self, builder: IterationBuilder, now: float) -> None:
         """Suspend streamed turns if streaming does not pay, or if one fits the device again."""
         if (streaming := self.streaming) is None:
             return
@@ -250,10 +250,10 @@ class Scheduler:
         if returning is not None:
             self.counters.returned += 1
             self._suspend(returning, now, counted=False)
-        draft.require_pages(streaming.required_pages)
+        builder.require_pages(streaming.required_pages)
 
     def _plan_decodes(
-        self, draft: IterationDraft, now: float, background: bool = False
+        self, builder: IterationBuilder, now: float, background: bool = False
     ) -> list[Turn]:
         """Take a token of each turn that generates; return the prefills that have begun."""
         size, prefills = self._size, list[Turn]()
@@ -261,7 +261,7 @@ class Scheduler:
         running = sorted(self.running.values(), key=QUEUE_ORDER)
         if self.micro_batches is not None:
             with_place = [turn for turn in running if self._has_place(turn)]
-            running = self.micro_batches.chosen(running, with_place, draft, background)
+            running = self.micro_batches.chosen(running, with_place, builder, background)
         for turn in running:
             if turn.is_background != background or not self._has_place(turn):
                 continue
@@ -269,16 +269,16 @@ class Scheduler:
             if turn.warm or turn.frontier < num_tokens - 1:  # `Turn.is_prefill`
                 # Only a turn that generated already, and lost its KV to a failure, may need a page.
                 if num_tokens > len(turn.chunks) * size and not self._extend(turn, now):
-                    draft.require_pages(1)
+                    builder.require_pages(1)
                     continue
                 prefills.append(turn)
-            elif draft.num_tokens_left and not (turn.pending_tokens and turn.ends_at(num_tokens)):
+            elif builder.num_tokens_left and not (turn.pending_tokens and turn.ends_at(num_tokens)):
                 if num_tokens > len(turn.chunks) * size:
                     if not self._extend(turn, now):
-                        draft.require_pages(1)
+                        builder.require_pages(1)
                         continue
                     turn.written[turn.chunks[-1]] = None
-                draft.decode(turn, num_tokens)
+                builder.decode(turn, num_tokens)
         return prefills
 
     def _extend(self, turn: Turn, now: float) -> bool:
@@ -296,37 +296,37 @@ class Scheduler:
         return True
 
     def _plan_prefills(
-        self, draft: IterationDraft, started: list[Turn], blocked: BlockedTurns, now: float
+        self, builder: IterationBuilder, started: list[Turn], blocked: BlockedTurns, now: float
     ) -> None:
         """Take tokens of prefills that have begun, and admit turns that wait."""
         used = self.queued.used
-        while draft.has_room():
+        while builder.has_room():
             started = [each for each in started if self._has_place(each)]
             first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
-            turn = self._next_to_admit(started, draft, blocked)
+            turn = self._next_to_admit(started, builder, blocked)
             if first is not None and (turn is None or used(turn) > used(first)):
                 oldest = oldest_prefill(first, started)
                 started.remove(first)
-                if draft.has_room(oldest):
-                    self.queued.charge(first, draft.fill(first, oldest))
+                if builder.has_room(oldest):
+                    self.queued.charge(first, builder.fill(first, oldest))
                 continue
             if turn is None:
                 break
             if blocked.defers(turn):
                 continue
-            admission = self._admit(turn, now, draft.filled_before)
-            if isinstance(admission, Admission):
+            admission = self._admit(turn, now, builder.filled_before)
+            if isinstance(admission, PageReservation):
                 blocked.passed()
-                draft.admit(admission)
-                self.queued.charge(turn, draft.fill(turn, oldest_prefill(turn, started)))
+                builder.admit(admission)
+                self.queued.charge(turn, builder.fill(turn, oldest_prefill(turn, started)))
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
             else:
                 blocked.add(turn, admission, turn is self.preemption.claimant)
-        draft.require_pages(blocked.required_pages)
+        builder.require_pages(blocked.required_pages)
 
     def _next_to_admit(
-        self, started: Collection[Turn], draft: IterationDraft, blocked: BlockedTurns
+        self, started: Collection[Turn], builder: IterationBuilder, blocked: BlockedTurns
     ) -> Turn | None:
         """A waiting turn that has a place, and goes before the prefills of its share that have begun.
 
@@ -340,7 +340,7 @@ class Scheduler:
             return (
                 turn.is_background == background
                 and precedes_prefills(turn, started)
-                and draft.has_room(oldest_prefill(turn, started))
+                and builder.has_room(oldest_prefill(turn, started))
             )
 
         turn = claimant or self.queued.next_turn(self.suspended, may_run, blocked.turns)
@@ -350,7 +350,7 @@ class Scheduler:
 
     def _admit(
         self, turn: Turn, now: float, filled_before: dict[Chunk, int], streamed: bool = False
-    ) -> Admission | Shortage | None:
+    ) -> PageReservation | Shortage | None:
         """Admit a turn, or return what has to become available first; None: wait for a commit."""
         conversation = self.cache.conversations.get(turn.conversation_id)
         if conversation is not None and conversation.turn_id is not None:
@@ -362,12 +362,12 @@ class Scheduler:
             reserve = self.cache.config.swap_out_mark_pages
         if turn.is_background and self.streaming is not None:
             reserve += self.streaming.required_pages
-        found: Admission | Shortage | None
+        found: PageReservation | Shortage | None
         if streamed:
             found = self.cache.begin_streamed(turn, now, filled_before)
         else:
             found = self.cache.begin(turn, now, reserve, filled_before)
-        if not isinstance(found, Admission):
+        if not isinstance(found, PageReservation):
             return found
         self.counters.streamed += streamed
         if turn.state is not TurnState.QUEUED:
@@ -392,7 +392,7 @@ class Scheduler:
                     writer.written[target] = None
         return found
 
-    def _plan_streamed(self, draft: IterationDraft, blocked: BlockedTurns, now: float) -> None:
+    def _plan_streamed(self, builder: IterationBuilder, blocked: BlockedTurns, now: float) -> None:
         """Admit turns that find no room on the device, as far as streaming their contexts pays."""
         if (streaming := self.streaming) is None:
             return
@@ -403,13 +403,13 @@ class Scheduler:
             return
         waiting = self.suspended, self.queued
         running = self.running.values()
-        for turn in streaming.turns_to_admit(*waiting, running, draft, blocked.background):
-            found = self._admit(turn, now, draft.filled_before, streamed=True)
-            if isinstance(found, Admission):
-                self.queued.charge(turn, draft.fill(turn))
+        for turn in streaming.turns_to_admit(*waiting, running, builder, blocked.background):
+            found = self._admit(turn, now, builder.filled_before, streamed=True)
+            if isinstance(found, PageReservation):
+                self.queued.charge(turn, builder.fill(turn))
 
     def _plan_background(
-        self, draft: IterationDraft, interactive: BlockedTurns, now: float
+        self, builder: IterationBuilder, interactive: BlockedTurns, now: float
     ) -> None:
         """Fill with background turns what is left; admit none while an interactive turn lacks pages."""
         if self._has_interactive:
@@ -417,11 +417,11 @@ class Scheduler:
         if not self._num_background:
             return
         assert self.background is not None
-        self.background.limit(draft, now - self._interactive_at)
-        prefills = self._plan_decodes(draft, now, background=True)
+        self.background.limit(builder, now - self._interactive_at)
+        prefills = self._plan_decodes(builder, now, background=True)
         blocked = BlockedTurns(self.cache, background=True, may_admit=not interactive.turns)
-        self._plan_prefills(draft, prefills, blocked, now)
-        self._plan_streamed(draft, blocked, now)
+        self._plan_prefills(builder, prefills, blocked, now)
+        self._plan_streamed(builder, blocked, now)
 
     def _end_warmed(self, now: float) -> None:
         """End the warms whose contexts are complete."""
@@ -429,32 +429,34 @@ class Scheduler:
             if turn.warm and not turn.num_uncommitted and turn.frontier >= len(turn.tokens):
                 self._finish(turn, FinishReason.WARMED, now)
 
-    def _plan_swap_outs(self, draft: IterationDraft, extra_pages: int, now: float) -> list[SwapOut]:
+    def _plan_swap_outs(
+        self, builder: IterationBuilder, extra_pages: int, now: float
+    ) -> list[SwapOut]:
         """Copy idle pages to the host; not beside a swap-in or a copy, which may be of the same pages."""
-        if draft.swap_ins or draft.copies:
+        if builder.swap_ins or builder.copies:
             return []
-        required_pages = draft.required_pages + extra_pages
-        return self.cache.plan_swap_outs(now, required_pages, draft.filled_before)
+        required_pages = builder.required_pages + extra_pages
+        return self.cache.plan_swap_outs(now, required_pages, builder.filled_before)
 
-    def _launch(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
-        """Make an iteration of the draft, which is uncommitted from now on."""
+    def _launch(self, builder: IterationBuilder, swap_outs: list[SwapOut], now: float) -> Iteration:
+        """Make an iteration of the builder, which is uncommitted from now on."""
         self._index += 1
-        draft.planned_at = now
-        draft.predicted_seconds = self.time_budget.planned(draft, now)
+        builder.planned_at = now
+        builder.predicted_seconds = self.time_budget.planned(builder, now)
         if self.background is not None:
-            self.background.planned(draft)
-        if draft.streamed:
+            self.background.planned(builder)
+        if builder.streamed:
             assert self.streaming is not None
-            self.streaming.arrange(draft)
-        iteration = draft.iteration(self._index, swap_outs, self._started, self._forgotten)
+            self.streaming.arrange(builder)
+        iteration = builder.iteration(self._index, swap_outs, self._started, self._forgotten)
         self._started.clear()
         self._forgotten.clear()
-        self._uncommitted.append((iteration, draft))
+        self._uncommitted.append((iteration, builder))
         counters = self.counters
         counters.iterations += 1
-        counters.tokens += draft.num_tokens
-        counters.recomputed_tokens += draft.num_recomputed
-        counters.repaired_ranges_max = max(counters.repaired_ranges_max, draft.num_ranges_max)
+        counters.tokens += builder.num_tokens
+        counters.recomputed_tokens += builder.num_recomputed
+        counters.repaired_ranges_max = max(counters.repaired_ranges_max, builder.num_ranges_max)
         return iteration
 
     # What `plan` asks:
@@ -492,14 +494,14 @@ class Scheduler:
 
         Return tokens of turns that go on or end with them, and ends, in the order in which they are sent.
         """
-        oldest, draft = self._uncommitted.popleft()
+        oldest, builder = self._uncommitted.popleft()
         assert oldest is iteration, "iterations are committed in order"
-        self._learn(draft, now)
-        self.cache.release_sources(draft.sources, now)
+        self._learn(builder, now)
+        self.cache.release_sources(builder.sources, now)
         for copy_id in outcome.finished_copies:
             self.cache.finish_copy(copy_id, now)
         news: list[SampledToken | Ended] = []
-        for turn in draft.turns:
+        for turn in builder.turns:
             turn.num_uncommitted -= 1
         for failure in outcome.failures:
             turn = self._turns[failure.turn_id]
@@ -535,17 +537,17 @@ class Scheduler:
                 self._release(turn, now)
         return news
 
-    def _learn(self, draft: IterationDraft, now: float) -> None:
+    def _learn(self, builder: IterationBuilder, now: float) -> None:
         """Learn from how long the iteration took."""
-        seconds, self._committed_at = now - max(draft.planned_at, self._committed_at), now
-        self.time_budget.committed(draft, now)
+        seconds, self._committed_at = now - max(builder.planned_at, self._committed_at), now
+        self.time_budget.committed(builder, now)
         if self.background is not None:
-            self.background.committed(draft, seconds)
-        if draft.only_decodes:
-            if draft.predicted_without:  # background turns are measured against these
-                self._decode_ratios.append(seconds / draft.predicted_without)
+            self.background.committed(builder, seconds)
+        if builder.only_decodes:
+            if builder.predicted_without:  # background turns are measured against these
+                self._decode_ratios.append(seconds / builder.predicted_without)
             if self.streaming is not None:
-                self.streaming.committed(draft, seconds)
+                self.streaming.committed(builder, seconds)
 
     def _discard(self, turn: Turn, now: float) -> None:
         """Make holes of what the turn has computed, for every turn that uses it."""

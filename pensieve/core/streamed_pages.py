@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pensieve.core.eviction import Eviction
-from pensieve.core.prefix_tree import Chunk, Conversation, PrefixTree
-from pensieve.core.tiers import Admission, CacheConfig, IsIntact
+from pensieve.core.prefix_tree import CachedConversation, Chunk, PrefixTree
+from pensieve.core.tiers import CacheConfig, IsIntact, PageReservation
 from pensieve.core.turn import Turn
 
 
@@ -82,7 +82,9 @@ class StreamedPages:
             self._eviction.copy_out(to_copy, now)
         return not to_copy
 
-    def take(self, conversation: Conversation, turn: Turn, now: float) -> Admission | None:
+    def take(
+        self, conversation: CachedConversation, turn: Turn, now: float
+    ) -> PageReservation | None:
         """Pin the turn's chunks, with a host page for each of its context; None: there are too few."""
         for chunk in conversation.chunks():
             assert chunk.branch is not None
@@ -108,7 +110,7 @@ class StreamedPages:
         for branch in path:
             if branch.num_running == branch.num_streamed:
                 self._candidates.leave_device(branch)
-        admission = Admission()
+        admission = PageReservation()
         for chunk in chunks:
             base = chunk.index * self._size
             admission.host_tokens += min(chunk.filled, max(turn.history_kv - base, 0))
@@ -117,7 +119,7 @@ class StreamedPages:
             self._give(chunk, pages.pop())
         return admission
 
-    def extend(self, conversation: Conversation, turn: Turn, now: float) -> bool:
+    def extend(self, conversation: CachedConversation, turn: Turn, now: float) -> bool:
         """A host page for the turn's next chunk; False: there is none, or a group cannot be so large."""
         if len(turn.chunks) >= self._config.staging_pages:
             return False

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from pensieve.core.cache import KVCache
 from pensieve.core.fair_queue import FairQueue, precedes_prefills
-from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.iteration_builder import IterationBuilder
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_groups import StreamGroups
 from pensieve.core.turn import QUEUE_ORDER, Turn
@@ -76,7 +76,7 @@ class Streaming:
         suspended: Iterable[Turn],
         queued: FairQueue,
         running: Collection[Turn],
-        draft: IterationDraft,
+        builder: IterationBuilder,
         background: bool,
     ) -> Iterator[Turn]:
         """Yield the waiting turns for which it pays; each may be admitted before the next is asked for."""
@@ -104,7 +104,7 @@ class Streaming:
         # Turns that wait only for pages keep their places.
         kept = [turn for turn in tried if turn not in chosen]
         for turn in chosen[: self._how_many(chosen, running)]:
-            if not (draft.has_room() and self._has_room_for(turn, [*running, *kept])):
+            if not (builder.has_room() and self._has_room_for(turn, [*running, *kept])):
                 return
             yield turn
 
@@ -169,16 +169,18 @@ class Streaming:
 
     # -- iterations --
 
-    def arrange(self, draft: IterationDraft) -> None:
+    def arrange(self, builder: IterationBuilder) -> None:
         """Put slices of streamed turns behind the others, in groups."""
-        slices, draft.groups = self._groups.arranged(
-            draft.slices, draft.streamed, draft.filled_before
+        slices, builder.groups = self._groups.arranged(
+            builder.slices, builder.streamed, builder.filled_before
         )
-        draft.slices = list(slices)
+        builder.slices = list(slices)
 
-    def committed(self, draft: IterationDraft, seconds: float) -> None:
+    def committed(self, builder: IterationBuilder, seconds: float) -> None:
         """Learn from how long an iteration took in which interactive turns generate and nothing else."""
-        self.cost.took(StreamLoad(draft.num_decodes, draft.work.keys, draft.num_staged), seconds)
+        self.cost.took(
+            StreamLoad(builder.num_decodes, builder.work.keys, builder.num_staged), seconds
+        )
 
 
 def load_of(running: Iterable[Turn]) -> StreamLoad:

@@ -135,7 +135,7 @@ class CacheCounters:
 
 
 @dataclass(slots=True)
-class Admission:
+class PageReservation:
     """The pages of a turn's whole present context are reserved; what has to move for that."""
 
     copies: list[PageCopy] = field(default_factory=list)

@@ -21,11 +21,11 @@ corrected by measurement:
 
     seconds = a · predicted without prompts + b · predicted of the prompts' pieces
 
-b is the second highest of the last few ratios (a, while there is none).  One late iteration changes nothing,
-and two are believed.  A machine whose times vary has shorter pieces, because the P99 of the times counts and
-not their median.  (Iterations full of a document, beside other work on two cores, took 1.28 times the
-prediction at their P99 with the second highest of seven, and 1.47 times with the median; 0.95 and 1.01 times
-in the middle.)
+b is the second highest of the last few ratios.  Before the first ratio, b is a.  One late iteration changes
+nothing, and two are believed.  A machine whose times vary has shorter pieces, because the P99 of the times
+counts and not their median.  (Iterations full of a document, beside other work on two cores, took 1.28 times
+the prediction at their P99 with the second highest of seven, and 1.47 times with the median; 0.95 and 1.01
+times in the middle.)
 
 a is the ratio of the last iteration without prompts.  So the prediction need only know how iterations differ,
 and not how fast the machine is, which other work on it changes.  a is measured before any prompt joins.  If
@@ -53,7 +53,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
+from pensieve.core.iteration_builder import TOKENS_MIN, IterationBuilder
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stage_times import StageTimes
 from pensieve.core.turn import Turn
@@ -90,27 +90,27 @@ class TimeBudget:
         self._committed_at = float("-inf")
 
     def limit(
-        self, draft: IterationDraft, started: Iterable[Turn], num_waiting: int, now: float
+        self, builder: IterationBuilder, started: Iterable[Turn], num_waiting: int, now: float
     ) -> None:
-        """Let prompts join for so long; the draft has all its decodes and nothing else.
+        """Let prompts join for so long; the builder has all its decodes and nothing else.
 
         Beside the prefills that have started, so many tokens of prompts wait.
         """
-        draft.num_decodes = len(draft.slices)
-        without = draft.predicted() if draft.num_decodes else self._predict(1, 0, 0, 1)
-        draft.predicted_without = without
-        somebody_waits = draft.num_decodes > 0 or draft.others_generate
+        builder.num_decodes = len(builder.slices)
+        without = builder.predicted() if builder.num_decodes else self._predict(1, 0, 0, 1)
+        builder.predicted_without = without
+        somebody_waits = builder.num_decodes > 0 or builder.others_generate
         if not self._limits or not somebody_waits or not without:
             return  # nobody waits, or nothing takes time
         a = self._without
         if a is None or self._num_with >= PROBE_AFTER:
-            draft.limit(0)
+            builder.limit(0)
         elif a > 0.0:
             num_tokens = num_waiting + sum(turn.num_missing for turn in started)
             allowed = self._added_max * self._backlog_factor(num_tokens) or float("inf")
             if self._tbt:
                 allowed = min(allowed, self._longest(now) - a * without)
-            draft.seconds_max = self._predicted_within(max(allowed, 0.0), a)
+            builder.seconds_max = self._predicted_within(max(allowed, 0.0), a)
 
     def has_room_for(self, turn: Turn, running: Collection[Turn]) -> bool:
         """Whether it may run beside these.
@@ -129,37 +129,37 @@ class TimeBudget:
         together = self._predict(num_turns, num_positions, num_positions, num_turns)
         return together <= most or most < self._predict(1, alone, alone, 1)
 
-    def planned(self, draft: IterationDraft, now: float) -> float:
+    def planned(self, builder: IterationBuilder, now: float) -> float:
         """What the iteration is predicted to take; 0 where it computes nothing, or nothing is known yet."""
-        num_prompt_tokens = draft.num_prompt_tokens
+        num_prompt_tokens = builder.num_prompt_tokens
         self._num_with = self._num_with + 1 if num_prompt_tokens else 0
         a = self._without or 0.0
-        seconds = a * draft.predicted()
+        seconds = a * builder.predicted()
         if num_prompt_tokens and self._added:
-            with_prompts = a * draft.predicted_without + self._slowness * draft.seconds_added
+            with_prompts = a * builder.predicted_without + self._slowness * builder.seconds_added
             seconds = max(seconds, with_prompts)
         if self._stage_times is not None:
             self._stage_times.planned(now, seconds)
         return seconds
 
-    def committed(self, draft: IterationDraft, now: float) -> None:
-        since, without, added = self._committed_at, draft.predicted_without, draft.seconds_added
-        if not draft.num_decodes or since == float("-inf"):
-            since = max(draft.planned_at, since)
+    def committed(self, builder: IterationBuilder, now: float) -> None:
+        since, without, added = self._committed_at, builder.predicted_without, builder.seconds_added
+        if not builder.num_decodes or since == float("-inf"):
+            since = max(builder.planned_at, since)
         measured, self._committed_at = now - since, now
         if self._stage_times is not None:
             measured = self._stage_times.committed(now)
-        if draft.num_background or not without:  # background turns took time, or nothing does
+        if builder.num_background or not without:  # background turns took time, or nothing does
             return
-        if not draft.num_prompt_tokens:
-            if draft.num_decodes:
+        if not builder.num_prompt_tokens:
+            if builder.num_decodes:
                 self._without = measured / without
             return
         base = without * (self._without or 0.0)
-        if draft.num_decodes and measured < STALE_SHARE * base:
+        if builder.num_decodes and measured < STALE_SHARE * base:
             self._without = None
-        elif draft.num_prompt_tokens >= TOKENS_MIN and added:
-            if not draft.num_decodes and self._added:
+        elif builder.num_prompt_tokens >= TOKENS_MIN and added:
+            if not builder.num_decodes and self._added:
                 return  # nobody waited for it, and it may be of another size altogether
             self._added.append(_Measured(max(measured - base, 0.0) / added, added))
 

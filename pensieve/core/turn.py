@@ -109,7 +109,7 @@ class Turn:
     shared_tokens: int = 0  # with which its conversation begins as another one's fork
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
-    arrival: int = 0  # it was the so-manieth that came
+    arrival: int = 0  # its number in the order of arrival
     streamed: bool = False  # its KV lies on the host while it runs; see streamed_pages.py
     moved_back: bool = False  # suspended because it had its share of time
     num_passed: int = 0  # turns that were admitted before it while it lacked pages
@@ -137,7 +137,7 @@ class Turn:
 
     @property
     def history_kv(self) -> int:
-        """How many positions of its history can have KV: that of a log's last token comes with the turn."""
+        """How many positions of its history can have KV: all but the last, which the turn computes."""
         return max(self.history_tokens - 1, 0)
 
     @property
@@ -192,10 +192,10 @@ class Turn:
         self.queue_order = (-self.level, arrival)
 
     def give_way(self, other: Turn, arrival: int) -> None:
-        """That one takes its place.
+        """Let another turn take this turn's place.
 
-        To a higher one of its share only so often: it rises.  Where it has had its share of time, it is as
-        if it had come now, as the `arrival`-th.
+        A turn that gives way to a higher priority of its own share rises by one level, so it gives way only
+        so often.  A turn that has used its share of time is queued again with this `arrival` number.
         """
         if other.share == self.share and self.level < other.level:
             self.level += 1

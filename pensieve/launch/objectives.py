@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration, Slice, TurnStart
-from pensieve.core.iteration_draft import TOKENS_MIN
+from pensieve.core.iteration_builder import TOKENS_MIN
 from pensieve.engine.ports import Executor
 from pensieve.errors import ConfigError
 from pensieve.sampling import Sampling

@@ -346,9 +346,9 @@ class ConversationStore:
     ) -> int:
         """Append the turn's messages and its reply to the log; returns the revision it made.
 
-        A response that the turn is gets that revision.  It may be called again after an error: a turn that
-        was committed is not committed twice.  With an `attempt` it is NotFound if the turn was begun again
-        since: a late end of one attempt is no end of the next.
+        A `response` is stored with that revision.  The call may be repeated after an error: a turn is not
+        committed twice.  With an `attempt`, NotFound if the turn was begun again since: the late end of one
+        attempt must not end the next.
         """
         is_cancelled = finish_reason == StoredTurnState.CANCELLED.value
         state = StoredTurnState.CANCELLED if is_cancelled else StoredTurnState.COMPLETED

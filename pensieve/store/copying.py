@@ -1,4 +1,4 @@
-"""Copies a whole history from SQLite to PostgreSQL, or back: row for row, so that nothing is another.
+"""Copy a whole history from SQLite to PostgreSQL, or back, row for row.
 
 All tables with all numbers, in one transaction of the target, which has to be empty: an interruption leaves
 it so.  Each body is checked against its checksum on its way.  Wiped rows stay behind, as nothing is in them.

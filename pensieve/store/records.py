@@ -34,7 +34,7 @@ class StoredTurnState(StrEnum):
     FAILED = "failed"  # the engine could not finish it; not in the history
 
 
-# Of a turn that its request finds when it comes again, and does not begin again.
+# A retry of a request finds its turn in one of these states, and does not begin it again.
 KNOWN_STATES = frozenset(
     {StoredTurnState.RUNNING, StoredTurnState.COMPLETED, StoredTurnState.CANCELLED}
 )
@@ -83,7 +83,7 @@ class NewMessage:
 class NewConversation:
     """A conversation to create.  `messages` is its head, most often a system prompt: no rewind removes it.
 
-    Where the head has its tokens already, the conversation is `began_at` to the template, and stays so.
+    If the head has its tokens already, the template takes `began_at` as the current time, in every turn.
     """
 
     conversation_id: str
@@ -181,9 +181,7 @@ class Conversation:
     running_turn_id: int | None
     created_at: float
     updated_at: float
-    began_at: float | None = (
-        None  # whose head has tokens of its own: the time that it is to the template
-    )
+    began_at: float | None = None  # if the head has its own tokens: the template's current time
     has_pending: bool = False  # messages that its next turn may bring, or has brought
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.background_room import QUIET_SECONDS, SECONDS
-from pensieve.core.iteration_draft import TOKENS_MIN
+from pensieve.core.iteration_builder import TOKENS_MIN
 from pensieve.core.turn import TurnState
 from tests.core.world import Shape, Stage, run
 

@@ -11,14 +11,14 @@ import pytest
 from pensieve.core.cache import KVCache
 from pensieve.core.eviction import Candidates, Eviction
 from pensieve.core.iteration import PageGroup, SampledToken, SwapIn, SwapOut
-from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.iteration_builder import IterationBuilder
 from pensieve.core.policies.queue import QUALIFIES, Role
 from pensieve.core.preemption import Preemption
 from pensieve.core.prefix_tree import Branch, Chunk, PrefixTree
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.stream_groups import StreamGroups, _Group
 from pensieve.core.streamed_pages import StreamedPages
-from pensieve.core.tiers import Admission, PagePool, Tiers
+from pensieve.core.tiers import PagePool, PageReservation, Tiers
 from pensieve.core.turn import Turn
 from tests.core.world import SPOILED, TWINS, Shape, Stage, run
 
@@ -83,9 +83,9 @@ def swap_outs_at_any_time(
         tiers.num_swapping_in = swapping_in
 
 
-def jump_over_holes(original: Any, draft: IterationDraft, turn: Turn, *rest: Any) -> Any:
+def jump_over_holes(original: Any, builder: IterationBuilder, turn: Turn, *rest: Any) -> Any:
     turn.frontier = max(turn.frontier, turn.history_tokens - 1)
-    return original(draft, turn, *rest)
+    return original(builder, turn, *rest)
 
 
 def ignore_before(original: Any, cache: KVCache, turn: Any, now: float, n: int, _: Any) -> Any:
@@ -125,7 +125,7 @@ def forget_suspended(original: Any, scheduler: Scheduler, turn: Any, now: float)
 
 def release_at_once(original: Any, cache: KVCache, *rest: Any) -> Any:
     found = original(cache, *rest)
-    if isinstance(found, Admission):
+    if isinstance(found, PageReservation):
         for chunk in found.sources:
             chunk.in_flight -= 1
             if chunk.branch is None and not chunk.in_flight:
@@ -203,10 +203,10 @@ def overtake(original: Any, scheduler: Scheduler, now: float) -> Any:
     return original(scheduler, now)
 
 
-def spend_twice(original: Any, draft: IterationDraft, turn: Turn, *rest: Any) -> Any:
-    before = draft.num_tokens_left
-    num_tokens = original(draft, turn, *rest)
-    draft.num_tokens_left += (before - draft.num_tokens_left + 1) // 2
+def spend_twice(original: Any, builder: IterationBuilder, turn: Turn, *rest: Any) -> Any:
+    before = builder.num_tokens_left
+    num_tokens = original(builder, turn, *rest)
+    builder.num_tokens_left += (before - builder.num_tokens_left + 1) // 2
     return num_tokens
 
 
@@ -341,7 +341,7 @@ FAULTS: dict[str, Plant] = {
     "pages of running turns are not pinned": around(Candidates, "pin", lambda f, *a: None),
     "a pinned chunk stays marked to drop": around(Candidates, "pin", stay_marked),
     "swap-outs start during swap-ins": around(Eviction, "plan_swap_outs", swap_outs_at_any_time),
-    "holes are not recomputed": around(IterationDraft, "fill", jump_over_holes),
+    "holes are not recomputed": around(IterationBuilder, "fill", jump_over_holes),
     "a failed turn's KV is kept": around(KVCache, "discard", lambda f, *a: []),
     "a swapped-in chunk counts as full": around(Tiers, "start_swap_in", filled_too_high),
     "a resting chunk counts as full": around(KVCache, "end", keep_what_was_said),
@@ -358,7 +358,7 @@ FAULTS: dict[str, Plant] = {
     "a later turn overtakes": around(Scheduler, "plan", overtake),
     "a turn gives way to its equal": around(Preemption, "_is_below", equals_give_way),
     "a turn that gave way loses its reply": around(Turn, "give_way", forget_the_preempted),
-    "an iteration exceeds its budget": around(IterationDraft, "fill", spend_twice),
+    "an iteration exceeds its budget": around(IterationBuilder, "fill", spend_twice),
     "a copy in flight revives what was discarded": around(Tiers, "invalidate", revive),
     "the places of turns that ended are counted for ever": around(
         Preemption, "ended", count_for_ever

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.iteration import Iteration
-from pensieve.core.iteration_draft import TOKENS_MIN
+from pensieve.core.iteration_builder import TOKENS_MIN
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.time_budget import PROBE_AFTER
 from tests.core.world import Stage

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.iteration_builder import IterationBuilder
 from pensieve.core.turn import Turn
 from tests.core.world import SPOILED, TWINS, Shape, World, run
 from tests.scale import SCALE
@@ -171,15 +171,15 @@ def must_happen(shape: Shape) -> set[str]:
 def traffic(name: str, seeds: range) -> Counter[str]:
     """What happened in these worlds, summed; a note on the error names the world that failed."""
     shape, total = SHAPES[name], Counter[str]()
-    within = IterationDraft._within
+    within = IterationBuilder._within
 
-    def counted(draft: IterationDraft, start: int, held_for: Turn | None = None) -> int:
-        found = within(draft, start, held_for)
-        total["prompts_cut_by_time"] += found < draft.num_tokens_left
+    def counted(builder: IterationBuilder, start: int, held_for: Turn | None = None) -> int:
+        found = within(builder, start, held_for)
+        total["prompts_cut_by_time"] += found < builder.num_tokens_left
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IterationDraft, "_within", counted)
+        patch.setattr(IterationBuilder, "_within", counted)
         most_ranges = sum_up(shape, name, seeds, total)
     total["repaired_ranges_max"] = most_ranges
     return total

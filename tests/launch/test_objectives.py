@@ -13,7 +13,7 @@ import pytest
 
 from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.core.iteration_draft import TOKENS_MIN
+from pensieve.core.iteration_builder import TOKENS_MIN
 from pensieve.errors import ConfigError
 from pensieve.launch.objectives import (
     CONTEXT,

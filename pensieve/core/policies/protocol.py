@@ -8,7 +8,7 @@ The eviction of pages (core/eviction.py) decides when something has to go; a pol
 * decides where a copy between the tiers is not worth its seconds.
 
 A new policy is a file beside this one, a line in registry.py, and a choice of the setting `policy` in
-config/tables.py.
+config/settings.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class RetentionPolicy(Protocol):
     class_ratio: float  # between the values of neighboring classes, at most; they rise
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
-        """The class 0 <= i < num_classes of a chunk; its value is not above the chunk's own."""
+        """Return the class of a chunk, in 0..num_classes - 1.
+
+        The class must not be worth more than the chunk, at any idle time.
+        """
 
     def value(self, class_index: int, idle_seconds: float) -> float:
         """The retention value of a class's chunks that have been idle for so long."""

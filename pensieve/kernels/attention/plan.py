@@ -94,7 +94,7 @@ class Cut(NamedTuple):
     time: float  # that it takes
 
 
-Kinds = Counter[tuple[int, int, bool]]  # cost, rows, whether it is a part however short it is
+WorkCounts = Counter[tuple[int, int, bool]]  # cost, rows, whether it is a part however short it is
 
 
 class TileCosts(NamedTuple):
@@ -118,12 +118,12 @@ class TileCosts(NamedTuple):
 
         return cls(made, step, costs(made.packs), costs(made.tiles))
 
-    def kinds(self) -> Kinds:
+    def kinds(self) -> WorkCounts:
         tiles, packs, _, places = self.made
         rows = [tile.num_rows for tile in tiles]
         are_parts = map(places.__contains__, range(len(tiles))) if places else repeat(False)
         costs = [cost for _, cost in self.tile_costs]
-        kinds: Kinds = Counter(zip(costs, rows, are_parts, strict=False))
+        kinds: WorkCounts = Counter(zip(costs, rows, are_parts, strict=False))
         for pack, (_, cost) in zip(packs, self.pack_costs, strict=True):
             kinds[cost, pack.num_rows, True] += 1
         return kinds
@@ -328,7 +328,7 @@ def _first(pair: tuple[int, Item]) -> int:
 
 
 def part_limit(
-    kinds: Kinds,
+    kinds: WorkCounts,
     num_kv_heads: int,
     blocks_at_once: int,
     waves_more: int | None = None,
@@ -378,11 +378,11 @@ def part_limit(
     return best
 
 
-def _num_parts(kinds: Kinds, limit: int) -> int:
+def _num_parts(kinds: WorkCounts, limit: int) -> int:
     return sum(-(-cost // limit) * count for (cost, *_), count in kinds.items())
 
 
-def _smallest_limit(kinds: Kinds, parts_max: int, step: int) -> int:
+def _smallest_limit(kinds: WorkCounts, parts_max: int, step: int) -> int:
     """The smallest limit with which there are at most `parts_max` parts (one for each piece, or more)."""
     low = -(-PART_PAGES_MIN // step)
     high = max(-(-max(cost for cost, *_ in kinds) // step), low)

@@ -18,7 +18,7 @@ from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.policies.queue import QUALIFIES, RetentionQueue, Role
 from pensieve.core.policies.registry import POLICIES
 from pensieve.core.policies.value import CLASS_RATIO, ValuePolicy
-from pensieve.core.prefix_tree import Branch, Chunk, Conversation
+from pensieve.core.prefix_tree import Branch, CachedConversation, Chunk
 from tests.core.world import Stage
 
 SIZE = 32
@@ -45,7 +45,7 @@ class Forest:
             chunk.device_page, chunk.filled = 0, SIZE
             branch.chunks.append(chunk)
         for number, since in enumerate(sorted(idle_since)):
-            holder = Conversation(f"c{len(self.branches)}.{number}", since)
+            holder = CachedConversation(f"c{len(self.branches)}.{number}", since)
             branch.holders[holder] = None
         self.branches.append(branch)
         self.queue.offer(branch, self.now)

@@ -18,7 +18,7 @@ from pensieve.core.policies.return_model import (
     traits_of,
 )
 from pensieve.core.policies.return_policy import UNIT_CLASS, ReturnPolicy
-from pensieve.core.prefix_tree import Branch, Conversation
+from pensieve.core.prefix_tree import Branch, CachedConversation
 from tests.core.world import Stage
 
 COST = CostProfile.analytic(10**9, 16, 8, 64)
@@ -65,7 +65,7 @@ def held(*holders: tuple[float, float]) -> Branch:
     """A branch whose holders are idle since, with these ratios; the last one most recently."""
     branch = Branch(None, 0, holders[-1][0], 3)
     for number, (since, ratio) in enumerate(holders):
-        conversation = Conversation(f"c{number}", since)
+        conversation = CachedConversation(f"c{number}", since)
         conversation.ratio = ratio
         branch.holders[conversation] = None
     return branch

@@ -1,22 +1,22 @@
-"""What is predicted of a draft is predicted of its slices."""
+"""What is predicted of a builder is predicted of its slices."""
 
 from __future__ import annotations
 
 import pytest
 
 from pensieve.core.cost import Work, work_of
-from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.iteration_builder import IterationBuilder
 from pensieve.core.time_budget import TimeBudget
 from tests.core.world import Stage
 
 
-def test_the_work_of_a_draft_is_that_of_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_an_iteration_is_that_of_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     planned, seen = TimeBudget.planned, list[Work]()
 
-    def compared(self: TimeBudget, draft: IterationDraft, now: float) -> None:
-        assert draft.work == work_of((piece.start, piece.stop) for piece in draft.slices)
-        seen.append(draft.work)
-        planned(self, draft, now)
+    def compared(self: TimeBudget, builder: IterationBuilder, now: float) -> None:
+        assert builder.work == work_of((piece.start, piece.stop) for piece in builder.slices)
+        seen.append(builder.work)
+        planned(self, builder, now)
 
     monkeypatch.setattr(TimeBudget, "planned", compared)
     world = Stage(400, 0, batch_tokens_max=64, token_seconds=0.001, prompt_seconds_max=0.05)

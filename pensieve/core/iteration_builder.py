@@ -5,10 +5,11 @@ slice is launched, every position before its end is on the device, on its way th
 in a slice of it.  Planning a slice raises `chunk.filled` at once: the first turn that is planned computes a
 missing chunk that several turns share, and the others find it done.
 
-If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit into it behind their
-context, and TOKENS_MIN however little is left.  There is room as long as so many would fit at the beginning
-of a context, and for the first prompt always.  A turn that goes before an older prefill leaves it HELD_BACK
-of what prompts may take, and TOKENS_MIN at least (fair_queue.py).
+If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit, given the length of
+its context, but at least TOKENS_MIN.  There is room for another prompt as long as TOKENS_MIN tokens at the
+beginning of a context would fit.  There is always room for the first prompt.  A turn
+that goes before an older prefill leaves it HELD_BACK of what prompts may take, and TOKENS_MIN at least
+(fair_queue.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pensieve.core.iteration import (
 )
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.tiers import Admission
+from pensieve.core.tiers import PageReservation
 from pensieve.core.turn import Turn
 
 TOKENS_MIN = 16  # of a prompt, where time is short
@@ -37,7 +38,7 @@ TILE_EVERY = 4  # iterations, where there is room for one
 _new_tuple = tuple.__new__
 
 
-class IterationDraft:
+class IterationBuilder:
     def __init__(self, config: SchedulerConfig, chunk_tokens: int, holds_back: bool = True) -> None:
         self.num_tokens_max = config.batch_tokens_max
         self.num_tokens_left = config.batch_tokens_max
@@ -74,7 +75,7 @@ class IterationDraft:
         """So many pages should become available for turns that found none."""
         self.required_pages = max(self.required_pages, num_pages)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: PageReservation) -> None:
         """Take over what has to move for a turn's context."""
         self.copies += admission.copies
         self.swap_ins += admission.swap_ins
