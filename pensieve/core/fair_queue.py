@@ -37,7 +37,7 @@ counter, and no lower counter can appear.  Within a share each line moves, if sl
 **Prefills of a share** get the tokens of an iteration by level, and then **the shortest remaining one
 first**. So a message that takes one iteration does not wait for the hundred iterations of a document, which
 waits one longer.  That is best for the mean time to the first token, and alone it would starve the long ones.
- So something is **held back for the oldest prefill**: younger ones leave it HELD_BACK of the tokens that
+So something is **held back for the oldest prefill**: younger ones leave it HELD_BACK of the tokens that
 prompts may take in an iteration, and TOKENS_MIN at least (iteration_builder.py).  Being passed makes it at
 most 1 / HELD_BACK times as long.  If there is room for one tile only, the oldest prefill gets the tile.
 
