@@ -29,7 +29,7 @@ CHILD = """
 import os, sys, time
 from pathlib import Path
 from pensieve.errors import StoreUnavailable
-from pensieve.store import ConversationStore, TurnRequest
+from pensieve.store import ConversationStore, NewTurn
 from tests.store.talk import create, reply, user
 
 def tell(*words):
@@ -49,7 +49,7 @@ for name in names:
 number = 0
 while True:
     name, request_id = names[number % 4], f"r{number}"
-    question = TurnRequest(request_id, [user(f"question {number}", number, number)])
+    question = NewTurn(request_id, [user(f"question {number}", number, number)])
     begun = lasting(lambda: store.begin_turn(name, question))
     answer = reply(f"answer {number}" * 300, *[number] * 50)
 
