@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from pensieve.cli.main import main
-from pensieve.conversations import housekeeping
+from pensieve.conversations import daemon, housekeeping
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.store.connection import read_only
 from pensieve.v1 import admin_pb2
@@ -91,7 +91,7 @@ def test_a_client_that_deletes_again_has_it_erased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(housekeeping, "ERASED_SECONDS_MAX", 0.0)
-    monkeypatch.setattr(housekeeping, "SWEEP_SECONDS", 3600.0)
+    monkeypatch.setattr(daemon, "SWEEP_SECONDS", 3600.0)
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("secret", SECRET, sampling=SHORT)
         with reader(rig):
@@ -106,7 +106,7 @@ def test_a_client_that_deletes_again_waits_as_the_first_one_does(
 ) -> None:
     """Also if the conversation is gone: a read that is just ending is no reason to send it away."""
     monkeypatch.setattr(housekeeping, "ERASED_SECONDS_MAX", 0.0)
-    monkeypatch.setattr(housekeeping, "SWEEP_SECONDS", 3600.0)
+    monkeypatch.setattr(daemon, "SWEEP_SECONDS", 3600.0)
     with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:
         rig.ask("secret", SECRET, sampling=SHORT)
         with reader(rig):

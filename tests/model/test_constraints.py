@@ -226,7 +226,9 @@ def test_a_masked_row_is_drawn_as_if_there_were_no_other_tokens(name: str) -> No
         assert drawn.token_id in allowed
         others = torch.full_like(logits, -1e30)
         others[:, sorted(allowed)] = logits[:, sorted(allowed)]
-        if not (sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty):
+        counts_others = sampling.top_n_sigma  # in the deviation of all logits
+        penalties = sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty
+        if not (counts_others or penalties):
             (alone,) = sampler.draw(others, [row._replace(mask=None)]).read()
             assert alone is not None
             assert drawn.token_id == alone.token_id

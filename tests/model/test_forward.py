@@ -307,7 +307,7 @@ def test_a_graph_reads_the_plan_of_its_batch(
     seen: list[Any] = []
     logits = model.flat.logits
     monkeypatch.setattr(
-        model.flat, "logits", lambda *given: (seen.append(given[-1]._work), logits(*given))[1]
+        model.flat, "logits", lambda *given: (seen.append(given[-1]._plan), logits(*given))[1]
     )
     with torch.inference_mode():
         made.capture()

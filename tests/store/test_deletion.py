@@ -201,12 +201,12 @@ DYING_CHILD = """
 import os, sys
 from pathlib import Path
 from pensieve.store import ConversationStore
-from pensieve.store.connection import Writer
+from pensieve.store.connection import WriterConnection
 from tests.store.talk import create, user
 store = ConversationStore.open(Path(sys.argv[1]), "test")
 create(store, "keep", user("keep", 1))
 create(store, "a", user("SECRET-a", 1))
-Writer.truncate_journal = lambda writer: os._exit(9)
+WriterConnection.truncate_journal = lambda writer: os._exit(9)
 store.delete_conversation("a")
 """
 
