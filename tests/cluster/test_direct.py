@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +32,11 @@ SEND = next(each for each in methods() if each.name == "SendMessage")
 
 
 def run(work: Callable[[Holds], Awaitable[None]]) -> None:
+    problems: list[dict[str, Any]] = []  # of tasks that nobody waits for, such as Ray's call
+
     async def with_holds() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, found: problems.append(found))
         holds = Holds()
         await holds.listen("127.0.0.1")
         try:
@@ -39,8 +44,11 @@ def run(work: Callable[[Holds], Awaitable[None]]) -> None:
                 await work(holds)
         finally:
             await holds.close()
+        gc.collect()  # a task reports its error when it is freed
+        loop.set_exception_handler(None)  # tasks that the end of the loop cancels are no problem
 
     asyncio.run(with_holds())
+    assert problems == []
 
 
 async def hold(holds: Holds, ticket: str) -> None:

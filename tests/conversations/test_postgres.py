@@ -47,6 +47,7 @@ def serve(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.executed  # the environment of a forked process is, for /proc, that of the fork server
 def test_a_conversation_goes_on_after_either_process_was_killed(
     tmp_path: Path,
     server: PostgresServer,

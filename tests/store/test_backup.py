@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -253,6 +255,43 @@ def test_more_changes_than_a_segment_holds_begin_a_generation(
     monkeypatch.setattr(backup, "SEGMENT_BYTES_MAX", 4096)
     backing.write()
     assert [len(each.times) for each in points(backing.folder)] == [1, 1]
+    with backing.restored() as found:
+        assert history(found) == history(backing.store)
+
+
+def test_the_last_moment_comes_behind_one_that_is_still_being_written(
+    backing: Backing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that ends writes it while the thread of its last regular write may wait for the folder."""
+    create(backing.store, "tea")
+    backing.write()
+    append, at_once, most = Backup._append, list[Any](), list[int]()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(self: Backup, *arguments: Any) -> bool:
+        at_once.append(arguments)
+        most.append(len(at_once))
+        entered.set()
+        assert go_on.wait(60)
+        try:
+            return append(self, *arguments)
+        finally:
+            at_once.pop()
+
+    monkeypatch.setattr(Backup, "_append", slow)
+    with ThreadPoolExecutor(2) as pool:
+        writes = []
+        for number in range(2):
+            say(backing.store, "tea", f"r{number}", user("text", number), reply("hello", 2))
+            backing.clock.time += 60.0
+            writes.append(pool.submit(backing.backup.write))
+            assert entered.wait(60)
+        wait(writes, timeout=0.3)
+        go_on.set()
+        for each in writes:
+            each.result()
+    assert most == [1, 1]
+    assert [len(each.times) for each in points(backing.folder)] == [3]
     with backing.restored() as found:
         assert history(found) == history(backing.store)
 
