@@ -121,7 +121,6 @@ class Binder:
         self.num_bound = Counter[BindingKind]()
         self._daemon = daemon
         self._random_bits = random_bits
-        self._beginning: dict[tuple[str, str], asyncio.Event] = {}  # by tenant and request
         self._unused: dict[tuple[str, str], int] = {}  # made for a turn, with their revision
         self._num_lookups = Counts[str]()
         self._reserved = Counts[tuple[str, str]]()  # by tenant and conversation
@@ -143,16 +142,8 @@ class Binder:
         self, chat: StatelessRequest, seconds_left: float | None, left: asyncio.Event
     ) -> list[BoundTurn]:
         """Behind the same request; it goes on where its client has left, which is when that comes again."""
-        if not chat.request_id:
+        async with self._daemon.arriving.alone(chat.tenant, chat.request_id):
             return await self._begin(chat, seconds_left, left)
-        request = chat.tenant, chat.request_id
-        while (earlier := self._beginning.get(request)) is not None:
-            await earlier.wait()
-        self._beginning[request] = asyncio.Event()
-        try:
-            return await self._begin(chat, seconds_left, left)
-        finally:
-            self._beginning.pop(request).set()
 
     async def _begin(
         self, chat: StatelessRequest, seconds_left: float | None, left: asyncio.Event

@@ -559,7 +559,7 @@ def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
         BindingKind.NEW,
     ]
     assert len(slow.ids) == 1
-    assert not slow.binder._beginning
+    assert not slow.rig.daemon.conversations.arriving._beginning
 
 
 def test_an_interrupted_request_begins_again(slow: Bindings) -> None:
