@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -98,41 +98,46 @@ async def take_nothing(start: int, stop: int) -> None:
 class ArrivingTurns:
     """Turns that are about to begin: drafted, tokenized, or waiting for the store thread.
 
-    They count towards the limits of the daemon and of their tenant, and so do their characters.
+    They count towards the limits of the daemon and of their tenant, and so do their characters.  Of requests
+    with the same request_id, one begins after the other.
     """
 
     def __init__(self) -> None:
         self.num_turns = 0
         self._of_tenant = Counts[str]()
         self.num_characters = Counts[str]()  # that wait to be tokenized or stored, by tenant
-        self._of_request = Counts[tuple[str, str, str]]()
         self._requests: dict[int, TurnRequest] = {}  # as they came, by their identity
-        self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
+        # By tenant, conversation (empty: any) and request_id: until the request has begun its turn.
+        self._beginning: dict[tuple[str, str, str], asyncio.Event] = {}
 
     def add(self, request: TurnRequest) -> None:
         self.num_turns += 1
         self._requests[id(request)] = request
         self._of_tenant[request.tenant] += 1
         self.num_characters[request.tenant] += request.num_characters
-        self._of_request[_identity(request)] += 1
+        self._enter(request.tenant, request.conversation_id, request.request_id)
 
     def remove(self, request: TurnRequest) -> None:
         self.num_turns -= 1
         self._requests.pop(id(request), None)
         self._of_tenant[request.tenant] -= 1
         self.num_characters[request.tenant] -= request.num_characters
-        self._of_request[_identity(request)] -= 1
-        if not self._of_request[_identity(request)]:
-            for waiting in self._waiting.pop(_identity(request), ()):
-                if not waiting.done():
-                    waiting.set_result(None)
+        self._leave(request.tenant, request.conversation_id, request.request_id)
 
     async def gone(self, tenant: str, conversation_id: str, request_id: str) -> None:
-        """Until no call of this request is about to begin its turn."""
-        while request_id and self.has_request(tenant, conversation_id, request_id):
-            waiting = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault((tenant, conversation_id, request_id), []).append(waiting)
-            await waiting
+        """Wait until no other call of this request is about to begin its turn."""
+        while (other := self._beginning.get((tenant, conversation_id, request_id))) is not None:
+            await other.wait()
+
+    @contextlib.asynccontextmanager
+    async def alone(self, tenant: str, request_id: str) -> AsyncIterator[None]:
+        """Let no other call of this request look for its turn meanwhile, in any conversation."""
+        await self.gone(tenant, "", request_id)
+        self._enter(tenant, "", request_id)
+        try:
+            yield
+        finally:
+            self._leave(tenant, "", request_id)
 
     def requests(self) -> Collection[TurnRequest]:
         """In the order in which they came."""
@@ -142,11 +147,16 @@ class ArrivingTurns:
         return self._of_tenant[tenant]
 
     def has_request(self, tenant: str, conversation_id: str, request_id: str) -> bool:
-        return self._of_request[tenant, conversation_id, request_id] > 0
+        return (tenant, conversation_id, request_id) in self._beginning
 
+    def _enter(self, tenant: str, conversation_id: str, request_id: str) -> None:
+        if request_id:
+            self._beginning[tenant, conversation_id, request_id] = asyncio.Event()
 
-def _identity(request: TurnRequest) -> tuple[str, str, str]:
-    return request.tenant, request.conversation_id, request.request_id
+    def _leave(self, tenant: str, conversation_id: str, request_id: str) -> None:
+        begun = self._beginning.pop((tenant, conversation_id, request_id), None)
+        if begun is not None:
+            begun.set()
 
 
 class Conversations:
@@ -157,12 +167,13 @@ class Conversations:
         engine: EngineClient,
         admission: Admission,
         events: TurnEvents,
+        arriving: ArrivingTurns,
         config: DaemonConfig,
         sources: Sources,
     ) -> None:
         self.turns = Turns(history.tokenizer, sources.wall_clock())
         self.latencies = Latencies()
-        self.arriving = ArrivingTurns()
+        self.arriving = arriving
         self.readers = Readers(
             threads.loop,
             ReaderLimits(config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max),

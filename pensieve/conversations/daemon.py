@@ -22,7 +22,7 @@ from pensieve import gc_pause
 from pensieve.conversations.admission import Admission, DaemonLoad
 from pensieve.conversations.backing_up import BackingUp
 from pensieve.conversations.cancelling import CancelRequest, CancelResult, cancel_turn
-from pensieve.conversations.conversations import Conversations
+from pensieve.conversations.conversations import ArrivingTurns, Conversations
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.engine_client import GONE, EngineClient, EngineProgram, Patience
@@ -118,6 +118,7 @@ class Daemon:
         )
         of = self.config
         self.admission = Admission(of.turns_max, of.limits, self.started_at, of.ttft_seconds)
+        self.arriving = ArrivingTurns()  # also while the model is loading
         self.texts = texts
         self._report = report
         self._sources = sources or Sources()
@@ -145,6 +146,7 @@ class Daemon:
             self.engine,
             self.admission,
             self.events,
+            self.arriving,
             self.config,
             self._sources,
         )

@@ -13,29 +13,23 @@ this point of the same history, forks as well.  So a fork needs no rows of its o
 history that was cut does not hold the message), and a fork is found when the original is deleted.  When
 nothing holds the message it is deleted, and its states go with it (ON DELETE CASCADE).
 
-A keyed request (with an Idempotency-Key) has a row, too, from the beginning of its turn on: the key is a
-digest of tenant and request, and the message is the first that the request brought.  So a retry finds its
-turn in any conversation, and the same key with another body is noticed.
-
 A row holds digests and numbers, no text.  Old rows are deleted, a few in a transaction.  A history that was
 last continued before that is new to the store when it comes again.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.store import conversation_rows
-from pensieve.store.records import ChainMatch, ChainRequest, ChainState
+from pensieve.store.conversation_rows import tenant_key
+from pensieve.store.records import ChainMatch, ChainState
 from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-KEY_BYTES = 16
-OF_A_REQUEST = b"request"  # in place of a session; the digests of sessions are longer
 STATES_MAX = 16  # that are looked at, of those with the same key, and of each
 HOLDERS_MAX = 64
 FORGOTTEN_AT_ONCE = 256
@@ -66,7 +60,7 @@ class Chains:
         """
         with self._transactions.reading() as conn:
             for digest in digests:
-                messages, is_of_session = _states(conn, chain_key(tenant, digest), session)
+                messages, is_of_session = _states(conn, tenant_key(tenant, digest), session)
                 if messages:
                     break
             else:
@@ -76,23 +70,6 @@ class Chains:
         return ChainMatch(
             digest, found.conversation_id, holder.revision, found.revision, may_append
         )
-
-    def request(self, request_id: str, *, tenant: str = "") -> ChainRequest | None:
-        """The turn that a keyed request began, in whichever conversation, if it runs or has its reply."""
-        with self._transactions.reading() as conn:
-            row = conn.execute(
-                "SELECT t.conversation, (SELECT count(*) FROM messages m"
-                " WHERE m.turn_id = t.turn_id AND m.finish_reason IS NULL)"
-                " FROM chains c JOIN messages first ON first.message = c.message"
-                " JOIN turns t ON t.turn_id = first.turn_id WHERE c.key = ? AND c.session = ?"
-                " AND t.state IN ('running', 'completed', 'cancelled') LIMIT 1",
-                (chain_key(tenant, _request_digest(request_id)), OF_A_REQUEST),
-            ).fetchone()
-            if row is None:
-                return None
-            number, num_messages = row
-            found = conversation_rows.conversation_numbered(conn, number)
-        return ChainRequest(found.conversation_id, num_messages)
 
     def forget(self, before: float) -> bool:
         """Delete some of the states from before that time; whether there may be more."""
@@ -123,33 +100,14 @@ class Chains:
         return others[0], False  # some history has the messages
 
 
-def chain_key(tenant: str, digest: bytes) -> bytes:
-    """The `key` column: tenants never meet."""
-    whole = tenant.encode(errors="surrogatepass") + b"\0" + digest
-    return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
-
-
-def _request_digest(request_id: str) -> bytes:
-    whole = b"request\0" + request_id.encode()
-    return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
-
-
 def insert_state(
     conn: Connection, tenant: str, state: ChainState, message: int, now: float
 ) -> None:
     """A history that ends with this message, the reply of a turn."""
     conn.execute(
         "INSERT INTO chains (key, message, session, at) VALUES (?, ?, ?, ?)",
-        (chain_key(tenant, state.digest), message, state.session, now),
+        (tenant_key(tenant, state.digest), message, state.session, now),
     )
-
-
-def insert_request(
-    conn: Connection, tenant: str, request_id: str, message: int, now: float
-) -> None:
-    """Record which turn a request began; `message` is one of the turn's messages."""
-    state = ChainState(_request_digest(request_id), OF_A_REQUEST)
-    insert_state(conn, tenant, state, message, now)
 
 
 def copy_states(conn: Connection, old: int, new: int) -> None:

@@ -28,6 +28,12 @@ def digest(*words: str) -> bytes:
     return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
+def tenant_key(tenant: str, digest: bytes) -> bytes:
+    """A key of what is found in any conversation of its tenant: tenants never meet."""
+    whole = tenant.encode(errors="surrogatepass") + b"\0" + digest
+    return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
+
+
 COLUMNS = (
     "key",
     "tenant",

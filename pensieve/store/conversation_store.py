@@ -38,7 +38,7 @@ from pensieve.errors import InvalidArgument, NotFound, PrefixTaken
 from pensieve.store import conversation_rows, message_rows, turn_rows
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, Backend, ScrubSteps
 from pensieve.store.bodies import bytes_of_tenant
-from pensieve.store.chains import Chains, insert_request, insert_state
+from pensieve.store.chains import Chains, insert_state
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.conversation_changes import ConversationChanges, pending_json, take_pending
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
@@ -52,6 +52,7 @@ from pensieve.store.records import (
     BegunTurn,
     ChainState,
     Conversation,
+    KeyedTurn,
     LookedUp,
     Message,
     NewConversation,
@@ -327,10 +328,7 @@ class ConversationStore:
             else:
                 turn_rows.restart_turn(conn, stored.turn.turn_id, tenant)
                 turn = turn_rows.require_turn(conn, stored.turn.turn_id).turn
-            links = message_rows.insert_messages(conn, tenant, request.messages, turn.turn_id, 0)
-            if request.history_digest:
-                first = links[0].message
-                insert_request(conn, tenant, request.request_id, first, self.now())
+            message_rows.insert_messages(conn, tenant, request.messages, turn.turn_id, 0)
         self._transactions.add(turn.turn_id)
         return BegunTurn(turn, must_run=True)
 
@@ -402,6 +400,11 @@ class ConversationStore:
             key = conversation_rows.conversation_key(conversation_id, tenant)
             found = turn_rows.find_request(conn, key, request_id)
         return None if found is None else self._transactions.turn_as_read(found.turn)
+
+    def find_keyed(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
+        """The turn that a keyed request began, in whichever conversation, if it runs or has its reply."""
+        with self._transactions.reading() as conn:
+            return turn_rows.find_keyed(conn, tenant, request_id)
 
     def look_up(
         self, conversation_id: str, request_id: str, num_tokens: int, *, tenant: str = ""

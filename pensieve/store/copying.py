@@ -39,7 +39,7 @@ COLUMNS = {  # by table, in an order in which what a row refers to comes before 
     "bodies": "body crc private tokens",
     "conversations": "conversation key tenant prefix_key revision fingerprint created_at updated_at body",
     "turns": "turn_id conversation request_key state attempts seed finish_reason failure usage revision"
-    " created_at finished_at body logprobs",
+    " created_at finished_at body logprobs idempotency_key",
     "messages": "message turn_id role finish_reason num_tokens body",
     "history": "conversation position message revision first_token",
     "tenants": "tenant stored_bytes",

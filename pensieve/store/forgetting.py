@@ -87,7 +87,10 @@ def _forget(conn: Connection, turn_id: int, body: int) -> None:
     ).fetchone()
     if is_held:
         key = turn_id.to_bytes(KEY_BYTES // 2)
-        conn.execute("UPDATE turns SET request_key = ? WHERE turn_id = ?", (key, turn_id))
+        conn.execute(
+            "UPDATE turns SET request_key = ?, idempotency_key = NULL WHERE turn_id = ?",
+            (key, turn_id),
+        )
         shorten_body(conn, tenant, body, FORGOTTEN)
         return
     bodies = conn.execute("SELECT body FROM messages WHERE turn_id = ?", (turn_id,)).fetchall()

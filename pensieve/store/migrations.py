@@ -6,7 +6,8 @@ removes the copy, because it must reach everything.  A database of a newer Pensi
 The tables:
 
     conversations   one row each; `key` is a digest of (tenant, conversation_id)
-    turns           one row per request; `request_key` is a digest of its request_id
+    turns           one row per request; `request_key` is a digest of its request_id, which is known in its
+                    conversation; one with an Idempotency-Key is known in any: `idempotency_key`
     messages        one row per message, shared by every conversation whose history holds it
     history         which messages a conversation has, in order: (position, message)
     bodies          the private part of all three, logprobs of turns, responses (see bodies.py)
@@ -189,6 +190,15 @@ STEPS: Steps = {
         "CREATE INDEX owners_session ON owners (session)",
         "CREATE TABLE epochs (last INTEGER NOT NULL) STRICT",
         "INSERT INTO epochs (last) VALUES (0)",
+    ),
+    "m009_idempotency_keys": (
+        # A request with a key was a chain of its first message, of the session "request".
+        "ALTER TABLE turns ADD COLUMN idempotency_key BLOB",
+        "UPDATE turns SET idempotency_key = c.key FROM chains c JOIN messages m USING (message)"
+        " WHERE length(c.session) = 7 AND m.turn_id = turns.turn_id AND length(request_key) = 16",
+        "DELETE FROM chains WHERE length(session) = 7",
+        "CREATE INDEX turns_idempotency_key ON turns (idempotency_key)"
+        " WHERE idempotency_key IS NOT NULL",
     ),
 }
 

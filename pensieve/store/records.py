@@ -253,8 +253,8 @@ class ChainMatch(NamedTuple):
     may_append: bool  # nothing comes behind it, no turn runs, and the session is the same
 
 
-class ChainRequest(NamedTuple):
-    """A turn that a keyed request began."""
+class KeyedTurn(NamedTuple):
+    """A turn that a request with an Idempotency-Key began."""
 
     conversation_id: str
     num_messages: int  # that the request added

@@ -294,6 +294,7 @@ INDEXES = (
     Index("turns", "turns_running", ("conversation",), "state = 'running'"),
     Index("turns", "turns_body", ("body",)),
     Index("turns", "turns_logprobs", ("logprobs",), "logprobs IS NOT NULL"),
+    Index("turns", "turns_idempotency_key", ("idempotency_key",), "idempotency_key IS NOT NULL"),
     Index("messages", "messages_turn", ("turn_id",)),
     Index("messages", "messages_body", ("body",)),
     Index("chains", "chains_key", ("key", "session"), EVERY_CHAIN),

@@ -17,9 +17,10 @@ from pensieve.store.bodies import (
     unpack_tokens,
     wipe_bodies,
 )
-from pensieve.store.conversation_rows import digest
+from pensieve.store.conversation_rows import conversation_numbered, digest, tenant_key
 from pensieve.store.records import (
     Conversation,
+    KeyedTurn,
     NewMessage,
     NewTurn,
     StoredTurn,
@@ -40,6 +41,7 @@ COLUMNS = (
     "usage",
     "created_at",
     "body",
+    "idempotency_key",
 )
 
 
@@ -103,6 +105,23 @@ def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> 
     return None if row is None else _turn(row)
 
 
+def find_keyed(conn: Connection, tenant: str, request_id: str) -> KeyedTurn | None:
+    row = conn.execute(
+        "SELECT t.conversation, (SELECT count(*) FROM messages m"
+        " WHERE m.turn_id = t.turn_id AND m.finish_reason IS NULL) FROM turns t"
+        " WHERE t.idempotency_key = ? AND t.state IN ('running', 'completed', 'cancelled') LIMIT 1",
+        (idempotency_key(tenant, request_id),),
+    ).fetchone()
+    if row is None:
+        return None
+    return KeyedTurn(conversation_numbered(conn, row[0]).conversation_id, row[1])
+
+
+def idempotency_key(tenant: str, request_id: str) -> bytes:
+    """The column of this name: a request with an Idempotency-Key is known in all of its tenant."""
+    return tenant_key(tenant, digest("request", request_id))
+
+
 def find_turn(conn: Connection, turn_id: int) -> TurnRow | None:
     row = conn.execute(TURN + "WHERE t.turn_id = ?", (turn_id,)).fetchone()
     return None if row is None else _turn(row)
@@ -157,8 +176,10 @@ def insert_turn(
             "content_hash": content_hash,
         },
     )
-    key, seed = digest(request.request_id), str(request.seed)
-    values = number, key, "running", 1, seed, "{}", now, body
+    key, seed, keyed = digest(request.request_id), str(request.seed), None
+    if request.history_digest:
+        keyed = idempotency_key(conversation.tenant, request.request_id)
+    values = number, key, "running", 1, seed, "{}", now, body, keyed
     turn_id = insert_numbered(conn, "turns", COLUMNS, values)
     return StoredTurn(
         turn_id=turn_id,

@@ -19,7 +19,6 @@ from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import conversation_rows
 from pensieve.store.backend import NUMBER_COLUMNS, Reads
 from pensieve.store.bodies import ADDED_UP, TOKEN_BYTES, checked_body, last_within
-from pensieve.store.chains import OF_A_REQUEST
 from pensieve.store.connection import read_only
 
 if TYPE_CHECKING:
@@ -308,7 +307,7 @@ STORE_QUERIES = (
     ),
     (
         "chain {}: its message is no reply",
-        f"SELECT chain FROM chains c WHERE length(session) <> {len(OF_A_REQUEST)} AND NOT EXISTS"
+        "SELECT chain FROM chains c WHERE NOT EXISTS"
         " (SELECT 1 FROM messages m WHERE m.message = c.message AND m.finish_reason IS NOT NULL)",
     ),
     (

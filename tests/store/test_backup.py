@@ -455,9 +455,9 @@ def test_a_backup_of_a_newer_schema_is_refused_and_the_error_says_who_reads_it(
     backing: Backing,
 ) -> None:
     with writer_of(backing.store).writing() as conn:
-        conn.execute("PRAGMA user_version = 9")
+        conn.execute("PRAGMA user_version = 10")
     backing.write()
-    with pytest.raises(StoreTooNew, match=r"schema version 9 .* the newer Pensieve that wrote it"):
+    with pytest.raises(StoreTooNew, match=r"schema version 10 .* the newer Pensieve that wrote it"):
         backing.refused()
 
 
@@ -471,10 +471,12 @@ def test_a_backup_of_an_older_schema_is_restored_and_brought_to_the_present_one(
         for statement in (
             "DROP INDEX turns_logprobs",
             "ALTER TABLE turns DROP COLUMN logprobs",
+            "DROP INDEX turns_idempotency_key",
+            "ALTER TABLE turns DROP COLUMN idempotency_key",
             "DROP TABLE responses",
             "DROP TABLE chains",
             "DELETE FROM _sqlite_migrations"
-            " WHERE name IN ('m004_logprobs', 'm006_chains', 'm007_responses')",
+            " WHERE name IN ('m004_logprobs', 'm006_chains', 'm007_responses', 'm009_idempotency_keys')",
             "PRAGMA user_version = 3",
         ):
             conn.execute(statement)

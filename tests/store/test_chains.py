@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pensieve.errors import InvalidArgument
 from pensieve.store import ConversationStore, NewTurn, chains
+from pensieve.store.conversation_rows import tenant_key
 from pensieve.store.records import ChainMatch, ChainState
 from tests.store.faulty import writer_of
 from tests.store.talk import create, reply, user
@@ -132,8 +132,8 @@ def test_deletion_leaves_no_row_but_what_a_fork_has(store: ConversationStore) ->
     store.delete_conversation("cup")
     assert num_rows(store) == 0
     raw = store.folder.database_path.read_bytes()
-    assert chains.chain_key("", digest("a")) not in raw
-    assert chains.chain_key("", digest("ab")) not in raw
+    assert tenant_key("", digest("a")) not in raw
+    assert tenant_key("", digest("ab")) not in raw
     assert store.verify() == store.integrity_check() == []
 
 
@@ -192,45 +192,6 @@ def test_states_grow_old(store: ConversationStore, monkeypatch: pytest.MonkeyPat
     assert store.chains.forget(1e9) is False
     assert match(store, "abc", "ab", "a") is None
     assert store.verify() == []
-
-
-def test_a_keyed_request_is_found_in_any_conversation_of_its_tenant(
-    store: ConversationStore,
-) -> None:
-    def found(request_id: str, tenant: str = "") -> tuple[str, int] | None:
-        got = store.chains.request(request_id, tenant=tenant)
-        return None if got is None else (got.conversation_id, got.num_messages)
-
-    create(store, "tea")
-    say(store, "tea", "a")
-    two = NewTurn("again", [user("one", 3), user("two", 4)], history_digest=b"digest")
-    turn = store.begin_turn("tea", two).turn
-    assert found("again") == ("tea", 2)  # it runs
-    store.interrupt_turn(turn.turn_id)
-    assert found("again") is None  # it is begun anew
-    store.begin_turn("tea", two)
-    store.finish_turn(turn.turn_id, reply("yes", 5), "stop", {}, ChainState(digest("ab"), b""))
-    store.fork_conversation("tea", 2, "cup")
-    assert found("again") == ("tea", 2)
-    assert found("again", tenant="another") is None
-    assert found("r-a") is None  # it had no key
-    assert store.verify() == store.integrity_check() == []
-    store.rewind_conversation("tea", 1)
-    assert found("again") == ("tea", 2)  # its request may still be repeated
-    store.delete_conversation("tea")
-    assert found("again") is None
-    assert store.verify() == store.integrity_check() == []
-
-
-def test_the_content_of_a_keyed_request_is_its_clients_whole_history(
-    store: ConversationStore,
-) -> None:
-    create(store, "tea")
-    store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"one"))
-    again = store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"one"))
-    assert not again.must_run
-    with pytest.raises(InvalidArgument, match="other content"):
-        store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"two"))
 
 
 def test_a_great_many_conversations_with_the_same_history_are_not_all_looked_at(

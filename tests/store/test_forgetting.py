@@ -11,7 +11,10 @@ import pytest
 
 from pensieve.store import ConversationStore, NewTurn, StoredTurnState, forgetting
 from pensieve.store.compaction import Compaction, CompactionPhase
+from pensieve.store.records import ChainState, KeyedTurn
 from pensieve.store.sqlite_backend import Erasure
+from pensieve.store.turn_rows import idempotency_key
+from tests.store.conftest import POSTGRES
 from tests.store.faulty import history, world, writer_of
 from tests.store.talk import begin, create, reply, say, user
 
@@ -191,3 +194,55 @@ def test_forgotten_conversations_are_deleted_and_compacted_like_others(
     assert len(store.list_conversations().conversations) == 1
     store.delete_conversation("c29")
     assert b"a secret" not in store.folder.database_path.read_bytes()
+
+
+def test_a_key_of_schema_8_is_known_after_the_migration_and_forgotten_with_its_turn(
+    open_store: Open, driver: Any
+) -> None:
+    """There it was a chain of the first message that its request brought."""
+    store = open_store()
+    create(store, "tea")
+    forgotten = NewTurn("forgotten", [user("hi", 1)], history_digest=b"digest")
+    forgotten_id = store.begin_turn("tea", forgotten).turn.turn_id
+    store.finish_turn(forgotten_id, reply("hello", 2), "stop", {})
+    forget(store, 1e9)
+    keyed = NewTurn("again", [user("one", 3), user("two", 4)], history_digest=b"digest")
+    turn_id = store.begin_turn("tea", keyed).turn.turn_id
+    state = ChainState(b"state", b"session 16 bytes")
+    store.finish_turn(turn_id, reply("yes", 5), "stop", {}, state)
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    with writer_of(store).writing() as conn:
+        again = bytes.fromhex("8834cf5cd9be8a009a391b4de97c7054")
+        for key, number in ((idempotency_key("", "forgotten"), forgotten_id), (again, turn_id)):
+            conn.execute(
+                "INSERT INTO chains (key, message, session, at) VALUES"
+                " (?, (SELECT min(message) FROM messages WHERE turn_id = ?), ?, 1.0)",
+                (key, number, b"request"),
+            )
+        for statement in TO_SCHEMA_8[POSTGRES if driver is None else "sqlite"]:
+            conn.execute(statement)
+    store.close()
+    with open_store() as store:
+        assert store.find_keyed("again") == KeyedTurn("tea", 2)
+        assert store.find_keyed("r1") is None
+        assert store.find_keyed("forgotten") is None
+        assert not store.begin_turn("tea", keyed).must_run
+        with writer_of(store).reading() as conn:
+            assert conn.execute("SELECT count(*) FROM chains").fetchone()[0] == 1
+        assert store.chains.longest([b"state"], b"session 16 bytes") is not None
+        forget(store, 1e9)
+        assert store.find_keyed("again") is None
+
+
+TO_SCHEMA_8 = {
+    "sqlite": (
+        "DROP INDEX turns_idempotency_key",
+        "ALTER TABLE turns DROP COLUMN idempotency_key",
+        "DELETE FROM _sqlite_migrations WHERE name = 'm009_idempotency_keys'",
+        "PRAGMA user_version = 8",
+    ),
+    POSTGRES: (
+        "ALTER TABLE turns DROP COLUMN idempotency_key",
+        "DELETE FROM schema_versions WHERE version = 9",
+    ),
+}

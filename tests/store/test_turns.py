@@ -309,3 +309,42 @@ def test_the_states_are_those_of_the_table() -> None:
     assert set(LEGAL_TRANSITIONS) == set(StoredTurnState)
     final = {state for state, targets in LEGAL_TRANSITIONS.items() if not targets}
     assert final == {StoredTurnState.COMPLETED, StoredTurnState.CANCELLED}
+
+
+def test_a_keyed_request_is_found_in_any_conversation_of_its_tenant(
+    store: ConversationStore,
+) -> None:
+    def found(request_id: str, tenant: str = "") -> tuple[str, int] | None:
+        got = store.find_keyed(request_id, tenant=tenant)
+        return None if got is None else (got.conversation_id, got.num_messages)
+
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    two = NewTurn("again", [user("one", 3), user("two", 4)], history_digest=b"digest")
+    turn = store.begin_turn("tea", two).turn
+    assert found("again") == ("tea", 2)  # it runs
+    store.interrupt_turn(turn.turn_id)
+    assert found("again") is None  # it is begun anew
+    store.begin_turn("tea", two)
+    store.finish_turn(turn.turn_id, reply("yes", 5), "stop", {})
+    store.fork_conversation("tea", 2, "cup")
+    assert found("again") == ("tea", 2)
+    assert found("again", tenant="another") is None
+    assert found("r1") is None  # it had no key
+    assert store.verify() == store.integrity_check() == []
+    store.rewind_conversation("tea", 1)
+    assert found("again") == ("tea", 2)  # its request may still be repeated
+    store.delete_conversation("tea")
+    assert found("again") is None
+    assert store.verify() == store.integrity_check() == []
+
+
+def test_the_content_of_a_keyed_request_is_its_clients_whole_history(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"one"))
+    again = store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"one"))
+    assert not again.must_run
+    with pytest.raises(InvalidArgument, match="other content"):
+        store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"two"))

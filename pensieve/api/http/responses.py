@@ -25,7 +25,7 @@ from typing import Any
 
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
-from pensieve.api.http.idempotency import OneAtATime, digest, key_of, key_reused
+from pensieve.api.http.idempotency import digest, key_of, key_reused
 from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named, session_key
 from pensieve.api.http.response_places import (
@@ -74,7 +74,6 @@ class ResponseEndpoints:
         self._daemon, self._requests = daemon, requests
         self._stored, self._places = stored, places
         self._running = RunningResponses(daemon, requests, stored, places)
-        self._beginning = OneAtATime()  # requests with a key, by their answer's id
 
     # -- a response is made --
 
@@ -86,7 +85,7 @@ class ResponseEndpoints:
                 return await self._unstored(exchange, by, turn)
             key = key_of(exchange)
             answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
-            async with self._beginning.alone(answer_id if key else ""):
+            async with self._daemon.arriving.alone(by.tenant, answer_id if key else ""):
                 requested = _digest_of(turn)
                 known = None
                 if key:

@@ -121,7 +121,6 @@ class Binder:
         self.num_bound = Counter[BindingKind]()
         self._daemon = daemon
         self._random_bits = random_bits
-        self._beginning: dict[tuple[str, str], asyncio.Event] = {}  # by tenant and request
         self._unused: dict[tuple[str, str], int] = {}  # made for a turn, with their revision
         self._num_lookups = Counts[str]()
         self._reserved = Counts[tuple[str, str]]()  # by tenant and conversation
@@ -143,16 +142,8 @@ class Binder:
         self, chat: StatelessRequest, seconds_left: float | None, left: asyncio.Event
     ) -> list[BoundTurn]:
         """Behind the same request; it goes on where its client has left, which is when that comes again."""
-        if not chat.request_id:
+        async with self._daemon.arriving.alone(chat.tenant, chat.request_id):
             return await self._begin(chat, seconds_left, left)
-        request = chat.tenant, chat.request_id
-        while (earlier := self._beginning.get(request)) is not None:
-            await earlier.wait()
-        self._beginning[request] = asyncio.Event()
-        try:
-            return await self._begin(chat, seconds_left, left)
-        finally:
-            self._beginning.pop(request).set()
 
     async def _begin(
         self, chat: StatelessRequest, seconds_left: float | None, left: asyncio.Event
@@ -235,18 +226,21 @@ class Binder:
                 may_append = match.may_append and one.number == 0 and attempt <= APPENDING_ATTEMPTS
                 go_on = self._append if may_append else self._fork
                 return await go_on(one, match, seconds_left)
-            except RACES:
+            except RACES as race:
                 if attempt == ATTEMPTS_MAX:
                     raise
+                if isinstance(race, StaleRevision):
+                    # The conversation of this id may be that of a key which was forgotten.
+                    one.conversation_id = one.drawn_id
         raise AssertionError("the last attempt returns or raises")
 
     async def _known(self, one: _Choice, seconds_left: float | None) -> BoundTurn | None:
         """Return the turn of a request that came before; InvalidArgument if its body differs."""
         if not one.request_id:
             return None
-        chains, tenant = self._daemon.store.chains, one.chat.tenant
+        store, tenant = self._daemon.store, one.chat.tenant
         found = await self._daemon.threads.in_store(
-            tenant, chains.request, one.request_id, tenant=tenant
+            tenant, store.find_keyed, one.request_id, tenant=tenant
         )
         if found is None:
             return None
@@ -350,11 +344,11 @@ class _Choice:
         random_bits: Callable[[int], int],
     ) -> None:
         self.chat, self.number, self.past, self.shared = chat, number, past, shared
-        drawn = f"{random_bits(128):032x}"
+        self.drawn_id = f"chat-{random_bits(128):032x}"
         of_request = [chat.request_id, str(number)]
         self.request_id = f"chat-{_digest('request', *of_request)}" if chat.request_id else ""
-        own = _digest("conversation", *of_request) if chat.request_id else drawn
-        self.conversation_id = f"chat-{own}"
+        own = f"chat-{_digest('conversation', *of_request)}" if chat.request_id else ""
+        self.conversation_id = own or self.drawn_id
 
     def turn_request(
         self, conversation_id: str, num_known: int, expected_revision: int | None = None
@@ -388,7 +382,7 @@ class _Choice:
             prefix_id(system_prompt, chat.tools),
             chat.tenant,
         )
-        request = self.turn_request(self.conversation_id, int(has_prompt))
+        request = self.turn_request(self.conversation_id, int(has_prompt), 0)
         return replace(
             request, create_if_missing=True, settings=settings, shared_prompt=self.shared
         )

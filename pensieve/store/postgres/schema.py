@@ -139,6 +139,14 @@ STEPS: dict[int, tuple[str, ...]] = {  # by version
         "CREATE TABLE epochs (last BIGINT NOT NULL)",
         "INSERT INTO epochs (last) VALUES (0)",
     ),
+    9: (
+        "ALTER TABLE turns ADD COLUMN idempotency_key BYTEA",
+        "UPDATE turns SET idempotency_key = c.key FROM chains c JOIN messages m USING (message)"
+        " WHERE length(c.session) = 7 AND m.turn_id = turns.turn_id AND length(request_key) = 16",
+        "DELETE FROM chains WHERE length(session) = 7",
+        "CREATE INDEX turns_idempotency_key ON turns (idempotency_key)"
+        " WHERE idempotency_key IS NOT NULL",
+    ),
 }
 NEWEST = max(STEPS)
 RECORD = (

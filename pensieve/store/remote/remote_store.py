@@ -95,7 +95,6 @@ class _Part:
 
 class RemoteChains(_Part):
     longest = remote(Chains.longest)
-    request = remote(Chains.request)
 
     def forget(self, before: float) -> bool:
         """Who has the history does that."""
@@ -262,6 +261,7 @@ class RemoteStore:
     interrupt_turn = remote(ConversationStore.interrupt_turn)
     get_turn = remote(ConversationStore.get_turn)
     find_turn = remote(ConversationStore.find_turn)
+    find_keyed = remote(ConversationStore.find_keyed)
     look_up = remote(ConversationStore.look_up)
     turn_messages = remote(ConversationStore.turn_messages)
     log = remote(ConversationStore.log)

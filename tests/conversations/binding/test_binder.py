@@ -559,7 +559,7 @@ def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
         BindingKind.NEW,
     ]
     assert len(slow.ids) == 1
-    assert not slow.binder._beginning
+    assert not slow.rig.daemon.conversations.arriving._beginning
 
 
 def test_an_interrupted_request_begins_again(slow: Bindings) -> None:
@@ -573,6 +573,30 @@ def test_an_interrupted_request_begins_again(slow: Bindings) -> None:
         again = slow.one(chat)
         assert again.how is bound.how
         assert again.live.num_tokens == 30
+
+
+def test_a_key_that_was_forgotten_begins_another_turn_behind_its_own_history(
+    slow: Bindings,
+) -> None:
+    one = (Message("user", "One"),)
+    first = slow.one(StatelessRequest(one, SHORT, request_id="first"))
+    two = (*one, Message("assistant", first.live.text), Message("user", "Two"))
+    chats = [StatelessRequest(one, SHORT, request_id="first")]
+    chats += [StatelessRequest(two, SHORT, request_id=key) for key in ("appended", "forked")]
+    before = [first, *(slow.one(each) for each in chats[1:])]
+    assert [each.how for each in before] == ["new", "appended", "forked"]
+    daemon = slow.rig.daemon
+
+    async def forget() -> None:
+        await daemon.threads.in_store("", daemon.store.forgetting.step, 1e12)
+
+    slow.rig.call(forget())
+    for chat in chats:
+        again = slow.one(chat)
+        assert again.how is not BindingKind.KNOWN
+        said = [each.content for each in chat.messages]
+        assert slow.texts(again.conversation_id) == [*said, again.live.text]
+        assert again.conversation_id not in {each.conversation_id for each in before}
 
 
 def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) -> None:
