@@ -77,10 +77,11 @@ class TurnRequest:
         return sum(each.num_characters for each in self.messages)
 
     def says_the_same_as(self, other: TurnRequest) -> bool:
-        return (self.messages, self.sampling_given, self.metadata) == (
+        return (self.messages, self.sampling_given, self.metadata, self.history_digest) == (
             other.messages,
             other.sampling_given,
             other.metadata,
+            other.history_digest,
         )
 
 

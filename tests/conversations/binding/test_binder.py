@@ -530,9 +530,8 @@ def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
     assert first.how is how
     ids = slow.ids
     beginnings = ((), (Message("user", "Other"), Message("assistant", "other")), talk.messages)
-    others = [Message("user", "Else"), *([] if is_running else [last])]
     for beginning in beginnings:
-        for message in others:
+        for message in (Message("user", "Else"), last):
             other = replace(keyed, messages=(*beginning, message))
             if other == keyed:
                 continue
