@@ -52,9 +52,8 @@ class TurnRequest:
     traceparent: str = ""  # the caller's span, as the W3C writes it
     settings: ConversationSettings | None = None  # that it is created with; None: none but its id
     pending: tuple[records.NewMessage, ...] | None = None  # of its conversation's, that it brings
-    response: Callable[[Any, FinishReason, str], StoredResponse] | None = (
-        None  # that it is: made of the LiveTurn that has ended, how, and what was withheld
-    )
+    # Makes the stored response of the LiveTurn that has ended, its finish reason and the text withheld.
+    response: Callable[[Any, FinishReason, str], StoredResponse] | None = None
     chain: ChainEnd | None = None  # by which its client's next request will find the conversation
     history_digest: bytes = b""  # of a keyed request, of all messages that its client sent
     shared_prompt: SharedPrompt | None = None  # with the other choices of its request

@@ -7,6 +7,8 @@ request is found:
                                   the tenant (binding/binder.py, column `idempotency_key` of `turns`)
     responses                     the response's id; a response that runs or is stored has it
 
+A request that stores nothing (`store: false`, a text completion) ignores its key and runs again.
+
 A key with another body is refused. While the first request is about to begin, the same request waits
 (`ArrivingTurns.alone`). A turn whose client sent a key goes on when the client leaves, because that is when
 clients retry.

@@ -104,7 +104,7 @@ class BoundTurn(NamedTuple):
 
 
 class HistoryDigests(NamedTuple):
-    """That of a request, by digests."""
+    """The digests of a request's history."""
 
     lengths: dict[
         bytes, int
@@ -141,7 +141,10 @@ class Binder:
     async def _in_turn(
         self, chat: StatelessRequest, seconds_left: float | None, left: asyncio.Event
     ) -> list[BoundTurn]:
-        """Behind the same request; it goes on where its client has left, which is when that comes again."""
+        """Begin the turn once no identical request is about to begin its own.
+
+        This goes on after a disconnect, because that is when clients retry.
+        """
         async with self._daemon.arriving.alone(chat.tenant, chat.request_id):
             return await self._begin(chat, seconds_left, left)
 
