@@ -124,6 +124,7 @@ class GuardedCall:
         self._allowance: Allowance | None = None  # of a call that is counted
         self._num_unread_bytes = 0  # of a whole answer, until the call has ended
         self._received: ReceivedBytes | None = None
+        self._is_held_to_the_end = False
 
     async def enter(self, authorization: str | None) -> Caller:
         """Return the caller; an error if there are too many calls, or this caller may not make this one."""
@@ -146,7 +147,8 @@ class GuardedCall:
     async def body(self, *, in_pieces: bool = False) -> bytes:
         """Receive the only message of a request, or a body that comes in pieces.
 
-        Its bytes count until the first piece of a stream is sent, or the call ends.
+        The bytes of a message count until the first piece of a stream is sent, or the call ends. Those of a
+        body that comes in pieces, which may be large, count until the call ends.
         """
         assert self.caller is not None
         incoming, transport = self._guard.incoming, self._transport
@@ -156,7 +158,7 @@ class GuardedCall:
         receive = incoming.piecewise if in_pieces else incoming.body
         raw, received = await receive(transport, group_of(self.caller, peer))
         if self._kind.is_counted:
-            self._received = received
+            self._received, self._is_held_to_the_end = received, in_pieces
         else:
             received.release()  # a watch may last for ever
         return raw
@@ -172,7 +174,7 @@ class GuardedCall:
 
     async def send(self, num_bytes: int, write: Callable[[T], Awaitable[None]], piece: T) -> None:
         """Write a piece of a stream once its tenant's clients have read enough of what came before."""
-        if self._received is not None:
+        if self._received is not None and not self._is_held_to_the_end:
             self._received.release()
         allowance = self._allowance
         if allowance is None:

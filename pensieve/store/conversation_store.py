@@ -326,7 +326,7 @@ class ConversationStore:
                     conn, number, conversation, request, content_hash, self.now()
                 )
             else:
-                turn_rows.restart_turn(conn, stored.turn.turn_id, tenant)
+                turn_rows.restart_turn(conn, stored.turn.turn_id, tenant, request)
                 turn = turn_rows.require_turn(conn, stored.turn.turn_id).turn
             message_rows.insert_messages(conn, tenant, request.messages, turn.turn_id, 0)
         self._transactions.add(turn.turn_id)

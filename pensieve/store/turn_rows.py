@@ -176,9 +176,8 @@ def insert_turn(
             "content_hash": content_hash,
         },
     )
-    key, seed, keyed = digest(request.request_id), str(request.seed), None
-    if request.history_digest:
-        keyed = idempotency_key(conversation.tenant, request.request_id)
+    key, seed = digest(request.request_id), str(request.seed)
+    keyed = _idempotency_key(conversation.tenant, request)
     values = number, key, "running", 1, seed, "{}", now, body, keyed
     turn_id = insert_numbered(conn, "turns", COLUMNS, values)
     return StoredTurn(
@@ -199,15 +198,20 @@ def insert_turn(
     )
 
 
-def restart_turn(conn: Connection, turn_id: int, tenant: str) -> None:
+def _idempotency_key(tenant: str, request: NewTurn) -> bytes | None:
+    """None of a request that is known by its conversation and its request_id alone."""
+    return idempotency_key(tenant, request.request_id) if request.history_digest else None
+
+
+def restart_turn(conn: Connection, turn_id: int, tenant: str, request: NewTurn) -> None:
     """Begin an interrupted or failed turn again with its seed; its old messages are wiped."""
     bodies = conn.execute("SELECT body FROM messages WHERE turn_id = ?", (turn_id,)).fetchall()
     wipe_bodies(conn, tenant, (body for (body,) in bodies))
     conn.execute("DELETE FROM messages WHERE turn_id = ?", (turn_id,))
     conn.execute(
         "UPDATE turns SET state = 'running', attempts = attempts + 1, failure = NULL,"
-        " finished_at = NULL WHERE turn_id = ?",
-        (turn_id,),
+        " finished_at = NULL, idempotency_key = ? WHERE turn_id = ?",
+        (_idempotency_key(tenant, request), turn_id),
     )
 
 

@@ -107,6 +107,8 @@ class People:
         self._by_deed: dict[int, Request] = {}
         self._by_words: dict[str, Request] = {}
         self._busy: set[str] = set()  # conversations that a call may change; turns apart
+        self._deletions_begun = Counter[str]()  # by conversation
+        self._deletions_ended = Counter[str]()
         self._num_names = 0
 
     @property
@@ -183,10 +185,12 @@ class People:
             return False
         daemon = self.daemon
         deed = self.histories.under_way(name, Deed("delete"))
+        self._deletions_begun[name] += 1
 
         async def delete() -> None:
             await daemon.conversations.delete(name)
             self.histories.acknowledged(name, deed)
+            self._deletions_ended[name] += 1
 
         self._call(f"delete {name}", delete(), name)
         return True
@@ -284,12 +288,16 @@ class People:
         if not answered or self.daemon is None:
             return False
         daemon, request = self.daemon, self.random.choice(answered)
+        name = request.conversation
+        num_deletions = self._deletions_ended[name]
 
         async def say() -> None:
             try:
                 await daemon.begin(request.ask(request.words + " w4"))
             except (InvalidArgument, NotFound, Unavailable, QueueFull, TurnRunning):
                 return
+            if self._deletions_begun[name] != num_deletions:
+                return  # the answer may be deleted, and the conversation made again
             raise AssertionError("other words were taken under an id that has its answer")
 
         self._call("say other words", say())

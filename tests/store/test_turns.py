@@ -339,6 +339,22 @@ def test_a_keyed_request_is_found_in_any_conversation_of_its_tenant(
     assert store.verify() == store.integrity_check() == []
 
 
+@pytest.mark.sqlite
+def test_a_turn_that_begins_again_gets_the_key_that_an_upgrade_did_not_know(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    keyed = NewTurn("again", [user("one", 1)], history_digest=b"digest")
+    turn = store.begin_turn("tea", keyed).turn
+    store.interrupt_turn(turn.turn_id)
+    with store._transactions.writing() as conn:
+        conn.execute("UPDATE turns SET idempotency_key = NULL")
+    store.begin_turn("tea", keyed)
+    found = store.find_keyed("again", tenant="")
+    assert found is not None
+    assert found.conversation_id == "tea"
+
+
 def test_the_content_of_a_keyed_request_is_its_clients_whole_history(
     store: ConversationStore,
 ) -> None:

@@ -280,6 +280,35 @@ def test_a_stream_that_waits_says_that_it_lives(
     connection.close()
 
 
+def test_a_body_counts_until_its_stream_has_ended(door: HttpRig) -> None:
+    """The messages of a response that waits for the engine are held as long as it waits."""
+    engine, incoming = door.rig.daemon.engine, door.rig.server.guard.incoming
+    body = {"model": MODEL, "input": "x" * 1000, "stream": True, "max_output_tokens": 4}
+    held: list[Any] = []
+
+    async def hold() -> None:
+        held.append(engine.put)
+        engine.put = lambda message: held.append(message)  # type: ignore[method-assign]
+
+    async def release() -> None:
+        engine.put = held[0]  # type: ignore[method-assign]
+        for message in held[1:]:
+            engine.put(message)
+
+    door.rig.call(hold())
+    connection = door.connection()
+    connection.request(
+        "POST", "/v1/responses", json.dumps(body), {"content-type": "application/json"}
+    )
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"event: response.created")
+    assert incoming.bytes_held[""] > 1000
+    door.rig.call(release())
+    assert b"event: response." in answer.read()
+    connection.close()
+    wait_for(lambda: not incoming.bytes_held[""])
+
+
 def test_a_client_that_leaves_ends_its_turn_and_keeps_what_it_was_sent(door: HttpRig) -> None:
     body = {
         "model": MODEL,
