@@ -5,8 +5,8 @@
     of the daemon  serving, draining, closing, failed
 
 A feature subscribes when it is configured, or while it has something to do. A feature that is off is not
-entered. Subscribers are called on the loop, in the order in which they subscribed. An exception of a
-subscriber is the publisher's, so a subscriber whose work may fail catches its own.
+entered. Subscribers are called on the loop, in the order in which they subscribed. All subscribers of a
+`Signal` are called, even if one of them fails. Then the first exception is raised to the publisher.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ class Signal(Generic[P]):
         self._subscribers = tuple(each for each in self._subscribers if each != subscriber)
 
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> None:
+        first: Exception | None = None
         for subscriber in self._subscribers:
-            subscriber(*arguments, **named)
+            try:
+                subscriber(*arguments, **named)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
 
 
 class AwaitedSignal(Generic[P]):
