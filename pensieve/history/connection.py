@@ -39,7 +39,7 @@ from typing import Any
 import grpc
 
 from pensieve.errors import InvalidArgument, PensieveError, StoreUnavailable, Unauthenticated
-from pensieve.store.records import BegunTurn
+from pensieve.store.records import BeginResult
 from pensieve.store.remote import wire
 from pensieve.store.remote.methods import METHODS, Kind, Method
 from pensieve.store.remote.remote_store import Answer
@@ -260,7 +260,7 @@ class Connection:
         if method.name != "begin_turn":
             return
         begun = method.read_result(answer.result, answer.parts)
-        if isinstance(begun, BegunTurn) and begun.must_run:
+        if isinstance(begun, BeginResult) and begun.must_run:
             interrupt = METHODS["interrupt_turn"]
             given = begun.turn.turn_id, begun.turn.attempts
             with contextlib.suppress(

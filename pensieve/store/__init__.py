@@ -8,7 +8,7 @@ returns frozen records.
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.records import (
-    BegunTurn,
+    BeginResult,
     Conversation,
     Message,
     NewConversation,
@@ -22,7 +22,7 @@ from pensieve.store.records import (
 )
 
 __all__ = [
-    "BegunTurn",
+    "BeginResult",
     "Conversation",
     "ConversationStore",
     "DataFolder",

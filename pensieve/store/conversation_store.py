@@ -49,7 +49,7 @@ from pensieve.store.history_reader import HistoryReader, page_of_conversations, 
 from pensieve.store.owners import Owners
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
-    BegunTurn,
+    BeginResult,
     ChainState,
     Conversation,
     KeyedTurn,
@@ -300,7 +300,9 @@ class ConversationStore:
 
     # -- turns --
 
-    def begin_turn(self, conversation_id: str, request: NewTurn, *, tenant: str = "") -> BegunTurn:
+    def begin_turn(
+        self, conversation_id: str, request: NewTurn, *, tenant: str = ""
+    ) -> BeginResult:
         """Commit a turn as `running`, or find the one that this request_id began before.
 
         A turn that is running or has finished is returned as it is.  One that was interrupted or failed
@@ -317,7 +319,7 @@ class ConversationStore:
             if stored is not None and stored.content_hash != content_hash:
                 raise InvalidArgument("request_id", "was used before with other content")
             if stored and StoredTurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
-                return BegunTurn(stored.turn, must_run=False)
+                return BeginResult(stored.turn, must_run=False)
             refuse_running(conversation)
             refuse_stale(conversation, request.expected_revision, request.expected_created_at)
             take_pending(conn, number, conversation, request.pending)
@@ -330,7 +332,7 @@ class ConversationStore:
                 turn = turn_rows.require_turn(conn, stored.turn.turn_id).turn
             message_rows.insert_messages(conn, tenant, request.messages, turn.turn_id, 0)
         self._transactions.add(turn.turn_id)
-        return BegunTurn(turn, must_run=True)
+        return BeginResult(turn, must_run=True)
 
     def finish_turn(
         self,

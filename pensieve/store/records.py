@@ -260,7 +260,7 @@ class KeyedTurn(NamedTuple):
     num_messages: int  # that the request added
 
 
-class BegunTurn(NamedTuple):
+class BeginResult(NamedTuple):
     """A turn, and whether the caller must compute it; if not, it is running or has finished already."""
 
     turn: StoredTurn

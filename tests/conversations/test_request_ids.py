@@ -15,7 +15,7 @@ import pytest
 
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.store.records import BegunTurn
+from pensieve.store.records import BeginResult
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig, said, wait_for
 from tests.guard.test_tenants import TokensRig
@@ -158,7 +158,7 @@ def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_secon
         assert live.request is not None
         begin, look_up = daemon.store.begin_turn, daemon.store.look_up
 
-        def begin_again(*given: Any, **named: Any) -> BegunTurn:
+        def begin_again(*given: Any, **named: Any) -> BeginResult:
             request = replace(given[1], expected_revision=None, expected_created_at=None)
             return begin(given[0], request, **named)._replace(must_run=True)
 

@@ -42,7 +42,7 @@ from pensieve.errors import (
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.declared_prefixes import MARK
 from pensieve.store.owners import NOBODY, Session
-from pensieve.store.records import BegunTurn, Conversation, StoredTurnState
+from pensieve.store.records import BeginResult, Conversation, StoredTurnState
 from pensieve.store.remote import wire
 from pensieve.store.remote.methods import METHODS, Kind, Method
 from pensieve.store.remote.recalled import RECALLED
@@ -284,7 +284,7 @@ class Calls:
             self._store.owners.give_up(name, call.session, tenant=tenant)
             return None
         result = method.run_on(self._store, arguments)
-        if isinstance(result, BegunTurn):
+        if isinstance(result, BeginResult):
             _note_begun(result, outcome)
         elif method.kind is Kind.CREATE:
             self._claim(call, result.conversation_id, result.tenant, outcome)
@@ -386,7 +386,7 @@ class Calls:
         except PensieveError as error:
             outcome.result, outcome.failed = wire.error_written(error), True
             return outcome
-        if isinstance(result, BegunTurn):
+        if isinstance(result, BeginResult):
             _note_begun(result, outcome)
         elif method.kind is Kind.CREATE and result is not None:
             outcome.name = result.tenant, result.conversation_id
@@ -397,7 +397,7 @@ class Calls:
         return outcome
 
 
-def _note_begun(begun: BegunTurn, outcome: Outcome) -> None:
+def _note_begun(begun: BeginResult, outcome: Outcome) -> None:
     if begun.must_run:
         outcome.turn_id, outcome.num_running = begun.turn.turn_id, 1
         outcome.turn_epoch = outcome.epoch

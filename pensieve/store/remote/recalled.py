@@ -12,19 +12,19 @@ from typing import Any
 from pensieve.errors import NotFound
 from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.records import BegunTurn, Conversation, Rewound, StoredTurn, StoredTurnState
+from pensieve.store.records import BeginResult, Conversation, Rewound, StoredTurn, StoredTurnState
 from pensieve.store.remote.methods import METHODS
 from pensieve.store.responses import Removed
 
 
-def _begun(store: ConversationStore, given: Mapping[str, Any]) -> BegunTurn:
+def _begun(store: ConversationStore, given: Mapping[str, Any]) -> BeginResult:
     request = given["request"]
     turn = store.find_turn(
         given["conversation_id"], request.request_id, tenant=given.get("tenant", "")
     )
     if turn is None:
         raise NotFound(f"there is no conversation {given['conversation_id']!r}")
-    return BegunTurn(turn, must_run=turn.state is StoredTurnState.RUNNING)
+    return BeginResult(turn, must_run=turn.state is StoredTurnState.RUNNING)
 
 
 def _turn(store: ConversationStore, given: Mapping[str, Any]) -> StoredTurn:
