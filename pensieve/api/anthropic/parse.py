@@ -79,7 +79,7 @@ def _checked(body: Any) -> Fields:
 
 
 def _prompt(fields: Fields, served: Served) -> tuple[dict[str, Any], FormatFields]:
-    """Read the effort, and the form of the reply, which is beside it."""
+    """Read the effort and the required form of the reply."""
     fields.object("cache_control")
     fields.only("speed", "standard")
     fields.only("mcp_servers", [])

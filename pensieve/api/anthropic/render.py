@@ -198,7 +198,7 @@ class MessageStream:
     """
 
     def __init__(self, heading: Heading, prompt: PromptTokens, cutter: ReplyPieces) -> None:
-        """`prompt` is what is known before anything is computed."""
+        """`prompt`: the counts that are known before the turn is computed."""
         self._heading, self._prompt, self._cutter = heading, prompt, cutter
         self._begun = False
         self._block = ""  # the type of the one that is open

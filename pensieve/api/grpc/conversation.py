@@ -251,7 +251,7 @@ async def _fill(page: Any, messages: Iterable[Any]) -> int:
 
 
 def in_parts(stored: records.Message, cutter: ReplyPieces) -> records.Message:
-    """Return a reply with its thoughts and its calls beside its text, as a client gives them.
+    """Split a stored reply into text, thinking and tool calls, as clients send them.
 
     A reply with a call that broke off is returned as it is: no client could give it otherwise.
     """

@@ -1,7 +1,7 @@
 """The methods of ConversationService with JSON in place of protobuf messages, for a door that has no gRPC.
 
-They are the methods that gRPC calls, so what they take, check and answer is the same. Fields have their names
-of the proto. An int64 of the proto is text in JSON, as protobuf has it.
+They call the same handlers as gRPC, so both accept, check and return the same. JSON fields have the names of
+the proto. An int64 is a string in JSON, as in protobuf's JSON format.
 """
 
 from __future__ import annotations
