@@ -32,6 +32,7 @@ from pensieve.conversations.daemon_config import DaemonConfig, Sources
 from pensieve.conversations.declared_prefixes import DeclaredPrefixes, Warming
 from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.engine_client import EngineClient
+from pensieve.conversations.followers import FollowerLimits, TurnFollowers, Write, ids_of
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.housekeeping import erased
@@ -48,7 +49,6 @@ from pensieve.conversations.live_turn import (
     replayed,
 )
 from pensieve.conversations.meter import Latencies
-from pensieve.conversations.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.conversations.threads import Threads
 from pensieve.conversations.tokenizing import Tokenizing
 from pensieve.conversations.turn_events import TurnEvents
@@ -174,12 +174,14 @@ class Conversations:
         self.turns = Turns(history.tokenizer, sources.wall_clock())
         self.latencies = Latencies()
         self.arriving = arriving
-        self.readers = Readers(
+        self.followers = TurnFollowers(
             threads.loop,
-            ReaderLimits(config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max),
+            FollowerLimits(
+                config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max
+            ),
             lambda live: threads.spawn(self._give_up(live)),
         )
-        self.unstored = UnstoredTurns(self.turns, self.readers, threads.loop, engine, admission)
+        self.unstored = UnstoredTurns(self.turns, self.followers, threads.loop, engine, admission)
         self.tokenizing = Tokenizing(history, threads, admission)
         self.warming = Warming(history, self.turns, threads, engine, admission, self.tokenizing)
         self.prefixes = DeclaredPrefixes(
@@ -319,7 +321,7 @@ class Conversations:
         """The live turn of this very request; it has a reader in a moment."""
         live = self.turns.of_request(request) if request.request_id else None
         if live is not None:
-            self.readers.start_grace(live)
+            self.followers.start_grace(live)
         return live
 
     async def known(self, request: TurnRequest) -> LiveTurn | None:
@@ -344,7 +346,7 @@ class Conversations:
             live = await self._begun_or_known(request, arrived_at)
         finally:
             self.arriving.remove(request)
-        self.readers.start_grace(live)  # until its first reader comes
+        self.followers.start_grace(live)  # until its first reader comes
         return live
 
     async def _begun_or_known(self, request: TurnRequest, arrived_at: float) -> LiveTurn:
@@ -409,7 +411,7 @@ class Conversations:
 
     async def follow(self, live: LiveTurn, write: Write = take_nothing) -> None:
         """Have `write` deliver tokens [start, stop) of a turn, from the first on, until it has ended."""
-        await self.readers.follow(live, write)
+        await self.followers.follow(live, write)
 
     async def prompt_computed(self, live: LiveTurn) -> None:
         """Read a turn until it has its first token or has ended; if it has failed, its error.
@@ -421,7 +423,7 @@ class Conversations:
             raise _FirstToken
 
         with contextlib.suppress(_FirstToken):
-            await self.readers.follow(live, write)
+            await self.followers.follow(live, write)
 
     def cancel(self, live: LiveTurn, keep_tokens: int | None = None) -> None:
         """End a turn and keep what was delivered, or that many tokens of it."""
@@ -460,7 +462,7 @@ class Conversations:
                 if not live.is_stored:
                     self.unstored.prompt_computed(live)
             self.latencies.came(live, now)
-            self.readers.wake(number)
+            self.followers.wake(number)
 
     def _judged(self, ended: TurnEnded) -> TurnEnded:
         """An engine that fails ends its turns itself before it dies; for them that is a death."""
@@ -620,11 +622,11 @@ class Conversations:
     def _ended(self, live: LiveTurn) -> None:
         if not live.is_stored:
             self.unstored.ended(live)
-        self.readers.wake(live.number)
+        self.followers.wake(live.number)
         self._events.ended(live, self._threads.loop.time())
 
     async def _give_up(self, live: LiveTurn) -> None:
-        if self.readers.has_reader(live):
+        if self.followers.has_follower(live):
             return  # it came between the end of the grace and this task
         await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
 

@@ -26,6 +26,7 @@ from pensieve.conversations.conversations import ArrivingTurns, Conversations
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.engine_client import GONE, EngineClient, EngineProgram, Patience
+from pensieve.conversations.followers import ids_of
 from pensieve.conversations.history import History, Texts
 from pensieve.conversations.housekeeping import (
     Damage,
@@ -37,7 +38,6 @@ from pensieve.conversations.housekeeping import (
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
 from pensieve.conversations.ownership import SharedThreads, StaleConversations
-from pensieve.conversations.readers import ids_of
 from pensieve.conversations.threads import Threads, aside
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
@@ -380,7 +380,7 @@ class Daemon:
             if is_idle and not has_collected:
                 gc_pause.collect()
             has_collected = is_idle
-            conversations.readers.cancel_stalled()
+            conversations.followers.cancel_stalled()
             if self.store.erasure.due:
                 self._erasing.start()
 
@@ -411,7 +411,7 @@ class Daemon:
         if self.backing_up is not None:
             await self.backing_up.close()
         if self._conversations is not None:
-            self._conversations.readers.close()
+            self._conversations.followers.close()
         await self.threads.close()
         self.reader.close()
         self.store.close()

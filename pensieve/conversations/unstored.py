@@ -35,9 +35,9 @@ from typing import NamedTuple
 
 from pensieve.conversations.admission import Admission
 from pensieve.conversations.engine_client import EngineClient
+from pensieve.conversations.followers import TurnFollowers
 from pensieve.conversations.history import PROMPT_TAIL_TOKENS, UNNUMBERED
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.conversations.readers import Readers
 from pensieve.conversations.turns import Turns
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.messages import DeleteConversation, RewindConversation, SubmitTurn
@@ -56,12 +56,12 @@ class UnstoredTurns:
     def __init__(
         self,
         turns: Turns,
-        readers: Readers,
+        followers: TurnFollowers,
         loop: asyncio.AbstractEventLoop,
         engine: EngineClient,
         admission: Admission,
     ) -> None:
-        self._turns, self._readers, self._loop = turns, readers, loop
+        self._turns, self._followers, self._loop = turns, followers, loop
         self._engine, self._admission = engine, admission
         self._running: dict[int, _Running] = {}  # by number
         self._keys: set[str] = set()  # of those that run
@@ -96,7 +96,7 @@ class UnstoredTurns:
             raise
         self._running[live.number] = _Running(submit.conversation_id, chain)
         self._keys.add(submit.conversation_id)
-        self._readers.start_grace(live)  # until its first reader comes
+        self._followers.start_grace(live)  # until its first reader comes
         return live
 
     def prompt_computed(self, live: LiveTurn) -> None:

@@ -11,7 +11,7 @@ client repeats after its connection broke have twice as many. A tenant in debt h
 errors told, at a pace (limits.py).
 
 An answer that would be too much beside what its tenant has not read yet (`unread_bytes`) is refused. A piece
-of a stream waits; its reader is cancelled when it has waited too long (conversations/readers.py).
+of a stream waits; its reader is cancelled when it has waited too long (conversations/followers.py).
 
 An error of our tree reaches the client as it is. Any other becomes a ServerFault with an incident id, which
 is in the log with the traceback. A client that leaves is no failure.

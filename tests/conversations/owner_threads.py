@@ -31,7 +31,7 @@ class OwnerThreads:
         self.watch(daemon.store, "store", BESIDE_THE_STORE_THREAD)
         self.watch(conversations, "loop")
         self.watch(conversations.turns, "loop")
-        self.watch(conversations.readers, "loop")
+        self.watch(conversations.followers, "loop")
         self.watch(daemon.engine, "loop", NO_STATE)
 
     def watch(self, thing: Any, owner: str, exempt: Collection[str] = ()) -> None:

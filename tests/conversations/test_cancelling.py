@@ -144,8 +144,8 @@ def test_an_end_that_is_on_its_way_to_the_store_is_waited_for(rig: DaemonRig) ->
         with stopped_store(rig):
             wait_for(lambda: rig.daemon.threads.store_waiting.num_jobs == 2)
             ended = pool.submit(cancel, rig, "c", request_id="r", keep_tokens=0)
-            readers = rig.daemon.conversations.readers._readers
-            wait_for(lambda: sum(map(len, readers.values())) == 2)  # the stream, and who cancels
+            followers = rig.daemon.conversations.followers._followers
+            wait_for(lambda: sum(map(len, followers.values())) == 2)  # the stream, and who cancels
             assert not ended.done()
         assert ended.result() == (True, pb.FINISH_REASON_LENGTH)
     assert said(stream).completed.finish_reason == pb.FINISH_REASON_LENGTH

@@ -17,9 +17,9 @@ from typing import Any
 from pensieve.conversations.cancelling import CancelRequest
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import TurnRequest
+from pensieve.conversations.followers import CUT
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.conversations.readers import CUT
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.messages import EvictConversation
 from pensieve.errors import (

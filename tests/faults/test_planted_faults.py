@@ -51,7 +51,7 @@ async def tell_before_it_is_stored(original: Any, self: Conversations, ending: A
     live, reply = ending.live, ending.reply
     if reply is not None:
         live.revision, live.finish = live.first_revision + 1, reply.finish
-        self.readers.wake(live.number)
+        self.followers.wake(live.number)
     await original(self, ending)
 
 

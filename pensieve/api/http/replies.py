@@ -2,7 +2,7 @@
 
 A client of these APIs cannot attach to its turn again, unless it sends an `Idempotency-Key`. So its turn ends
 when it leaves: the text that was written to it stays in the history; if there was none, nothing stays. With a
-key the turn lives on for as long as one of gRPC's (readers.py).
+key the turn lives on for as long as one of gRPC's (followers.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def follow(
     try:
         await (conversations.follow(live) if stream is None else reply.follow(conversations, write))
     except asyncio.CancelledError:
-        is_over = live.finish is not None or conversations.readers.has_reader(live)
+        is_over = live.finish is not None or conversations.followers.has_follower(live)
         if exchange.has_left and not (stays or is_over):
             if num_sent:
                 conversations.cancel(live, num_sent)

@@ -139,7 +139,7 @@ def of_conversations(daemon: Daemon) -> Found:
     return _plain(
         {
             "turns_live": conversations.turns.num_live,
-            "stream_undelivered_tokens": conversations.readers.num_undelivered_tokens,
+            "stream_undelivered_tokens": conversations.followers.num_undelivered_tokens,
             "queue_wait_seconds": daemon.wait_seconds,
             "time_to_first_token_seconds": conversations.latencies.first_tokens,
             "inter_token_latency_seconds": conversations.latencies.token_gaps,

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from pensieve.conversations.followers import FollowerLimits, TurnFollowers
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.conversations.readers import ReaderLimits, Readers
 
 GRACE_SECONDS = 1.0
-LIMITS = ReaderLimits(GRACE_SECONDS, stall_seconds=30.0, undelivered_tokens_max=1000)
+LIMITS = FollowerLimits(GRACE_SECONDS, stall_seconds=30.0, undelivered_tokens_max=1000)
 
 
 class Handle:
@@ -63,16 +63,16 @@ class Scene:
     def __init__(self) -> None:
         self.loop = Loop()
         self.given_up: list[LiveTurn] = []
-        self.readers = Readers(
+        self.followers = TurnFollowers(
             cast(asyncio.AbstractEventLoop, self.loop), LIMITS, self.given_up.append
         )
         self.live = LiveTurn(1, "c", 0, 1)
 
     def come_and_leave(self) -> None:
         async def act() -> None:
-            reader = asyncio.ensure_future(self.readers.follow(self.live, nothing))
+            reader = asyncio.ensure_future(self.followers.follow(self.live, nothing))
             await asyncio.sleep(0)
-            assert self.readers.has_reader(self.live)
+            assert self.followers.has_follower(self.live)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
@@ -85,7 +85,7 @@ async def nothing(start: int, stop: int) -> None:
 
 def test_a_turn_that_nobody_reads_is_given_up_when_its_grace_has_passed() -> None:
     scene = Scene()
-    scene.readers.start_grace(scene.live)
+    scene.followers.start_grace(scene.live)
     scene.loop.run(0.95 * GRACE_SECONDS)
     assert scene.given_up == []
     scene.loop.run(0.1 * GRACE_SECONDS)
@@ -96,7 +96,7 @@ def test_a_turn_that_nobody_reads_is_given_up_when_its_grace_has_passed() -> Non
 
 def test_a_reader_that_comes_and_leaves_begins_the_grace_anew() -> None:
     scene = Scene()
-    scene.readers.start_grace(scene.live)
+    scene.followers.start_grace(scene.live)
     for _ in range(3):
         scene.loop.run(0.75 * GRACE_SECONDS)
         scene.come_and_leave()
@@ -109,7 +109,7 @@ def test_a_reader_that_comes_and_leaves_begins_the_grace_anew() -> None:
 @pytest.mark.parametrize("begun", [0.0, 0.5, 0.93, 0.999])
 def test_readers_on_their_way_when_the_loop_stands_still_find_their_turn(begun: float) -> None:
     scene = Scene()
-    scene.readers.start_grace(scene.live)
+    scene.followers.start_grace(scene.live)
     scene.loop.run(begun * GRACE_SECONDS)
     scene.loop.now += 1.2 * GRACE_SECONDS
     scene.loop.run(0.08 * GRACE_SECONDS)  # some more rounds, which the reader needs
@@ -121,6 +121,6 @@ def test_readers_on_their_way_when_the_loop_stands_still_find_their_turn(begun: 
 
 def test_a_loop_that_is_always_late_gives_up_turns_too() -> None:
     scene = Scene()
-    scene.readers.start_grace(scene.live)
+    scene.followers.start_grace(scene.live)
     scene.loop.run(30 * GRACE_SECONDS, step=GRACE_SECONDS)
     assert scene.given_up == [scene.live]

@@ -1,13 +1,13 @@
-"""Follow live turns, and keep a turn without readers alive for a grace period. Belongs to the event loop.
+"""Follow live turns, and keep a turn without followers alive for a grace period. Belongs to the event loop.
 
-Any number of readers follow a turn from its first token on. When the last reader leaves before the end, the
+Any number of followers read a turn from its first token on. When the last one leaves before the end, the
 turn lives for another `grace_seconds`, in which a client may attach again with the same request_id. Then the
 turn is abandoned: the engine stops it, its row becomes `interrupted`, and nothing of it is in the history. A
 retry with the same request_id runs it again. The grace period passes in steps, so a stalled event loop does
 not use it up. A client that leaves on purpose cancels the turn instead (cancelling.py). If a cancel keeps
-less of the reply than other readers were sent, those readers get an error in place of the end.
+less of the reply than other followers were sent, those get an error in place of the end.
 
-A reader takes all new tokens whenever its stream can be written to. A reader is cancelled if its stream
+A follower takes all new tokens whenever its stream can be written to. A follower is cancelled if its stream
 cannot be written to for `stall_seconds`, or if it is `undelivered_tokens_max` behind.
 """
 
@@ -29,14 +29,14 @@ CUT = "another client ended the turn, and the history has less of its reply than
 
 
 @dataclass(frozen=True)
-class ReaderLimits:
-    grace_seconds: float  # that a turn without a reader lives
-    stall_seconds: float  # that a reader may take nothing
+class FollowerLimits:
+    grace_seconds: float  # that a turn without a follower lives
+    stall_seconds: float  # in which a follower may take nothing
     undelivered_tokens_max: int
 
 
 @dataclass(eq=False)
-class Reader:
+class Follower:
     live: LiveTurn
     wake: asyncio.Event
     task: asyncio.Task[Any] | None
@@ -44,85 +44,85 @@ class Reader:
     writing_since: float | None = None
 
 
-class Readers:
+class TurnFollowers:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        limits: ReaderLimits,
+        limits: FollowerLimits,
         on_abandoned: Callable[[LiveTurn], None],
     ) -> None:
         """`on_abandoned` gets each turn whose grace has passed and that nobody reads."""
         self._loop = loop
         self._limits = limits
         self._on_abandoned = on_abandoned
-        self._readers: dict[int, list[Reader]] = {}  # by turn number
+        self._followers: dict[int, list[Follower]] = {}  # by turn number
         self._graces: dict[int, asyncio.TimerHandle] = {}
 
     async def follow(self, live: LiveTurn, write: Write) -> None:
         """Have `write` deliver a turn's tokens, from the first on, until it has ended."""
-        reader = Reader(live, asyncio.Event(), asyncio.current_task())
-        self._readers.setdefault(live.number, []).append(reader)
+        follower = Follower(live, asyncio.Event(), asyncio.current_task())
+        self._followers.setdefault(live.number, []).append(follower)
         self._end_grace(live.number)
         try:
             while True:
-                reader.wake.clear()
+                follower.wake.clear()
                 finish, num_tokens = live.finish, live.num_tokens
-                if reader.num_sent < num_tokens:
-                    reader.writing_since = self._loop.time()
-                    await write(reader.num_sent, num_tokens)
-                    reader.writing_since = None
-                    reader.num_sent = num_tokens
+                if follower.num_sent < num_tokens:
+                    follower.writing_since = self._loop.time()
+                    await write(follower.num_sent, num_tokens)
+                    follower.writing_since = None
+                    follower.num_sent = num_tokens
                 elif finish is not None:
                     break
                 else:
-                    await reader.wake.wait()
+                    await follower.wake.wait()
         finally:
-            readers = self._readers[live.number]
-            readers.remove(reader)
-            if not readers:
-                del self._readers[live.number]
+            followers = self._followers[live.number]
+            followers.remove(follower)
+            if not followers:
+                del self._followers[live.number]
                 self.start_grace(live)
         if live.failure is not None:
             raise live.failure
-        if reader.num_sent > live.num_tokens:
+        if follower.num_sent > live.num_tokens:
             raise TurnInterrupted(CUT)
 
     def start_grace(self, live: LiveTurn) -> None:
         """A turn that nobody reads has its time from now on."""
-        if live.finish is None and live.number not in self._readers:
+        if live.finish is None and live.number not in self._followers:
             self._end_grace(live.number)
             self._step_of_grace(live, GRACE_STEPS, self._loop.time())
 
-    def has_reader(self, live: LiveTurn) -> bool:
-        return live.number in self._readers
+    def has_follower(self, live: LiveTurn) -> bool:
+        return live.number in self._followers
 
     @property
     def num_undelivered_tokens(self) -> int:
-        """That the readers have not taken, of all turns together."""
-        readers = [each for readers in self._readers.values() for each in readers]
-        return sum(max(each.live.num_tokens - each.num_sent, 0) for each in readers)
+        """That the followers have not taken, of all turns together."""
+        followers = [each for followers in self._followers.values() for each in followers]
+        return sum(max(each.live.num_tokens - each.num_sent, 0) for each in followers)
 
     def wake(self, number: int) -> None:
-        for reader in self._readers.get(number, ()):
-            reader.wake.set()
+        for follower in self._followers.get(number, ()):
+            follower.wake.set()
 
     def cancel_stalled(self) -> None:
         now = self._loop.time()
-        for reader in [each for readers in self._readers.values() for each in readers]:
-            if reader.writing_since is None:
+        for follower in [each for followers in self._followers.values() for each in followers]:
+            if follower.writing_since is None:
                 continue
-            num_behind = reader.live.num_tokens - reader.num_sent
-            stalled = now - reader.writing_since
+            num_behind = follower.live.num_tokens - follower.num_sent
+            stalled = now - follower.writing_since
             limits = self._limits
             if stalled > limits.stall_seconds or num_behind > limits.undelivered_tokens_max:
                 log.warning(
                     "a reader is %d tokens behind and took nothing for %.0f s",
                     num_behind,
                     stalled,
-                    extra=ids_of(reader.live),
+                    extra=ids_of(follower.live),
                 )
-                if reader.task is not None:
-                    reader.task.cancel()
+                if follower.task is not None:
+                    follower.task.cancel()
 
     def close(self) -> None:
         for grace in self._graces.values():
@@ -141,7 +141,7 @@ class Readers:
             )
             return
         self._graces.pop(live.number, None)
-        if live.finish is None and live.number not in self._readers:
+        if live.finish is None and live.number not in self._followers:
             log.info("a turn lost its reader", extra=ids_of(live))
             self._on_abandoned(live)
 
