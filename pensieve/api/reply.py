@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from pensieve.conversations.conversations import Conversations
+from pensieve.conversations.followers import TurnFollowers
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
@@ -61,7 +61,7 @@ class ReplyStream:
 
     async def follow(
         self,
-        conversations: Conversations,
+        followers: TurnFollowers,
         write: Callable[[ReplyTokens], Awaitable[None]],
     ) -> None:
         """Have `write` deliver the tokens as they come, until the turn has ended; then there is `tail`."""
@@ -69,7 +69,7 @@ class ReplyStream:
         async def write_tokens(start: int, stop: int) -> None:
             await write(self.tokens(start, stop))
 
-        await conversations.follow(self.live, write_tokens)
+        await followers.follow(self.live, write_tokens)
 
     def tokens(self, start: int, stop: int) -> ReplyTokens:
         live = self.live

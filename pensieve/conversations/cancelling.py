@@ -13,14 +13,13 @@ ended.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.threads import Threads
-from pensieve.errors import PensieveError, StoreError, StoreUnavailable
+from pensieve.errors import StoreError, StoreUnavailable
 from pensieve.store.remote.remote_store import Reader
 
 
@@ -58,12 +57,8 @@ async def cancel_turn(
     keep = cancel.keep_tokens
     if cancel.attempt not in (0, live.attempt):
         keep = 0
-    if keep == 0:
-        await conversations.drop(live)
-    else:
-        conversations.cancel(live, keep)
-    with contextlib.suppress(PensieveError):  # why it failed is looked at below
-        await conversations.follow(live)
+    conversations.ends.stop(live, keep)
+    await conversations.followers.until_ended(live)
     if isinstance(live.failure, StoreError | StoreUnavailable):
         raise live.failure  # whether it is in the history is not known
     kept = live.finish is not None and live.failure is None

@@ -4,10 +4,10 @@ A coroutine here sends a job to the store thread (history.py) and acts on the re
 anything else. So the loop acts in the order of the store's jobs (threads.py). This order matters:
 
 * **A turn begins** in the store. Then it is live, and its SubmitTurn goes to the engine. If the engine does
-  not take it, another job interrupts the turn. A retry with the same request_id finds the turn `running` and
-  live. If the turn is no longer live, it ended meanwhile, and the request is drafted again.
-* **A turn ends** in the store. Then `finish` is set and its readers wake.
-* **A deletion** interrupts the running turn and deletes, in one job. Then the live turn ends, and
+  not take it, the turn is given up. A retry with the same request_id finds the turn `running` and live. If
+  the turn is no longer live, it ended meanwhile, and the request is drafted again.
+* **A turn ends** in the store. Then `finish` is set and its followers wake (turn_ends.py).
+* **A deletion** interrupts the running turn and deletes, in one job. Then the live turn is given up, and
   DeleteConversation goes to the engine before the SubmitTurn of any later turn with the same conversation id.
   If the end of the turn is on its way to the store, its job finds the turn gone. The engine's client never
   refuses a DeleteConversation.
@@ -23,8 +23,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from pensieve.conversations.admission import Admission
@@ -32,30 +30,27 @@ from pensieve.conversations.daemon_config import DaemonConfig, Sources
 from pensieve.conversations.declared_prefixes import DeclaredPrefixes, Warming
 from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.engine_client import EngineClient
-from pensieve.conversations.followers import FollowerLimits, TurnFollowers, Write, ids_of
+from pensieve.conversations.followers import FollowerLimits, TurnFollowers
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.housekeeping import erased
 from pensieve.conversations.live_turn import (
-    CommittedReply,
     KnownTurn,
     LiveTurn,
     StartedTurn,
     TurnPhase,
-    TurnReply,
     cache_key,
     names_of,
-    packed_logprobs,
     replayed,
 )
 from pensieve.conversations.meter import Latencies
 from pensieve.conversations.threads import Threads
 from pensieve.conversations.tokenizing import Tokenizing
+from pensieve.conversations.turn_ends import TurnEnds
 from pensieve.conversations.turn_events import TurnEvents
-from pensieve.conversations.turns import TurnEnding, Turns, failure_of
+from pensieve.conversations.turns import Turns
 from pensieve.conversations.unstored import UnstoredTurns
 from pensieve.core.iteration import SampledToken
-from pensieve.core.turn import FinishReason
 from pensieve.engine.messages import (
     CancelTurn,
     DeleteConversation,
@@ -71,28 +66,19 @@ from pensieve.errors import (
     PensieveError,
     StaleRevision,
     TurnFailed,
-    TurnInterrupted,
     TurnRunning,
 )
 from pensieve.guard.limits import Counts
 from pensieve.store import records
 from pensieve.store.declared_prefixes import stored_id
-from pensieve.store.responses import StoredResponse
 
 log = logging.getLogger("pensieve")
 LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
-NO_REVISION = 0  # of an unstored turn
-READ_CHARACTERS_MAX = 16 << 10  # of a reply whose calls the store thread may look for by itself
 DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
-GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
 
 class _FirstToken(Exception):
     """It has come; no more is to be read."""
-
-
-async def take_nothing(start: int, stop: int) -> None:
-    """Of the tokens, as a reader that waits for the end alone."""
 
 
 class ArrivingTurns:
@@ -179,9 +165,14 @@ class Conversations:
             FollowerLimits(
                 config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max
             ),
-            lambda live: threads.spawn(self._give_up(live)),
+            lambda live: self.ends.give_up(live),
         )
-        self.unstored = UnstoredTurns(self.turns, self.followers, threads.loop, engine, admission)
+        self.ends = TurnEnds(
+            self.turns, self.followers, history, threads, engine, admission, events
+        )
+        self.unstored = UnstoredTurns(
+            self.turns, self.followers, threads.loop, engine, admission, events
+        )
         self.tokenizing = Tokenizing(history, threads, admission)
         self.warming = Warming(history, self.turns, threads, engine, admission, self.tokenizing)
         self.prefixes = DeclaredPrefixes(
@@ -191,7 +182,6 @@ class Conversations:
         self._admission, self._events = admission, events
         self._short_characters = config.short_characters
         self._num_lookups = Counts[str]()
-        self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
 
     # -- conversations --
 
@@ -294,10 +284,8 @@ class Conversations:
                 tenant, self._history.delete, conversation_id, tenant, unused_since
             )
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
-            if live is not None and (cancel := self.turns.interrupt(live)) is not None:
-                self._engine.tell(cancel)
-                self._charge(live)
-                self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
+            if live is not None:
+                self.ends.give_up(live, is_interrupted=True)
             if not isinstance(deleted.error, NotFound):
                 self._engine.tell(DeleteConversation(cache_key(tenant, conversation_id)))
             if deleted.is_pending:
@@ -310,7 +298,7 @@ class Conversations:
 
         await self._threads.whole(sequence())
 
-    # -- a turn begins, is followed, and is cancelled --
+    # -- a turn begins --
 
     async def begin(self, request: TurnRequest) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
@@ -366,7 +354,7 @@ class Conversations:
                     return await self._submit(found, arrived_at)
             elif found.reply is not None:
                 return replayed(found.turn, found.reply)
-            if live is not None and live.phase is not TurnPhase.INTERRUPTING:
+            if live is not None and live.phase is not TurnPhase.GIVING_UP:
                 return live
             num_drafts += 1
             if num_drafts == DRAFTS_MAX:
@@ -403,15 +391,11 @@ class Conversations:
                 self.turns.check_suspect(live)
                 self._engine.put(submit)
         except PensieveError as error:
-            await self.interrupt(live, error)
+            self.ends.give_up(live, error)
+            await self.followers.until_ended(live)
             raise
-        if live.cancelled:  # before the engine had it
-            self._engine.tell(CancelTurn(live.number, submit.history_tokens + live.prompt_tokens))
+        self.ends.submitted(live)
         return live
-
-    async def follow(self, live: LiveTurn, write: Write = take_nothing) -> None:
-        """Have `write` deliver tokens [start, stop) of a turn, from the first on, until it has ended."""
-        await self.followers.follow(live, write)
 
     async def prompt_computed(self, live: LiveTurn) -> None:
         """Read a turn until it has its first token or has ended; if it has failed, its error.
@@ -425,17 +409,7 @@ class Conversations:
         with contextlib.suppress(_FirstToken):
             await self.followers.follow(live, write)
 
-    def cancel(self, live: LiveTurn, keep_tokens: int | None = None) -> None:
-        """End a turn and keep what was delivered, or that many tokens of it."""
-        self._engine.tell(self.turns.cancel(live, keep_tokens))
-
-    async def drop(self, live: LiveTurn) -> None:
-        """End a turn and keep nothing of it, because its client wants that."""
-        await self._threads.whole(
-            self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
-        )
-
-    # -- a turn ends --
+    # -- the engine's events --
 
     def take(self, events: list[SampledToken | TurnAdmitted | TurnEnded | LogNeeded]) -> None:
         """What the engine says of turns, in its order."""
@@ -445,11 +419,7 @@ class Conversations:
                 if (live := self.turns.take(event)) is not None:
                     longer[event.turn_id] = live
             elif isinstance(event, TurnEnded):
-                if (ending := self.turns.end(self._judged(event))) is not None:
-                    self._threads.spawn(self._commit(ending))
-                elif (tenant := self.turns.end_warm(event.turn_id)) is not None:
-                    usage = event.usage
-                    self.tokenizing.charge(tenant, usage.new_tokens + usage.recomputed_tokens)
+                self.ends.engine_ended(event)
             elif isinstance(event, TurnAdmitted):
                 if (live := self.turns.admit(event.turn_id, event.missing_tokens)) is not None:
                     self._events.admitted(live, event.missing_tokens)
@@ -459,39 +429,8 @@ class Conversations:
         for number, live in longer.items():
             if live.num_tokens and not live.num_timed:
                 self._events.first_token(live)
-                if not live.is_stored:
-                    self.unstored.prompt_computed(live)
             self.latencies.came(live, now)
             self.followers.wake(number)
-
-    def _judged(self, ended: TurnEnded) -> TurnEnded:
-        """An engine that fails ends its turns itself before it dies; for them that is a death."""
-        live = self.turns.of_number(ended.turn_id)
-        if ended.failure == "ENGINE_FAILED":
-            self._engine_has_failed = True
-            return replace(ended, failure="ENGINE_DIED") if self._dies_of(live) else ended
-        if live is not None:
-            self.turns.suspects.ended(live)
-        return ended
-
-    def engine_lost(self, failure: PensieveError) -> None:
-        """The engine is gone: so are its turns."""
-        self.turns.engine_lost()
-        had_the_rest = not self._engine_has_failed  # else it has ended all that it had
-        self._engine_has_failed = False
-        for live in self.turns.all_live():
-            if had_the_rest and self._dies_of(live):
-                self._threads.spawn(self.interrupt(live, failure_of("ENGINE_DIED")))
-        self._threads.spawn(self.interrupt_all(failure))
-
-    def _dies_of(self, live: LiveTurn | None) -> bool:
-        """The engine died and had this turn: whether that was once too often."""
-        if live is None or live.phase is not TurnPhase.RUNNING:
-            return False
-        if not self.turns.suspects.engine_died(live):
-            return False
-        log.error("the engine dies whenever it has this turn", extra=ids_of(live))
-        return True
 
     async def _provide_log(self, needed: LogNeeded) -> None:
         """A turn that cannot have its log cannot run, and would wait for it without end."""
@@ -504,132 +443,6 @@ class Conversations:
                 error = TurnFailed("INTERNAL", f"the log could not be read: {error}")
             live = self.turns.of_number(needed.turn_id)
             if live is not None:
-                await self.interrupt(live, error)
+                self.ends.give_up(live, error)
             else:
                 self._engine.tell(CancelTurn(needed.turn_id, 0))  # a warm
-
-    async def _commit(self, ending: TurnEnding) -> None:
-        """The engine has ended a turn: so does the store, and then its readers see it."""
-        live, reply = ending.live, ending.reply
-        try:
-            if reply is None:
-                await self._store_failure(live, ending.failure)
-                self._fail(live, failure_of(ending.failure))
-            else:
-                committed = await self._store_reply(live, reply)
-                self.turns.finish(live, reply, committed)
-                self._engine.tell(committed.lent)
-                self._ended(live)
-        except NotFound:  # its conversation was deleted meanwhile
-            self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
-        except PensieveError as error:
-            log.error("a turn could not be stored: %s", error, extra=ids_of(live))
-            self._fail(live, error)
-        except Exception:  # a fault of ours: its readers must not wait for ever
-            log.exception("a turn could not be ended", extra=ids_of(live))
-            await self._store_interruption(live)
-            self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))
-        if live.figures:  # a turn that failed costs nothing
-            self._charge(live)
-
-    async def _store_reply(self, live: LiveTurn, reply: TurnReply) -> CommittedReply:
-        """Append the reply to the log, in one transaction; of an unstored turn nothing is stored."""
-        if not live.is_stored:
-            return CommittedReply(NO_REVISION, await self._withheld(live, reply))
-        if live.logprobs:  # so many that packing them would hold everybody up
-            packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
-            reply = replace(reply, logprobs=packed)
-        if (chain := reply.chain) is not None and len(reply.text) > READ_CHARACTERS_MAX:
-            read = partial(chain.state, reply.text, reply.stream)
-            if not reply.is_cut:  # else its text is not known yet
-                state = await self._threads.in_text_pool(live.tenant, read)
-                reply = replace(reply, chain=None, state=state)
-        reply = replace(reply, response=await self._response(live, reply))
-        return await self._threads.in_store(live.tenant, self._history.finish, reply)
-
-    async def _response(self, live: LiveTurn, reply: TurnReply) -> StoredResponse | None:
-        """What the store keeps of the turn beside the history, in the same transaction."""
-        if live.request is None or live.request.response is None:
-            return None
-        try:
-            return live.request.response(live, reply.finish, await self._withheld(live, reply))
-        except Exception:  # a fault of ours; the turn is kept
-            log.exception("a response could not be made", extra=ids_of(live))
-            return None
-
-    async def _withheld(self, live: LiveTurn, reply: TurnReply) -> str:
-        """What a cancel has cut: text of its tokens that its readers were not given."""
-        if not reply.is_cut:
-            return ""
-        tokenizer, token_ids = self.turns.tokenizer, list(reply.token_ids)
-        text = await self._threads.in_text_pool(live.tenant, lambda: tokenizer.decode(token_ids))
-        return text[len(reply.text) :]
-
-    async def _store_failure(self, live: LiveTurn, reason: str) -> None:
-        if live.is_stored:
-            await self._threads.in_store(
-                live.tenant, self._history.fail, live.turn_id, reason, live.attempt
-            )
-
-    async def _store_interruption(self, live: LiveTurn) -> None:
-        """Nobody waits for the turn any more, or the engine is gone.
-
-        An error is only logged: the store takes such a turn for interrupted all the same, and a history of
-        another process hears of it as soon as that is back (history/connection.py).
-        """
-        if not live.is_stored:
-            return
-        try:
-            await self._threads.in_store(
-                live.tenant, self._history.interrupt, live.turn_id, live.attempt
-            )
-        except NotFound:
-            pass  # it was deleted meanwhile
-        except PensieveError as error:
-            log.error("a turn could not be marked interrupted: %s", error, extra=ids_of(live))
-        except Exception:  # a fault of ours: its readers must not wait for ever
-            log.exception("a turn could not be marked interrupted", extra=ids_of(live))
-
-    async def interrupt(
-        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
-    ) -> None:
-        """End a turn and keep nothing of it, unless its end is decided already."""
-        cancel = self.turns.interrupt(live)
-        if cancel is None:
-            return
-        self._engine.tell(cancel)
-        if finish is FinishReason.CANCELLED:  # its client left; what failed costs nothing
-            self._charge(live)
-        await self.end_interrupted(live, failure, finish)
-
-    async def end_interrupted(
-        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
-    ) -> None:
-        await self._store_interruption(live)
-        self._fail(live, failure, finish)
-
-    async def interrupt_all(self, failure: PensieveError) -> None:
-        """Until no turn that is live now is live any more."""
-        await asyncio.gather(*(self.interrupt(live, failure) for live in self.turns.all_live()))
-        await self._threads.behind_the_store()  # all ends that are on their way
-
-    def _fail(
-        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
-    ) -> None:
-        self.turns.fail(live, failure, finish)
-        self._ended(live)
-
-    def _ended(self, live: LiveTurn) -> None:
-        if not live.is_stored:
-            self.unstored.ended(live)
-        self.followers.wake(live.number)
-        self._events.ended(live, self._threads.loop.time())
-
-    async def _give_up(self, live: LiveTurn) -> None:
-        if self.followers.has_follower(live):
-            return  # it came between the end of the grace and this task
-        await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
-
-    def _charge(self, live: LiveTurn) -> None:
-        now = self._threads.loop.time()
-        self._admission.charge(live.tenant, live.num_charged_tokens, now)

@@ -345,7 +345,7 @@ class Daemon:
         log.error("the engine is gone: %s", reason)
         self.events.serving(False)
         self.admission.engine_lost()
-        self.conversations.engine_lost(Unavailable(GONE))
+        self.conversations.ends.engine_lost(Unavailable(GONE))
 
     def _on_up(self) -> None:
         ready = self.engine.ready
@@ -399,7 +399,7 @@ class Daemon:
             if self._hurried:
                 break
         failure = Unavailable("the daemon is shutting down; say it again when it is back")
-        await self._conversations.interrupt_all(failure)
+        await self._conversations.ends.give_up_all(failure)
 
     def hurry(self) -> None:
         self._hurried = True

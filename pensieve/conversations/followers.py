@@ -4,7 +4,7 @@ Any number of followers read a turn from its first token on. When the last one l
 turn lives for another `grace_seconds`, in which a client may attach again with the same request_id. Then the
 turn is abandoned: the engine stops it, its row becomes `interrupted`, and nothing of it is in the history. A
 retry with the same request_id runs it again. The grace period passes in steps, so a stalled event loop does
-not use it up. A client that leaves on purpose cancels the turn instead (cancelling.py). If a cancel keeps
+not use it up. A client that leaves on purpose stops the turn instead (cancelling.py). If a stop keeps
 less of the reply than other followers were sent, those get an error in place of the end.
 
 A follower takes all new tokens whenever its stream can be written to. A follower is cancelled if its stream
@@ -14,18 +14,23 @@ cannot be written to for `stall_seconds`, or if it is `undelivered_tokens_max` b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.errors import TurnInterrupted
+from pensieve.errors import PensieveError, TurnInterrupted
 
 log = logging.getLogger("pensieve")
 GRACE_STEPS = 10  # of a stalled event loop, up to twice as many
 Write = Callable[[int, int], Awaitable[None]]  # delivers tokens [start, stop) of a turn
 CUT = "another client ended the turn, and the history has less of its reply than was sent here"
+
+
+async def _take_nothing(start: int, stop: int) -> None:
+    """As a follower that waits for the end alone."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,12 @@ class TurnFollowers:
         self._followers: dict[int, list[Follower]] = {}  # by turn number
         self._graces: dict[int, asyncio.TimerHandle] = {}
 
-    async def follow(self, live: LiveTurn, write: Write) -> None:
+    async def until_ended(self, live: LiveTurn) -> None:
+        """Follow a turn to its end, whatever that is, without its tokens."""
+        with contextlib.suppress(PensieveError):
+            await self.follow(live)
+
+    async def follow(self, live: LiveTurn, write: Write = _take_nothing) -> None:
         """Have `write` deliver a turn's tokens, from the first on, until it has ended."""
         follower = Follower(live, asyncio.Event(), asyncio.current_task())
         self._followers.setdefault(live.number, []).append(follower)

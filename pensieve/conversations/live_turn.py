@@ -1,7 +1,7 @@
 """A turn while it runs, and the values about it that store thread and event loop exchange.
 
     store thread                                    event loop
-    StartedTurn     committed as `running`    ──>   LiveTurn, followed by its readers
+    StartedTurn     committed as `running`    ──>   LiveTurn, followed by its clients
     KnownTurn       known by its request_id   ──>   attach to the LiveTurn, or replay the stored reply
     CommittedReply  <── TurnReply             ───   the engine has ended the turn
 
@@ -35,18 +35,18 @@ class RecomputeReason(StrEnum):
 
 
 class TurnPhase(Enum):
-    """How far a live turn is; `turns.py` says who moves it on."""
+    """How far a live turn is; `turn_ends.py` moves it on."""
 
     RUNNING = "running"  # the engine has it
     COMMITTING = "committing"  # the engine has ended it; the store writes its end
-    INTERRUPTING = "interrupting"  # it is given up; the store writes that
+    GIVING_UP = "giving_up"  # nothing of it is kept; the store writes that
     ENDED = "ended"  # `finish` is set
 
 
 LEGAL_TRANSITIONS: Mapping[TurnPhase, frozenset[TurnPhase]] = {
-    TurnPhase.RUNNING: frozenset({TurnPhase.COMMITTING, TurnPhase.INTERRUPTING}),
+    TurnPhase.RUNNING: frozenset({TurnPhase.COMMITTING, TurnPhase.GIVING_UP}),
     TurnPhase.COMMITTING: frozenset({TurnPhase.ENDED}),
-    TurnPhase.INTERRUPTING: frozenset({TurnPhase.ENDED}),
+    TurnPhase.GIVING_UP: frozenset({TurnPhase.ENDED}),
     TurnPhase.ENDED: frozenset(),
 }
 
@@ -80,7 +80,7 @@ class TurnReply:
     stream: Mapping[str, Any]  # what its deltas say beside that; see `stream_of`
     finish: FinishReason
     figures: Mapping[str, Any]  # usage, as it is stored
-    is_cut: bool = False  # a cancel cut it: what was withheld as a possible stop string is text
+    is_cut: bool = False  # a stop cut it: what was withheld as a possible stop string is text
     logprobs: bytes = b""  # packed
     chain: ChainEnd | None = None  # of its client's history before it
     state: records.ChainState | None = None  # or what follows from that and the reply
@@ -90,7 +90,7 @@ class TurnReply:
 
 class CommittedReply(NamedTuple):
     revision: int
-    tail: str  # text after what the readers were given: what a cancelled turn had withheld
+    tail: str  # text after what the followers were given: what a stopped turn had withheld
     lent: ForkConversation | None = None  # gives its declared prefix the KV that it has computed
 
 
@@ -121,8 +121,8 @@ class LiveTurn:
     usage: Usage | None = None
     revision: int | None = None
     replayed: bool = False
-    cancelled: bool = False
-    kept: int | None = None  # of its tokens; a cancel has cut the others
+    stopped: bool = False  # its client wants no more of it
+    kept: int | None = None  # of its tokens; a stop has cut the others
     tenant: str = ""
     number: int = 0  # what the engine knows it by: another one for each attempt
     request_id: str = ""
@@ -131,7 +131,7 @@ class LiveTurn:
     recompute_reason: str = ""  # should something be recomputed
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
     marker: PartMarker | None = None
-    tail: str = ""  # text after the last token: what a cancelled turn had withheld
+    tail: str = ""  # text after the last token: what a stopped turn had withheld
     token_at: float = 0.0  # when its latest tokens came, by the loop's clock
     num_timed: int = 0  # of its tokens, in the latencies
     weight: float = 1.0  # of its tenant's share
@@ -150,7 +150,7 @@ class LiveTurn:
 
     @property
     def num_tokens(self) -> int:
-        """Without those that a cancel has cut."""
+        """Without those that a stop has cut."""
         return len(self.token_ids) if self.kept is None else self.kept
 
     @property

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.history import History
-from pensieve.conversations.live_turn import LiveTurn, cache_key
+from pensieve.conversations.live_turn import cache_key
 from pensieve.conversations.threads import Threads
 from pensieve.engine.messages import DeleteConversation
 from pensieve.errors import OwnedElsewhere, Unavailable
@@ -89,10 +89,9 @@ class StaleConversations:
         self._threads.loop.call_soon_threadsafe(self._drop, tenant, conversation_id)
 
     def _drop(self, tenant: str, conversation_id: str) -> None:
-        turns = self._conversations.turns
-        for live in turns.all_live():
+        for live in self._conversations.turns.all_live():
             if (live.tenant, live.conversation_id) == (tenant, conversation_id):
-                self._give_up(live)
+                self._conversations.ends.give_up(live, Unavailable(TAKEN))
         self._engine.tell(DeleteConversation(cache_key(tenant, conversation_id)))
 
     def _lost(self) -> None:
@@ -102,11 +101,5 @@ class StaleConversations:
 
     def _drop_all(self) -> None:
         for live in self._conversations.turns.all_live():
-            self._give_up(live)
-
-    def _give_up(self, live: LiveTurn) -> None:
-        """Of a turn that the history does not know any more."""
-        cancel = self._conversations.turns.interrupt(live) if live.is_stored else None
-        if cancel is not None:
-            self._engine.tell(cancel)
-            self._threads.spawn(self._conversations.end_interrupted(live, Unavailable(TAKEN)))
+            if live.is_stored:
+                self._conversations.ends.give_up(live, Unavailable(TAKEN))

@@ -144,11 +144,6 @@ class Threads:
     def store_waiting(self) -> WaitingJobs:
         return self._store_thread.waiting
 
-    async def behind_the_store(self) -> None:
-        """Until every job that waits for the store thread now is done."""
-        waits = [self.in_store(each, lambda: None) for each in ["", *self._store_thread.tenants]]
-        await asyncio.gather(*waits)
-
     async def in_reader(
         self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
     ) -> T:
@@ -167,9 +162,10 @@ class Threads:
         finally:
             del task  # its error's traceback holds this frame: a cycle if the frame held the task
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None], *, is_sequence: bool = False) -> None:
+        """Run it in the background; as a sequence, also to its end when the daemon closes."""
         task = self.loop.create_task(work)
-        self._background.add(task)
+        (self._sequences if is_sequence else self._background).add(task)
         task.add_done_callback(self._background_ended)
 
     async def end_tasks(self) -> None:
@@ -192,6 +188,7 @@ class Threads:
 
     def _background_ended(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
+        self._sequences.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("a task of the daemon failed", exc_info=error)
@@ -241,11 +238,6 @@ class FairPool:
         finally:
             del done  # as in _run_next
         return result
-
-    @property
-    def tenants(self) -> list[str]:
-        with self._lock:
-            return list(self._queues)
 
     @property
     def waiting(self) -> WaitingJobs:

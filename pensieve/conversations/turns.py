@@ -1,18 +1,9 @@
-"""Keep the live turns, each from its beginning to an end that is committed. Belongs to the event loop.
+"""Keep the live turns: which there are, and what counts for whom. Belongs to the event loop.
 
-                  take, cancel
-                   ┌────┐
-    begin ──> RUNNING <─┘──end (the engine's)──> COMMITTING ──finish──> ENDED
-                 └──────interrupt─────────────> INTERRUPTING ──fail──┘
-
-`Turns` is plain and synchronous. It calls neither the store nor the engine, and returns the messages for the
-engine and the `TurnReply` to commit. Invariants:
+`Turns` is plain and synchronous. It calls neither the store nor the engine. Invariants:
 
 * A turn is here from the moment that the loop hears of its `running` row until its end is in the store and
-  its readers can see it. `finish` is set last.
-* In COMMITTING and INTERRUPTING the end is on its way to the store. A cancel, a deletion, the death of the
-  engine and the end of a grace period change nothing then.
-* After `cancel` no further token is taken. The log ends at the last token taken, or sooner (`kept`).
+  its followers can see it (turn_ends.py).
 * Each attempt of a turn has a number of its own, so events of an attempt that was given up find no turn.
 * A warm is not a live turn. It counts for its tenant from `begin_warm` until the engine has ended it or died.
 """
@@ -27,35 +18,22 @@ from typing import NamedTuple
 
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import (
-    CommittedReply,
     LiveTurn,
     RecomputeReason,
     StartedTurn,
     TurnPhase,
-    TurnReply,
     names_of,
-    stream_of,
     unstored_key,
-    usage_figures,
 )
 from pensieve.core.iteration import SampledToken
-from pensieve.core.turn import FinishReason
-from pensieve.engine.messages import TOKEN_BYTES, CancelTurn, SubmitTurn, TurnEnded
-from pensieve.errors import PensieveError, QueueFull, TurnFailed, Unavailable
+from pensieve.engine.messages import TOKEN_BYTES, SubmitTurn
+from pensieve.errors import Unavailable
 from pensieve.guard.limits import Counts
 from pensieve.text import PartMarker, Tokenizer
 
 BACKGROUND_NUMBER_MIN = (
     1 << 40
 )  # of the turns of batch jobs; those of conversations are counted from 1
-
-
-class TurnEnding(NamedTuple):
-    """The engine has ended a turn: a reply to commit, or the reason why there is none."""
-
-    live: LiveTurn
-    reply: TurnReply | None
-    failure: str = ""
 
 
 DEATHS_ALONE, DEATHS_MAX = 2, 3
@@ -174,9 +152,9 @@ class Turns:
         )
 
     def of_request(self, request: TurnRequest) -> LiveTurn | None:
-        """The turn that this request began and that still takes readers."""
+        """The turn that this request began and that still takes followers."""
         live = self._of_request.get((request.tenant, request.conversation_id, request.request_id))
-        if live is None or live.request is None or live.phase is TurnPhase.INTERRUPTING:
+        if live is None or live.request is None or live.phase is TurnPhase.GIVING_UP:
             return None
         return live if request.says_the_same_as(live.request) else None
 
@@ -244,10 +222,10 @@ class Turns:
             shared_from=names_of(submit.prefix_of)[1],
         )
         self._of_request[live.tenant, live.conversation_id, live.request_id] = live
-        self._add(live)
+        self.add(live)
         return live, submit
 
-    def begin_unstored(
+    def new_unstored(
         self,
         turn_id: int,
         tenant: str,
@@ -256,9 +234,9 @@ class Turns:
         now: float,
         weight: float = 1.0,
     ) -> tuple[LiveTurn, SubmitTurn]:
-        """The same of a turn that belongs to no conversation; its id is negative.
+        """The same of a turn that belongs to no conversation; it is live once it is added.
 
-        `submit` has no name, but for one that it goes on from.
+        Its id is negative. `submit` has no name, but for one that it goes on from.
         """
         number = next(self._numbers)
         submit = replace(
@@ -281,7 +259,6 @@ class Turns:
             recompute_reason=RecomputeReason.DROPPED,
             marker=PartMarker(self.tokenizer, prompt_end),
         )
-        self._add(live)
         return live, submit
 
     def check_suspect(self, live: LiveTurn) -> None:
@@ -302,74 +279,12 @@ class Turns:
         """Append a token to its turn, unless it takes none any more; the turn, if it is known."""
         live = self._live.get(token.turn_id)
         self._begun.pop(token.turn_id, None)
-        if live is not None and live.phase is TurnPhase.RUNNING and not live.cancelled:
+        if live is not None and live.phase is TurnPhase.RUNNING and not live.stopped:
             live.take(token)
         return live
 
-    def cancel(self, live: LiveTurn, keep_tokens: int | None = None) -> CancelTurn | None:
-        """End a turn and keep what was taken, or so many tokens of it.
-
-        The engine will say that it has ended.  None where it was told before, or has ended the turn itself.
-        """
-        if live.phase is not TurnPhase.RUNNING:
-            return None
-        if keep_tokens is not None:
-            live.kept = min(keep_tokens, live.num_tokens)  # never more than an earlier cancel
-        if live.cancelled:
-            return None
-        live.cancelled = True
-        return CancelTurn(live.number, live.history_tokens + live.prompt_tokens + live.num_tokens)
-
-    def interrupt(self, live: LiveTurn) -> CancelTurn | None:
-        """Begin to end a turn and keep nothing of it; None where its end is decided already.
-
-        Once the store has it, `fail` ends it.
-        """
-        if live.phase is not TurnPhase.RUNNING:
-            return None
-        live.move_to(TurnPhase.INTERRUPTING)
-        return CancelTurn(live.number, live.history_tokens)
-
-    def end(self, ended: TurnEnded) -> TurnEnding | None:
-        """The engine has ended a turn; once the store has that, `finish` or `fail` ends it here."""
-        live = self._live.get(ended.turn_id)
-        if live is None or live.phase is not TurnPhase.RUNNING:
-            return None
-        live.move_to(TurnPhase.COMMITTING)
-        live.usage = ended.usage
-        if ended.finish is FinishReason.FAILED:
-            return TurnEnding(live, None, ended.failure or "FAILED")
-        if ended.usage.recomputed_tokens:
-            live.figures["recompute_reason"] = live.recompute_reason
-        if ended.usage.shared_tokens:
-            live.figures["shared_from"] = live.shared_from
-        live.figures |= usage_figures(ended.usage) | {"output_tokens": live.num_tokens}
-        has_all = live.num_tokens == ended.usage.output_tokens  # else it does not end as it stopped
-        reply = TurnReply(
-            live.turn_id,
-            tuple(live.token_ids[: live.kept]),
-            live.text,
-            stream_of(live),
-            FinishReason.CANCELLED if live.cancelled else ended.finish,
-            dict(live.figures),
-            is_cut=live.cancelled and (ended.finish is not FinishReason.STOP or not has_all),
-            chain=None if live.request is None else live.request.chain,
-            attempt=live.attempt,
-        )
-        return TurnEnding(live, reply)
-
-    def finish(self, live: LiveTurn, reply: TurnReply, committed: CommittedReply) -> None:
-        live.revision, live.tail = committed.revision, committed.tail
-        self._remove(live, reply.finish)
-
-    def fail(
-        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
-    ) -> None:
-        live.failure = failure
-        self._remove(live, finish)
-
-    def engine_lost(self) -> None:
-        """Its warms are gone with it."""
+    def end_warms(self) -> None:
+        """The engine is gone, and they with it."""
         for number in list(self._warms):
             self.end_warm(number)
 
@@ -377,13 +292,12 @@ class Turns:
         """Whatever KV there was is gone."""
         self._engine_since = now
 
-    # -- inside --
-
-    def _add(self, live: LiveTurn) -> None:
+    def add(self, live: LiveTurn) -> None:
         self._live[live.number] = self._waiting[live.number] = live
         self._num_of_tenant[live.tenant] += 1
 
-    def _remove(self, live: LiveTurn, finish: FinishReason) -> None:
+    def remove(self, live: LiveTurn) -> None:
+        """It has ended."""
         if self._live.pop(live.number, None) is not None:
             self._num_of_tenant[live.tenant] -= 1
         self._waiting.pop(live.number, None)
@@ -391,8 +305,8 @@ class Turns:
         key = (live.tenant, live.conversation_id, live.request_id)
         if self._of_request.get(key) is live:  # not one of a conversation that was made anew
             del self._of_request[key]
-        live.move_to(TurnPhase.ENDED)
-        live.finish = finish
+
+    # -- inside --
 
     def _recompute_reason(self, begun: StartedTurn) -> RecomputeReason:
         """Should KV be missing: the latest thing that made it go."""
@@ -404,21 +318,3 @@ class Turns:
 
     def _first(self, matches: Callable[[LiveTurn], bool]) -> LiveTurn | None:
         return next((live for live in self._live.values() if matches(live)), None)
-
-
-def failure_of(reason: str) -> PensieveError:
-    """The error for a reader, by the engine's reason why it could not finish a turn."""
-    if reason == "QUEUE_FULL":
-        return QueueFull("too many turns are waiting; try again later")
-    if reason in ("ENGINE_FAILED", "TURN_RUNNING"):
-        return Unavailable("the engine could not run the turn; the conversation is unchanged")
-    text = f"the turn failed ({reason}); the conversation is unchanged"
-    if reason == "NAN_LOGITS":
-        text = "the model computed values that are not numbers; the conversation is unchanged"
-    if reason == "CONSTRAINT_FAILED":
-        text = "the reply could not be held to its constraint; the conversation is unchanged"
-    if reason == "ENGINE_DIED":
-        text = (
-            "the engine died again and again while it had this turn; the conversation is unchanged"
-        )
-    return TurnFailed(reason, text)

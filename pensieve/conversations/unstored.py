@@ -38,10 +38,11 @@ from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.followers import TurnFollowers
 from pensieve.conversations.history import PROMPT_TAIL_TOKENS, UNNUMBERED
 from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import Turns
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.messages import DeleteConversation, RewindConversation, SubmitTurn
-from pensieve.errors import ContextFull, InvalidArgument, PensieveError
+from pensieve.errors import ContextFull, InvalidArgument
 
 ID_BITS = 62
 CHUNKS_MAX = 1 << 18  # whose digests are kept, and not more than the engine has pages
@@ -60,9 +61,10 @@ class UnstoredTurns:
         loop: asyncio.AbstractEventLoop,
         engine: EngineClient,
         admission: Admission,
+        events: TurnEvents,
     ) -> None:
         self._turns, self._followers, self._loop = turns, followers, loop
-        self._engine, self._admission = engine, admission
+        self._engine, self._admission, self._events = engine, admission, events
         self._running: dict[int, _Running] = {}  # by number
         self._keys: set[str] = set()  # of those that run
         self._prefixes, self._chunk_tokens = UnstoredPrefixes(0), 1
@@ -84,30 +86,31 @@ class UnstoredTurns:
         named, prompt_end = (self._id(prompt, tenant), tenant), prompt[-PROMPT_TAIL_TOKENS:]
         now = self._loop.time()
         weight = self._admission.weight_of(tenant, now)
-        live, submit = self._turns.begin_unstored(*named, submit, prompt_end, now, weight)
+        live, submit = self._turns.new_unstored(*named, submit, prompt_end, now, weight)
         live.arrived_at = now
-        try:
-            self._admission.prompts.submitted(live)
-            self._turns.check_suspect(live)
-            self._engine.put(submit)
-        except PensieveError as error:
-            self._turns.interrupt(live)  # nobody is told: the engine has not heard of it
-            self._turns.fail(live, error)
-            raise
+        self._admission.prompts.submitted(live)
+        self._turns.check_suspect(live)
+        self._engine.put(submit)
+        self._turns.add(live)
+        if not self._running:
+            self._events.first_token.subscribe(self._prompt_computed)
+            self._events.ended.subscribe(self._ended)
         self._running[live.number] = _Running(submit.conversation_id, chain)
         self._keys.add(submit.conversation_id)
         self._followers.start_grace(live)  # until its first reader comes
         return live
 
-    def prompt_computed(self, live: LiveTurn) -> None:
-        """Its first token is there."""
+    def _prompt_computed(self, live: LiveTurn) -> None:
         if (running := self._running.get(live.number)) is not None:
             self._register(running)
 
-    def ended(self, live: LiveTurn) -> None:
+    def _ended(self, live: LiveTurn, now: float) -> None:
         running = self._running.pop(live.number, None)
         if running is None:
             return
+        if not self._running:
+            self._events.first_token.unsubscribe(self._prompt_computed)
+            self._events.ended.unsubscribe(self._ended)
         if live.failure is None and live.num_tokens:
             reply = live.token_ids[: live.num_tokens]
             running.chain.extend(array("I", reply[:-1]))  # the last one has no KV

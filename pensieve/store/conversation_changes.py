@@ -195,8 +195,6 @@ def take_pending(
     StaleRevision, and nothing is taken, if these are not what is pending; None accepts any, and takes none.
     What a turn that has ended took is removed: it stays no longer than until here.
     """
-    if not (messages or conversation.has_pending):
-        return
     held = _held(conn, number, conversation)
     if messages is not None:
         _refuse_changed(held, conversation, messages)

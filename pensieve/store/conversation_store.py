@@ -248,7 +248,8 @@ class ConversationStore:
             refuse_running(conversation)
             refuse_stale(conversation, expected_revision)
             links = message_rows.require_links(conn, number, conversation, to_revision)
-            take_pending(conn, number, conversation)
+            if conversation.has_pending:
+                take_pending(conn, number, conversation)
             message_rows.cut_history(conn, number, tenant, to_revision)
             conversation_rows.set_revision(conn, number, conversation.revision + 1, self.now())
             return Rewound(conversation.revision + 1, sum(link.num_tokens for link in links))
@@ -322,7 +323,8 @@ class ConversationStore:
                 return BeginResult(stored.turn, must_run=False)
             refuse_running(conversation)
             refuse_stale(conversation, request.expected_revision, request.expected_created_at)
-            take_pending(conn, number, conversation, request.pending)
+            if request.pending or conversation.has_pending:
+                take_pending(conn, number, conversation, request.pending)
             if stored is None:
                 turn = turn_rows.insert_turn(
                     conn, number, conversation, request, content_hash, self.now()

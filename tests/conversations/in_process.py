@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace, TracebackType
+from typing import Any, TypeVar, cast
 
 from pensieve.config import Settings
+from pensieve.conversations.admission import Admission
 from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
+from pensieve.conversations.followers import FollowerLimits, TurnFollowers
 from pensieve.conversations.heads import ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.live_turn import KnownTurn, LiveTurn, StartedTurn, cache_key, replayed
-from pensieve.conversations.turns import Turns, failure_of
+from pensieve.conversations.turn_ends import TurnEnds
+from pensieve.conversations.turn_events import TurnEvents
+from pensieve.conversations.turns import Turns
 from pensieve.core.constraint import Constraint
 from pensieve.core.iteration import SampledToken
-from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.core.turn import TurnOptions
 from pensieve.engine.mailbox import Mailbox, Outbox
 from pensieve.engine.messages import (
     Event,
@@ -27,13 +31,46 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.messages import Message as EngineMessage
-from pensieve.errors import QueueFull, TurnInterrupted
+from pensieve.errors import QueueFull
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
 from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import Message
+
+T = TypeVar("T")
+
+
+class OneThread:
+    """In place of `Threads`: whatever is begun is done at once."""
+
+    def __init__(self) -> None:
+        self.loop = self
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    async def in_store(self, _: str, job: Callable[..., T], *arguments: Any) -> T:
+        return job(*arguments)
+
+    async def in_text_pool(self, _: str, job: Callable[[], T]) -> T:
+        return job()
+
+    def spawn(self, work: Coroutine[Any, Any, None], **_: bool) -> None:
+        with contextlib.suppress(StopIteration):
+            work.send(None)
+            raise AssertionError("it waits for something")
+
+
+def turn_ends(
+    turns: Turns, history: History, tell: Callable[[EngineMessage | None], Any]
+) -> TurnEnds:
+    """Ends turns at once, without followers or limits; `tell` gets what the engine is told."""
+    threads: Any = OneThread()
+    followers = TurnFollowers(threads, FollowerLimits(0.0, 0.0, 0), lambda live: None)
+    engine, admission = cast(Any, SimpleNamespace(tell=tell)), Admission(1, {}, threads.time())
+    return TurnEnds(turns, followers, history, threads, engine, admission, TurnEvents())
 
 
 class Conversations:
@@ -46,6 +83,7 @@ class Conversations:
         self.turns = turns
         self._mailbox = mailbox
         self._defaults = defaults
+        self.ends = turn_ends(turns, history, self._tell)
 
     def create(self, conversation_id: str, **settings: Any) -> records.Conversation:
         created = self.history.create(ConversationSettings(conversation_id, **settings))
@@ -115,14 +153,12 @@ class Conversations:
         return attached
 
     def cancel(self, live: LiveTurn) -> None:
-        self._tell(self.turns.cancel(live))
+        self.ends.stop(live)
 
     def interrupt(self, turn_id: int) -> None:
         live = self.turns.of_turn(turn_id)
         assert live is not None
-        self._tell(self.turns.interrupt(live))
-        self.history.interrupt(turn_id)
-        self.turns.fail(live, TurnInterrupted("the turn was given up"), FinishReason.CANCELLED)
+        self.ends.give_up(live)
 
     def handle(self, event: Event) -> None:
         """Take in one event of the engine."""
@@ -130,14 +166,8 @@ class Conversations:
             self.turns.take(event)
         elif isinstance(event, LogNeeded):
             self._tell(self.history.log_for(event))
-        elif isinstance(event, TurnEnded) and (ending := self.turns.end(event)) is not None:
-            if ending.reply is None:
-                self.history.fail(ending.live.turn_id, ending.failure)
-                self.turns.fail(ending.live, failure_of(ending.failure))
-            else:
-                committed = self.history.finish(ending.reply)
-                self._tell(committed.lent)
-                self.turns.finish(ending.live, ending.reply, committed)
+        elif isinstance(event, TurnEnded):
+            self.ends.engine_ended(event)
 
     def _tell(self, message: EngineMessage | None) -> None:
         if message is not None:

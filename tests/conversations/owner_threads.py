@@ -32,6 +32,7 @@ class OwnerThreads:
         self.watch(conversations, "loop")
         self.watch(conversations.turns, "loop")
         self.watch(conversations.followers, "loop")
+        self.watch(conversations.ends, "loop")
         self.watch(daemon.engine, "loop", NO_STATE)
 
     def watch(self, thing: Any, owner: str, exempt: Collection[str] = ()) -> None:

@@ -213,7 +213,7 @@ def test_nobody_is_refused_because_of_the_own_turn(one_by_one: DaemonRig) -> Non
         with pytest.raises(InvalidArgument, match="request_id"):
             begin(rig, "c", "r1", tenant, 7)
         wait_for(lambda live=live: live.finish is not None or live.num_tokens > 5)
-        on_the_loop(rig, lambda live=live: rig.daemon.conversations.cancel(live))
+        on_the_loop(rig, lambda live=live: rig.daemon.conversations.ends.stop(live))
         wait_for(lambda live=live: live.finish is not None)
     other = begin(rig, "d", "r2", "few")
     with pytest.raises(QueueFull, match="1 turns at once"):
@@ -229,7 +229,7 @@ def test_nobody_is_refused_because_of_the_own_turn(one_by_one: DaemonRig) -> Non
 def test_a_tenant_in_debt_may_still_hear_its_turn(one_by_one: DaemonRig) -> None:
     rig = one_by_one
     live = begin(rig, "c", "r1", "slow")
-    on_the_loop(rig, lambda: rig.daemon.conversations.follow(live, _nothing))
+    on_the_loop(rig, lambda: rig.daemon.conversations.followers.follow(live, _nothing))
     with pytest.raises(QueueFull, match="1 tokens per second"):
         begin(rig, "c", "r2", "slow")
     assert begin(rig, "c", "r1", "slow").token_ids == live.token_ids
@@ -320,7 +320,7 @@ def test_a_turn_that_only_waited_costs_nothing(one_by_one: DaemonRig) -> None:
     waiting = begin(rig, "d", "r2", "slow")
     on_the_loop(rig, lambda: rig.daemon.conversations.delete("d", "slow"))
     assert waiting.num_charged_tokens == 0
-    on_the_loop(rig, lambda: rig.daemon.conversations.cancel(first))
+    on_the_loop(rig, lambda: rig.daemon.conversations.ends.stop(first))
     begin(rig, "d", "r3", "slow")
 
 

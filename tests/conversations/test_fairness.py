@@ -39,10 +39,10 @@ def test_tenants_come_by_turns_and_each_in_its_own_order() -> None:
                 work = pool.run(tenant, partial(ran.append, f"{tenant}{i}"))
                 jobs.append(asyncio.ensure_future(work))
         await asyncio.sleep(0)
-        assert sorted(pool.tenants) == ["a", "b", "c"]
+        assert sorted(pool._queues) == ["a", "b", "c"]
         gate.set()
         await asyncio.gather(*jobs)
-        assert pool.tenants == []
+        assert not pool._queues
         pool.close()
 
     asyncio.run(flood())

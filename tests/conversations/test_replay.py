@@ -14,7 +14,7 @@ import pytest
 from pensieve.api.grpc import translate
 from pensieve.api.reply import ReplyStream
 from pensieve.builtin import MODEL_PATH
-from pensieve.conversations import conversations, turns
+from pensieve.conversations import turn_ends, turns
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.live_turn import LiveTurn, packed_logprobs, replayed, stream_of
@@ -104,7 +104,7 @@ def test_logprobs_come_again_over_the_wire(tmp_path: Path, monkeypatch: pytest.M
         packed_in.append(threading.current_thread().name)
         return packed_logprobs(live)
 
-    monkeypatch.setattr(conversations, "packed_logprobs", packed)
+    monkeypatch.setattr(turn_ends, "packed_logprobs", packed)
     written = {"device_cache": "600t", "host_cache": "200t"}
     fields: dict[str, Any] = {
         "request_id": "r1",
@@ -161,7 +161,7 @@ def test_a_conversation_is_deleted_while_logprobs_of_its_turn_are_packed(
         assert may_go_on.wait(60)
         return packed_logprobs(live)
 
-    monkeypatch.setattr(conversations, "packed_logprobs", packed)
+    monkeypatch.setattr(turn_ends, "packed_logprobs", packed)
     written = {"device_cache": "600t", "host_cache": "200t"}
     with DaemonRig(tmp_path / "data", program=ENGINE, written=written) as rig:
         call = rig.send("c", "Hello.", sampling=pb.Sampling(max_tokens=3, logprobs=2))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.client import Client, Retry
-from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.live_turn import LiveTurn, TurnPhase
 from pensieve.conversations.turns import RECORDS_MAX, Suspects
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.messages import TurnEnded
@@ -91,10 +91,19 @@ def test_a_turn_that_comes_when_the_engine_has_failed_has_no_part_in_it(tmp_path
             rig.daemon._on_events([end])
             rig.daemon._on_down("it has failed")
             assert set(rig.daemon.conversations.turns.suspects._records) == {had.turn_id}
-            rig.daemon._on_down("another one has died")
-            assert came.turn_id in rig.daemon.conversations.turns.suspects._records
+            assert came.phase is TurnPhase.GIVING_UP
 
         rig.call(fail())
+        turns.append(client.conversation("later").send("hello", max_tokens=500, ignore_eos=True))
+        next(turns[-1])
+
+        async def die() -> None:
+            later = rig.daemon.conversations.turns.of_conversation("later")
+            assert later is not None
+            rig.daemon._on_down("another one has died")
+            assert later.turn_id in rig.daemon.conversations.turns.suspects._records
+
+        rig.call(die())
 
 
 def test_turns_that_may_both_have_killed_the_engine_are_tried_one_after_the_other() -> None:

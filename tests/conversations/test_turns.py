@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.conversations.draft import TurnRequest
+from pensieve.conversations.history import History
 from pensieve.conversations.live_turn import (
     CommittedReply,
     LiveTurn,
     StartedTurn,
     TurnPhase,
+    TurnReply,
     cache_key,
 )
-from pensieve.conversations.turns import Turns, failure_of
+from pensieve.conversations.turn_ends import failure_of
+from pensieve.conversations.turns import Turns
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, TurnOptions, Usage
 from pensieve.engine.messages import CancelTurn, SubmitTurn, TurnEnded
 from pensieve.errors import QueueFull, TurnInterrupted
 from pensieve.store import records
 from pensieve.text import Message, Tokenizer
+from tests.conversations.in_process import turn_ends
 
 ENGINE_SINCE, NOW = 100.0, 7.0
 
@@ -66,6 +71,34 @@ def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnd
     return TurnEnded(live.number, live.conversation_id, finish, Usage(recomputed_tokens=4))
 
 
+class Scene:
+    """The ends of turns, and what they write to the store and tell the engine."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.told: list[Any] = []
+        self.replies: list[TurnReply] = []
+        self.interrupted: list[int] = []
+        self.in_store: Callable[[], None] = lambda: None
+        self.finish_when_stored: FinishReason | None = None
+        self._turns = turns
+        self.ends = turn_ends(turns, cast(History, self), self._tell)
+
+    def _tell(self, message: Any) -> None:
+        if message is not None:
+            self.told.append(message)
+
+    def finish(self, reply: TurnReply) -> CommittedReply:
+        self.in_store()
+        (live,) = (each for each in self._turns.all_live() if each.turn_id == reply.turn_id)
+        self.finish_when_stored = live.finish
+        self.replies.append(reply)
+        return CommittedReply(3, "c")
+
+    def interrupt(self, turn_id: int, attempt: int) -> None:
+        self.in_store()
+        self.interrupted.append(turn_id)
+
+
 def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
     live, submit = turns.begin(begun(1, tenant="acme"), NOW)
     assert (submit.turn_id, submit.conversation_id) == (live.number, "acme/c1")
@@ -78,17 +111,17 @@ def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
 
 def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
+    scene = Scene(turns)
     turns.take(SampledToken(live.number, 8, "a"))
-    assert turns.cancel(live) == CancelTurn(live.number, 14)  # 10 + 3 + 1
-    assert turns.cancel(live) is None
+    scene.ends.stop(live)
+    scene.ends.stop(live)
+    assert scene.told == [CancelTurn(live.number, 14)]  # 10 + 3 + 1
     turns.take(SampledToken(live.number, 9, "b"))
-    ending = turns.end(ended(live))
-    assert ending is not None
-    assert ending.reply is not None
-    assert (ending.reply.token_ids, ending.reply.text) == ((8,), "a")
-    assert (ending.reply.finish, ending.reply.is_cut) == (FinishReason.CANCELLED, True)
-    assert live.finish is None  # until it is in the store
-    turns.finish(live, ending.reply, CommittedReply(3, "c"))
+    scene.ends.engine_ended(ended(live))
+    (reply,) = scene.replies
+    assert (reply.token_ids, reply.text) == ((8,), "a")
+    assert (reply.finish, reply.is_cut) == (FinishReason.CANCELLED, True)
+    assert scene.finish_when_stored is None
     found: Any = (live.finish, live.revision, live.tail)
     assert found == (FinishReason.CANCELLED, 3, "c")
     assert turns.num_live == turns.num_of_tenant("") == 0
@@ -96,53 +129,86 @@ def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turn
 
 def test_a_cancel_keeps_so_many_tokens_and_a_later_one_may_keep_fewer(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
+    scene = Scene(turns)
     for number, text in enumerate("abcd"):
         turns.take(SampledToken(live.number, number, text))
-    assert turns.cancel(live, 9) == CancelTurn(live.number, 17)  # all four
-    assert turns.cancel(live, 2) is None
+    scene.ends.stop(live, 9)
+    scene.ends.stop(live, 2)
     assert (live.num_tokens, live.text) == (2, "ab")
-    assert turns.cancel(live, 3) is None
-    ending = turns.end(ended(live, FinishReason.STOP))
-    assert ending is not None
-    assert ending.reply is not None
-    assert (ending.reply.token_ids, ending.reply.text) == ((0, 1), "ab")
-    assert (ending.reply.finish, ending.reply.is_cut) == (FinishReason.CANCELLED, True)
+    scene.ends.stop(live, 3)
+    assert scene.told == [CancelTurn(live.number, 17)]  # all four
+    scene.ends.engine_ended(ended(live, FinishReason.STOP))
+    (reply,) = scene.replies
+    assert (reply.token_ids, reply.text) == ((0, 1), "ab")
+    assert (reply.finish, reply.is_cut) == (FinishReason.CANCELLED, True)
+
+
+def test_to_keep_nothing_is_to_give_up(turns: Turns) -> None:
+    live, _ = turns.begin(begun(1), NOW)
+    scene = Scene(turns)
+    turns.take(SampledToken(live.number, 8, "a"))
+    scene.ends.stop(live, 0)
+    assert (scene.interrupted, scene.replies) == ([live.turn_id], [])
+    assert scene.told == [CancelTurn(live.number, 10)]
+    assert live.finish is FinishReason.CANCELLED
+    assert isinstance(live.failure, TurnInterrupted)
 
 
 def test_what_began_to_end_a_turn_ends_it(turns: Turns) -> None:
     committing, _ = turns.begin(begun(1), NOW)
-    interrupting, _ = turns.begin(begun(2), NOW)
-    assert turns.end(ended(committing)) is not None
-    assert turns.interrupt(committing) is None
-    assert turns.cancel(committing) is None
-    assert turns.interrupt(interrupting) == CancelTurn(interrupting.number, 10)
-    assert turns.end(ended(interrupting)) is None
-    assert turns.take(SampledToken(interrupting.number, 8, "a")) is interrupting
-    assert interrupting.num_tokens == 0
-    turns.fail(interrupting, TurnInterrupted("it was given up"))
-    assert interrupting.phase is TurnPhase.ENDED
+    giving_up, _ = turns.begin(begun(2), NOW)
+    scene = Scene(turns)
+
+    def meanwhile() -> None:
+        scene.ends.give_up(committing)
+        scene.ends.stop(committing)
+        assert committing.phase is TurnPhase.COMMITTING
+        assert scene.told == []
+
+    scene.in_store = meanwhile
+    scene.ends.engine_ended(ended(committing))
+    assert committing.finish is FinishReason.LENGTH
+
+    def after_that() -> None:
+        scene.ends.engine_ended(ended(giving_up))
+        scene.ends.stop(giving_up)
+        assert turns.take(SampledToken(giving_up.number, 8, "a")) is giving_up
+        assert giving_up.phase is TurnPhase.GIVING_UP
+
+    scene.in_store = after_that
+    scene.ends.give_up(giving_up)
+    assert scene.told == [CancelTurn(giving_up.number, 10)]
+    assert (giving_up.num_tokens, len(scene.replies)) == (0, 1)
+    assert giving_up.phase is TurnPhase.ENDED
     with pytest.raises(AssertionError):
-        interrupting.move_to(TurnPhase.RUNNING)
+        giving_up.move_to(TurnPhase.RUNNING)
+
+
+def test_what_the_store_has_interrupted_is_not_written_again(turns: Turns) -> None:
+    live, _ = turns.begin(begun(1), NOW)
+    scene = Scene(turns)
+    scene.ends.give_up(live, is_interrupted=True)
+    assert (live.finish, scene.interrupted) == (FinishReason.CANCELLED, [])
 
 
 def test_events_of_turns_that_are_not_live_find_nothing(turns: Turns) -> None:
     live, _ = turns.begin(begun(1), NOW)
-    turns.interrupt(live)
-    turns.fail(live, TurnInterrupted("it was given up"))
+    scene = Scene(turns)
+    scene.ends.give_up(live)
     again, submit = turns.begin(begun(1), NOW)
     assert submit.turn_id != live.number
     assert turns.take(SampledToken(live.number, 8, "a")) is None
-    assert turns.end(ended(live)) is None
+    scene.ends.engine_ended(ended(live))
+    assert scene.replies == []
     assert again.num_tokens == 0
 
 
 @pytest.mark.parametrize(("changed_at", "reason"), [(200.0, "dropped"), (50.0, "engine_restarted")])
 def test_recomputing_is_explained(turns: Turns, changed_at: float, reason: str) -> None:
     live, _ = turns.begin(begun(1, changed_at=changed_at), NOW)
-    ending = turns.end(ended(live))
-    assert ending is not None
-    assert ending.reply is not None
-    assert ending.reply.figures["recompute_reason"] == reason
+    scene = Scene(turns)
+    scene.ends.engine_ended(ended(live))
+    assert scene.replies[0].figures["recompute_reason"] == reason
 
 
 def test_the_engines_reasons_are_errors_of_ours() -> None:

@@ -79,7 +79,7 @@ async def _take(start: int, stop: int) -> None:
 
 def follow(rig: DaemonRig, live: LiveTurn) -> LiveTurn:
     async def read() -> None:
-        await rig.daemon.conversations.follow(live, _take)
+        await rig.daemon.conversations.followers.follow(live, _take)
 
     rig.call(read())
     return live
@@ -176,7 +176,7 @@ def test_one_begins_with_what_a_running_one_has_computed(slow: DaemonRig) -> Non
     assert live.token_ids == expected(prompt, 5)
 
     async def cancel() -> None:
-        slow.daemon.conversations.cancel(running)
+        slow.daemon.conversations.ends.stop(running)
 
     slow.call(cancel())
     follow(slow, running)
@@ -208,7 +208,8 @@ def test_what_was_given_up_is_not_gone_on_from(slow: DaemonRig) -> None:
     wait_for(lambda: second.num_tokens)
 
     async def drop() -> None:
-        await slow.daemon.conversations.drop(second)
+        slow.daemon.conversations.ends.give_up(second)
+        await slow.daemon.conversations.followers.until_ended(second)
 
     slow.call(drop())
     wait_for(lambda: cached(slow) == [])
@@ -251,12 +252,13 @@ def test_a_crowd_of_growing_chats_says_what_each_alone_would(slow: DaemonRig) ->
             what = rng.random()
             if what < 0.2:
                 await asyncio.sleep(0.02)
-                daemon.conversations.cancel(live, rng.randint(1, 9))
+                daemon.conversations.ends.stop(live, rng.randint(1, 9))
             elif what < 0.3:
                 await asyncio.sleep(0.02)
-                await daemon.conversations.drop(live)
+                daemon.conversations.ends.give_up(live)
+                await daemon.conversations.followers.until_ended(live)
                 continue
-            await daemon.conversations.follow(live, _take)
+            await daemon.conversations.followers.follow(live, _take)
             assert live.token_ids[: live.num_tokens] == expected(chat, live.num_tokens), turn
             num_cached += live.cached_tokens
             if rng.random() < 0.2:  # another goes on from here, too
@@ -280,7 +282,7 @@ def test_a_cancel_keeps_what_was_taken_and_its_readers_hear_the_end(slow: Daemon
     wait_for(lambda: live.num_tokens >= 5)
 
     async def cancel() -> None:
-        slow.daemon.conversations.cancel(live, 3)
+        slow.daemon.conversations.ends.stop(live, 3)
 
     slow.call(cancel())
     follow(slow, live)
@@ -301,10 +303,10 @@ def test_a_reader_that_leaves_and_a_reader_that_stays(slow: DaemonRig) -> None:
     live = begin(slow, PROMPT, options(60))
 
     async def leave() -> None:
-        gone = asyncio.create_task(slow.daemon.conversations.follow(live, _take))
+        gone = asyncio.create_task(slow.daemon.conversations.followers.follow(live, _take))
         await asyncio.sleep(0.02)
         gone.cancel()
-        await slow.daemon.conversations.follow(live, _take)
+        await slow.daemon.conversations.followers.follow(live, _take)
 
     slow.call(leave())
     assert live.token_ids == expected(PROMPT, 60)
@@ -360,7 +362,8 @@ def test_it_counts_for_its_tenant_and_for_the_daemon(slow: DaemonRig) -> None:
     assert run(slow, PROMPT, options(2), tenant="another").finish is FinishReason.LENGTH
 
     async def drop() -> None:
-        await slow.daemon.conversations.drop(live)
+        slow.daemon.conversations.ends.give_up(live)
+        await slow.daemon.conversations.followers.until_ended(live)
 
     slow.call(drop())
     assert run(slow, PROMPT, options(2), tenant="few").finish is FinishReason.LENGTH

@@ -307,10 +307,10 @@ class People:
         if self.daemon is None or not (lives := self.daemon.conversations.turns.all_live()):
             return False
         live = self.random.choice(lives)
-        if not live.cancelled:
+        if not live.stopped:
             (request,) = (each for each in self.requests if each.request_id == live.request_id)
             request.cancelled_at.add(live.num_tokens)
-        self.daemon.conversations.cancel(live)
+        self.daemon.conversations.ends.stop(live)
         return True
 
     def leave(self) -> bool:
@@ -389,7 +389,7 @@ class People:
                 request.told[live.attempt] = list(told)
 
         try:
-            await daemon.conversations.follow(live, write)
+            await daemon.conversations.followers.follow(live, write)
         except (StoreError, StoreUnavailable) as error:
             self._note("client", f"{request.request_id}, in doubt: {error}")
         except PensieveError as error:

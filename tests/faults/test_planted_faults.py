@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from pensieve.conversations import prefixes
-from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.engine_client import EngineClient, Heartbeat
+from pensieve.conversations.followers import TurnFollowers
+from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.turn_ends import TurnEnds
 from pensieve.conversations.turns import Turns
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import TurnState
@@ -47,17 +49,19 @@ def never(*arguments: Any, **named: Any) -> None:
     return
 
 
-async def tell_before_it_is_stored(original: Any, self: Conversations, ending: Any) -> None:
-    live, reply = ending.live, ending.reply
+async def tell_before_it_is_stored(
+    original: Any, self: TurnEnds, live: LiveTurn, reply: Any, reason: str
+) -> None:
     if reply is not None:
         live.revision, live.finish = live.first_revision + 1, reply.finish
-        self.followers.wake(live.number)
-    await original(self, ending)
+        self._followers.wake(live.number)
+    await original(self, live, reply, reason)
 
 
-async def take_an_error_for_done(original: Any, self: Conversations, ending: Any) -> None:
-    live, reply = ending.live, ending.reply
-    await original(self, ending)
+async def take_an_error_for_done(
+    original: Any, self: TurnEnds, live: LiveTurn, reply: Any, reason: str
+) -> None:
+    await original(self, live, reply, reason)
     if reply is not None and live.failure is not None:
         live.revision, live.finish, live.failure = live.first_revision + 1, reply.finish, None
 
@@ -92,10 +96,10 @@ def forget_to_tell_the_engine(original: Any, self: EngineClient, message: Any) -
     return type(message).__name__ != "DeleteConversation" and original(self, message)
 
 
-def attach_without_what_was_said(original: Any, self: Conversations, live: Any, write: Any) -> Any:
+def attach_without_what_was_said(original: Any, self: TurnFollowers, live: Any, *write: Any) -> Any:
     if live.finish is None and live.num_tokens > 1:
         del live.token_ids[0], live.texts[0], live.parts[0]
-    return original(self, live, write)
+    return original(self, live, *write)
 
 
 def keep_what_lies_behind_the_history(
@@ -107,11 +111,9 @@ def keep_what_lies_behind_the_history(
 
 
 FAULTS: dict[str, Plant] = {
-    "an answer is told before it is stored": around(
-        Conversations, "_commit", tell_before_it_is_stored
-    ),
+    "an answer is told before it is stored": around(TurnEnds, "_commit", tell_before_it_is_stored),
     "an answer is told although it was not stored": around(
-        Conversations, "_commit", take_an_error_for_done
+        TurnEnds, "_commit", take_an_error_for_done
     ),
     "running turns go on waiting for a dead engine": around(Daemon, "_on_down", never),
     "an event is lost when many come at once": around(channel, "events_of", lose_the_last_event),
@@ -126,7 +128,7 @@ FAULTS: dict[str, Plant] = {
     "an id that came before is not known": around(turn_rows, "find_request", never),
     "a prompt is kept when its turn begins again": around(turn_rows, "restart_turn", never),
     "whoever attaches misses the beginning": around(
-        Conversations, "follow", attach_without_what_was_said
+        TurnFollowers, "follow", attach_without_what_was_said
     ),
     "a turn is failed in memory only": around(
         conversation_store.ConversationStore, "fail_turn", never

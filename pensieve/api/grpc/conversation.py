@@ -206,7 +206,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                 await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
 
         reply = ReplyStream(live)
-        await reply.follow(daemon.conversations, write)
+        await reply.follow(daemon.conversations.followers, write)
         await write(reply.tail)
         await context.write(
             pb.SendMessageResponse(sequence=sequence + 1, completed=translate.completed(live))

@@ -35,7 +35,7 @@ async def follow(
 
     `stays`: the turn goes on when its client leaves.
     """
-    live, conversations, num_sent = reply.live, daemon.conversations, 0
+    live, followers, num_sent = reply.live, daemon.conversations.followers, 0
 
     async def write(tokens: ReplyTokens) -> None:
         nonlocal num_sent
@@ -44,14 +44,14 @@ async def follow(
         num_sent += len(tokens.token_ids)
 
     try:
-        await (conversations.follow(live) if stream is None else reply.follow(conversations, write))
+        if stream is None:
+            await followers.follow(live)
+        else:
+            await reply.follow(followers, write)
     except asyncio.CancelledError:
-        is_over = live.finish is not None or conversations.followers.has_follower(live)
+        is_over = live.finish is not None or followers.has_follower(live)
         if exchange.has_left and not (stays or is_over):
-            if num_sent:
-                conversations.cancel(live, num_sent)
-            else:
-                daemon.threads.spawn(conversations.drop(live))
+            daemon.conversations.ends.stop(live, num_sent)
         raise
     if stream is not None:
         await exchange.write_events(stream.rest(reply.tail))

@@ -163,7 +163,7 @@ class ApiRequests:
                 begun.append(await self._daemon.begin_unstored(prompt, seeded, by.tenant))
         except BaseException:
             for live in begun:
-                self._daemon.conversations.cancel(live)
+                self._daemon.conversations.ends.stop(live)
             raise
         return begun
 

@@ -444,7 +444,7 @@ class RunningResponses:
         """End the turn so that nothing of it stays."""
         assert running.placed is not None
         running.is_cancelled = True
-        await self._daemon.conversations.drop(running.placed.live)
+        self._daemon.conversations.ends.give_up(running.placed.live)
         await running.kept.wait()
 
     async def _keep(self, running: RunningResponse, placed: PlacedTurn) -> None:
@@ -469,8 +469,7 @@ class RunningResponses:
 
     async def _until_ended(self, running: RunningResponse, live: LiveTurn) -> None:
         if running.request.background:
-            with contextlib.suppress(PensieveError):
-                await self._daemon.conversations.follow(live)
+            await self._daemon.conversations.followers.until_ended(live)
             return
         while live.finish is None:
             with contextlib.suppress(TimeoutError):

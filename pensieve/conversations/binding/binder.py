@@ -166,9 +166,11 @@ class Binder:
                 one = _Choice(chat, choice, past, shared, self._random_bits)
                 bound.append(await self._bind(one, refusal, seconds_left))
         except BaseException:
+            conversations = self._daemon.conversations
             for each in bound:
                 if each.how is not BindingKind.KNOWN:
-                    await self._daemon.conversations.drop(each.live)
+                    conversations.ends.give_up(each.live)
+                    await conversations.followers.until_ended(each.live)
             raise
         finally:
             self._num_lookups[chat.tenant] -= 1

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from pensieve.conversations import conversations
+from pensieve.conversations import turn_ends
 from tests.api.http.rig_http import MODEL, HttpRig, http_rig
 from tests.conversations.rig_daemon import wait_for
 
@@ -58,7 +58,7 @@ def test_twenty_turns_compute_what_is_new_and_nothing_else(
 def test_a_long_reply_is_read_beside_the_store_thread(
     rig: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversations, "READ_CHARACTERS_MAX", 0)
+    monkeypatch.setattr(turn_ends, "READ_CHARACTERS_MAX", 0)
     text = rig.chat("A long one.").value["choices"][0]["message"]["content"]
     assert rig.chat("A long one.", text, "And?").headers["x-pensieve-bound"] == "appended"
 

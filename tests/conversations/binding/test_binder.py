@@ -67,7 +67,7 @@ class Bindings:
 
     async def _follow(self, bound: BoundTurn) -> None:
         try:
-            await self.rig.daemon.conversations.follow(bound.live, take_nothing)
+            await self.rig.daemon.conversations.followers.follow(bound.live, take_nothing)
         except PensieveError:
             assert bound.live.failure is not None
 
@@ -84,7 +84,8 @@ class Bindings:
 
     def leave(self, bound: BoundTurn) -> None:
         async def drop() -> None:
-            await self.rig.daemon.conversations.drop(bound.live)
+            self.rig.daemon.conversations.ends.give_up(bound.live)
+            await self.rig.daemon.conversations.followers.until_ended(bound.live)
 
         self.rig.call(drop())
 
@@ -610,7 +611,7 @@ def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) 
         ]
         found = await asyncio.gather(*(bindings.binder.begin(chat) for chat in chats))
         lives = [each for (each,) in found]
-        follow = bindings.rig.daemon.conversations.follow
+        follow = bindings.rig.daemon.conversations.followers.follow
         await asyncio.gather(*(follow(each.live, take_nothing) for each in lives))
         return lives
 
@@ -656,7 +657,7 @@ def test_a_turn_that_comes_between_the_look_and_the_turn(
             came.set()
             other = replace(ask, messages=(Message("user", "By gRPC"),), chain=None)
             live = await begin(other, seconds_left)
-            await bindings.rig.daemon.conversations.follow(live, take_nothing)
+            await bindings.rig.daemon.conversations.followers.follow(live, take_nothing)
         return await begin(ask, seconds_left)
 
     monkeypatch.setattr(bindings.rig.daemon, "begin", begin_late)
@@ -686,7 +687,7 @@ def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
             is_first = False
             chat = StatelessRequest((*shared, Message("user", "Four")), SHORT)
             others.extend(await bindings.binder.begin(chat))
-            await daemon.conversations.follow(others[0].live, take_nothing)
+            await daemon.conversations.followers.follow(others[0].live, take_nothing)
         return await begin(ask, seconds_left)
 
     monkeypatch.setattr(daemon, "begin", begin_late)

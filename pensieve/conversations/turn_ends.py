@@ -1,0 +1,317 @@
+"""End turns: every way from RUNNING to ENDED has its one place here. Belongs to the event loop.
+
+                       stop
+                      ┌────┐
+    Turns.begin ──> RUNNING <─┘──engine_ended──> COMMITTING ──the store has the end──> ENDED
+                       └─────────give_up───────> GIVING_UP ───the store has that─────> ENDED
+
+Whatever takes a turn out of RUNNING has decided its end: later verbs and events change nothing. The verbs act
+at once and wait for nothing. The turn ends when the store has its end. Then it is removed from `Turns`, its
+`finish` is set, its followers wake, and `TurnEvents.ended` is published, in this order and in one step.
+
+    cause                                by                       row          followers get  charged
+    the engine ended it                  engine_ended             completed    its finish     usage
+    its client keeps what was delivered  stop, then engine_ended  completed    CANCELLED      usage
+    the engine could not finish it       engine_ended             failed       failure_of     nothing
+    its reply cannot be stored           engine_ended             as it is     store's error  usage
+    its client keeps nothing of it       give_up                  interrupted  GIVEN_UP       its tokens
+    nobody follows it any more           give_up                  interrupted  GIVEN_UP       its tokens
+    its conversation was deleted         give_up(is_interrupted)  by deletion  GIVEN_UP       its tokens
+    the same, in COMMITTING              engine_ended             by deletion  GIVEN_UP       usage
+    another daemon has its conversation  give_up(failure)         interrupted  the failure    nothing
+    it or its log cannot be submitted    give_up(failure)         interrupted  the failure    nothing
+    the engine is lost                   engine_lost              interrupted  the failure    nothing
+    the engine died of it too often      engine_lost              interrupted  ENGINE_DIED    nothing
+    the same, and the engine said so     engine_ended             failed       ENGINE_DIED    nothing
+    the daemon drains                    give_up_all              interrupted  the failure    nothing
+
+An unstored turn has no row: the store is left out. All else is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+from pensieve.conversations.admission import Admission
+from pensieve.conversations.engine_client import EngineClient
+from pensieve.conversations.followers import TurnFollowers, ids_of
+from pensieve.conversations.history import History
+from pensieve.conversations.live_turn import (
+    CommittedReply,
+    LiveTurn,
+    TurnPhase,
+    TurnReply,
+    packed_logprobs,
+    stream_of,
+    usage_figures,
+)
+from pensieve.conversations.threads import Threads
+from pensieve.conversations.turn_events import TurnEvents
+from pensieve.conversations.turns import Turns
+from pensieve.core.turn import FinishReason
+from pensieve.engine.messages import CancelTurn, TurnEnded
+from pensieve.errors import (
+    NotFound,
+    PensieveError,
+    QueueFull,
+    TurnFailed,
+    TurnInterrupted,
+    Unavailable,
+)
+from pensieve.store.responses import StoredResponse
+
+log = logging.getLogger("pensieve")
+NO_REVISION = 0  # of an unstored turn
+READ_CHARACTERS_MAX = 16 << 10  # of a reply whose calls the store thread may look for by itself
+GIVEN_UP = "the turn was given up; its conversation is unchanged"
+
+
+class TurnEnds:
+    """Alone moves a turn's phase, writes its end to the store, charges for it, and publishes `ended`."""
+
+    def __init__(
+        self,
+        turns: Turns,
+        followers: TurnFollowers,
+        history: History,
+        threads: Threads,
+        engine: EngineClient,
+        admission: Admission,
+        events: TurnEvents,
+    ) -> None:
+        self._turns, self._followers, self._history = turns, followers, history
+        self._threads, self._engine, self._events = threads, engine, events
+        self._admission = admission
+        self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
+
+    # -- the verbs --
+
+    def stop(self, live: LiveTurn, keep_tokens: int | None = None) -> None:
+        """Have the engine end a turn, and keep what was delivered, or so many tokens of it.
+
+        No further token is taken. To keep 0 tokens is to give the turn up.
+        """
+        if keep_tokens == 0:
+            self.give_up(live)
+        if live.phase is not TurnPhase.RUNNING:
+            return
+        if keep_tokens is not None:
+            live.kept = min(keep_tokens, live.num_tokens)  # never more than an earlier stop
+        if not live.stopped:
+            live.stopped = True
+            self._tell_to_stop(live)
+
+    def submitted(self, live: LiveTurn) -> None:
+        """The engine has got a turn: repeat a stop that came before."""
+        if live.stopped:
+            self._tell_to_stop(live)
+
+    def give_up(
+        self, live: LiveTurn, failure: PensieveError | None = None, *, is_interrupted: bool = False
+    ) -> None:
+        """End a turn and keep nothing of it. The same request_id would begin it again.
+
+        `failure`: why it cannot run; without one, nobody wants the turn, and its tenant pays for it.
+        `is_interrupted`: the store has interrupted it already, and the turn ends at once.
+        """
+        if live.phase is not TurnPhase.RUNNING:
+            return
+        live.move_to(TurnPhase.GIVING_UP)
+        self._engine.tell(CancelTurn(live.number, live.history_tokens))
+        finish = FinishReason.FAILED
+        if failure is None:
+            failure, finish = TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED
+            self._charge(live)
+        if is_interrupted:
+            self._end(live, finish, failure)
+        else:
+            self._threads.spawn(self._interrupt(live, finish, failure), is_sequence=True)
+
+    async def give_up_all(self, failure: PensieveError) -> None:
+        """Give up all turns; return when none that is live now is live any more."""
+        all_live = self._turns.all_live()
+        for live in all_live:
+            self.give_up(live, failure)
+        for live in all_live:
+            await self._followers.until_ended(live)
+
+    # -- the engine's events --
+
+    def engine_ended(self, ended: TurnEnded) -> None:
+        """The engine has ended a turn or a warm."""
+        live, reason = self._turns.of_number(ended.turn_id), ended.failure or "FAILED"
+        if reason == "ENGINE_FAILED":  # it ends its turns itself before it dies: to them, a death
+            self._engine_has_failed = True
+            if live is not None and self._dies_of(live):
+                reason = "ENGINE_DIED"
+        elif live is not None:
+            self._turns.suspects.ended(live)
+        if live is None:
+            if (tenant := self._turns.end_warm(ended.turn_id)) is not None:
+                num_tokens = ended.usage.new_tokens + ended.usage.recomputed_tokens
+                self._admission.charge(tenant, num_tokens, self._threads.loop.time())
+        elif live.phase is TurnPhase.RUNNING:
+            live.move_to(TurnPhase.COMMITTING)
+            live.usage = ended.usage
+            has_failed = ended.finish is FinishReason.FAILED
+            reply = None if has_failed else _reply(live, ended)
+            self._threads.spawn(self._commit(live, reply, reason))
+
+    def engine_lost(self, failure: PensieveError) -> None:
+        """The engine is gone: so are its turns and warms."""
+        self._turns.end_warms()
+        had_the_rest = not self._engine_has_failed  # else it has ended all that it had
+        self._engine_has_failed = False
+        for live in self._turns.all_live():
+            dies_of_it = had_the_rest and self._dies_of(live)
+            self.give_up(live, failure_of("ENGINE_DIED") if dies_of_it else failure)
+
+    # -- inside --
+
+    def _tell_to_stop(self, live: LiveTurn) -> None:
+        num_tokens = live.history_tokens + live.prompt_tokens + live.num_tokens
+        self._engine.tell(CancelTurn(live.number, num_tokens))
+
+    def _dies_of(self, live: LiveTurn) -> bool:
+        """The engine died and had this turn: whether that was once too often."""
+        if live.phase is not TurnPhase.RUNNING or not self._turns.suspects.engine_died(live):
+            return False
+        log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+        return True
+
+    async def _interrupt(
+        self, live: LiveTurn, finish: FinishReason, failure: PensieveError
+    ) -> None:
+        await self._store_interruption(live)
+        self._end(live, finish, failure)
+
+    async def _commit(self, live: LiveTurn, reply: TurnReply | None, reason: str) -> None:
+        """Write what the engine has made of a turn: its reply, or the reason why there is none."""
+        finish, failure = FinishReason.FAILED, None if reply else failure_of(reason)
+        try:
+            if reply is None and live.is_stored:
+                named = live.turn_id, reason, live.attempt
+                await self._threads.in_store(live.tenant, self._history.fail, *named)
+            elif reply is not None:
+                committed = await self._store_reply(live, reply)
+                finish, live.revision, live.tail = reply.finish, committed.revision, committed.tail
+                self._engine.tell(committed.lent)
+        except NotFound:  # its conversation was deleted meanwhile
+            finish, failure = FinishReason.CANCELLED, TurnInterrupted(GIVEN_UP)
+        except PensieveError as error:
+            log.error("a turn could not be stored: %s", error, extra=ids_of(live))
+            failure = error
+        except Exception:  # a fault of ours: its followers must not wait for ever
+            log.exception("a turn could not be ended", extra=ids_of(live))
+            await self._store_interruption(live)
+            finish = FinishReason.FAILED
+            failure = TurnFailed("INTERNAL", "the turn could not be ended")
+        if live.figures:  # a turn that failed costs nothing
+            self._charge(live)
+        self._end(live, finish, failure)
+
+    def _end(self, live: LiveTurn, finish: FinishReason, failure: PensieveError | None) -> None:
+        self._turns.remove(live)
+        live.move_to(TurnPhase.ENDED)
+        live.failure = failure
+        live.finish = finish
+        self._followers.wake(live.number)
+        self._events.ended(live, self._threads.loop.time())
+
+    def _charge(self, live: LiveTurn) -> None:
+        now = self._threads.loop.time()
+        self._admission.charge(live.tenant, live.num_charged_tokens, now)
+
+    # -- the store --
+
+    async def _store_reply(self, live: LiveTurn, reply: TurnReply) -> CommittedReply:
+        """Append the reply to the log, in one transaction; of an unstored turn nothing is stored."""
+        if not live.is_stored:
+            return CommittedReply(NO_REVISION, await self._withheld(live, reply))
+        if live.logprobs:  # so many that packing them would hold everybody up
+            packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
+            reply = replace(reply, logprobs=packed)
+        if (chain := reply.chain) is not None and len(reply.text) > READ_CHARACTERS_MAX:
+            read = partial(chain.state, reply.text, reply.stream)
+            if not reply.is_cut:  # else its text is not known yet
+                state = await self._threads.in_text_pool(live.tenant, read)
+                reply = replace(reply, chain=None, state=state)
+        reply = replace(reply, response=await self._response(live, reply))
+        return await self._threads.in_store(live.tenant, self._history.finish, reply)
+
+    async def _response(self, live: LiveTurn, reply: TurnReply) -> StoredResponse | None:
+        """What the store keeps of the turn beside the history, in the same transaction."""
+        if live.request is None or live.request.response is None:
+            return None
+        try:
+            return live.request.response(live, reply.finish, await self._withheld(live, reply))
+        except Exception:  # a fault of ours; the turn is kept
+            log.exception("a response could not be made", extra=ids_of(live))
+            return None
+
+    async def _withheld(self, live: LiveTurn, reply: TurnReply) -> str:
+        """What a stop has cut: text of its tokens that its followers were not given."""
+        if not reply.is_cut:
+            return ""
+        tokenizer, token_ids = self._turns.tokenizer, list(reply.token_ids)
+        text = await self._threads.in_text_pool(live.tenant, lambda: tokenizer.decode(token_ids))
+        return text[len(reply.text) :]
+
+    async def _store_interruption(self, live: LiveTurn) -> None:
+        """An error is only logged: the store takes such a turn for interrupted all the same.
+
+        A history of another process hears of it as soon as that is back (history/connection.py).
+        """
+        if not live.is_stored:
+            return
+        try:
+            await self._threads.in_store(
+                live.tenant, self._history.interrupt, live.turn_id, live.attempt
+            )
+        except NotFound:
+            pass  # it was deleted meanwhile
+        except PensieveError as error:
+            log.error("a turn could not be marked interrupted: %s", error, extra=ids_of(live))
+        except Exception:  # a fault of ours: its followers must not wait for ever
+            log.exception("a turn could not be marked interrupted", extra=ids_of(live))
+
+
+def _reply(live: LiveTurn, ended: TurnEnded) -> TurnReply:
+    """What a turn that the engine has ended has come to; its figures are set."""
+    if ended.usage.recomputed_tokens:
+        live.figures["recompute_reason"] = live.recompute_reason
+    if ended.usage.shared_tokens:
+        live.figures["shared_from"] = live.shared_from
+    live.figures |= usage_figures(ended.usage) | {"output_tokens": live.num_tokens}
+    has_all = live.num_tokens == ended.usage.output_tokens  # else it does not end as it stopped
+    return TurnReply(
+        live.turn_id,
+        tuple(live.token_ids[: live.kept]),
+        live.text,
+        stream_of(live),
+        FinishReason.CANCELLED if live.stopped else ended.finish,
+        dict(live.figures),
+        is_cut=live.stopped and (ended.finish is not FinishReason.STOP or not has_all),
+        chain=None if live.request is None else live.request.chain,
+        attempt=live.attempt,
+    )
+
+
+def failure_of(reason: str) -> PensieveError:
+    """The error for a follower, by the engine's reason why it could not finish a turn."""
+    if reason == "QUEUE_FULL":
+        return QueueFull("too many turns are waiting; try again later")
+    if reason in ("ENGINE_FAILED", "TURN_RUNNING"):
+        return Unavailable("the engine could not run the turn; the conversation is unchanged")
+    text = f"the turn failed ({reason}); the conversation is unchanged"
+    if reason == "NAN_LOGITS":
+        text = "the model computed values that are not numbers; the conversation is unchanged"
+    if reason == "CONSTRAINT_FAILED":
+        text = "the reply could not be held to its constraint; the conversation is unchanged"
+    if reason == "ENGINE_DIED":
+        text = (
+            "the engine died again and again while it had this turn; the conversation is unchanged"
+        )
+    return TurnFailed(reason, text)
