@@ -124,7 +124,7 @@ class LiveTurn:
     stopped: bool = False  # its client wants no more of it
     kept: int | None = None  # of its tokens; a stop has cut the others
     tenant: str = ""
-    number: int = 0  # what the engine knows it by: another one for each attempt
+    number: int = 0  # the engine's `turn_id` of it: another one for each attempt
     request_id: str = ""
     first_revision: int = 0  # of the conversation before it
     attempt: int = 1

@@ -94,7 +94,7 @@ class Turns:
         self.tokenizer = tokenizer
         self._engine_since = engine_since
         self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
-        self._waiting: dict[int, LiveTurn] = {}  # those that the engine has no room for yet
+        self._unadmitted: dict[int, LiveTurn] = {}  # those that the engine has no room for yet
         self._begun: dict[int, LiveTurn] = {}  # admitted, and without a token
         self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
         self._num_of_tenant = Counts[str]()
@@ -127,12 +127,12 @@ class Turns:
     @property
     def num_waiting(self) -> int:
         """Begun, and not admitted by the engine."""
-        return len(self._waiting)
+        return len(self._unadmitted)
 
     @property
     def waiting_since(self) -> float | None:
         """When the one that has waited longest began."""
-        return next((live.begun_at for live in self._waiting.values()), None)
+        return next((live.begun_at for live in self._unadmitted.values()), None)
 
     @property
     def num_begun(self) -> int:
@@ -141,7 +141,7 @@ class Turns:
 
     def without_token(self) -> list[LiveTurn]:
         """Those that the engine has begun, then those that wait, as they came."""
-        return [*self._begun.values(), *self._waiting.values()]
+        return [*self._begun.values(), *self._unadmitted.values()]
 
     def all_live(self) -> list[LiveTurn]:
         return list(self._live.values())
@@ -268,7 +268,7 @@ class Turns:
 
     def admit(self, number: int, missing_tokens: int = 0) -> LiveTurn | None:
         """The engine has room for it, and has to compute so much of its context; the turn, if it is known."""
-        live = self._waiting.pop(number, None)
+        live = self._unadmitted.pop(number, None)
         if live is not None:
             live.admitted = True
             live.cached_tokens = live.history_tokens + live.prompt_tokens - missing_tokens
@@ -293,14 +293,14 @@ class Turns:
         self._engine_since = now
 
     def add(self, live: LiveTurn) -> None:
-        self._live[live.number] = self._waiting[live.number] = live
+        self._live[live.number] = self._unadmitted[live.number] = live
         self._num_of_tenant[live.tenant] += 1
 
     def remove(self, live: LiveTurn) -> None:
         """It has ended."""
         if self._live.pop(live.number, None) is not None:
             self._num_of_tenant[live.tenant] -= 1
-        self._waiting.pop(live.number, None)
+        self._unadmitted.pop(live.number, None)
         self._begun.pop(live.number, None)
         key = (live.tenant, live.conversation_id, live.request_id)
         if self._of_request.get(key) is live:  # not one of a conversation that was made anew

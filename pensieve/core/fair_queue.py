@@ -117,7 +117,7 @@ class FairQueue:
         """Prompts of at most so many new tokens are short."""
         self._short_tokens_max = short_tokens_max
         self._shares: dict[str, Share] = {}
-        self._waiting: dict[str, Share] = {}  # those with turns
+        self._with_turns: dict[str, Share] = {}  # by name
         self._latest: dict[bool, Share] = {}  # admitted last, of background and of others
         self._num_turns = 0
         self.num_prompt_tokens = 0  # of the interactive turns that wait
@@ -130,7 +130,7 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Turn]:
         """Share by share, and line by line, each as they came."""
-        for share in self._waiting.values():
+        for share in self._with_turns.values():
             for line in sorted(share.lines, reverse=True):
                 yield from share.lines[line]
 
@@ -162,7 +162,7 @@ class FairQueue:
 
     def _heads(self, may_run: Callable[[Turn], bool], excluded: Collection[Turn]) -> Iterator[Turn]:
         """The next turn of each share that waits."""
-        for share in self._waiting.values():
+        for share in self._with_turns.values():
             turn = next(filter(may_run, share.in_order(excluded)), None)
             if turn is not None:
                 yield turn
@@ -170,7 +170,7 @@ class FairQueue:
     def has_other(self, share: str, level: int) -> bool:
         """Whether anybody waits who is of another share, or above this level."""
         return any(
-            name != share or max(each.lines)[0] > level for name, each in self._waiting.items()
+            name != share or max(each.lines)[0] > level for name, each in self._with_turns.items()
         )
 
     def add(self, turn: Turn) -> None:
@@ -178,7 +178,7 @@ class FairQueue:
         share.weight = turn.weight
         if not share.lines:
             share.used = max(share.used, self._floor(share))
-            self._waiting[share.name] = share
+            self._with_turns[share.name] = share
         share.num_turns += 1
         share.lines.setdefault(self.line_of(turn), deque()).append(turn)
         self._num_turns += 1
@@ -190,7 +190,7 @@ class FairQueue:
         self._num_turns -= 1
         self.num_prompt_tokens -= 0 if turn.is_background else turn.num_new_tokens
         if not share.lines:
-            del self._waiting[share.name]
+            del self._with_turns[share.name]
 
     def admit(self, turn: Turn) -> None:
         """Take out a turn that is admitted."""
@@ -225,7 +225,7 @@ class FairQueue:
         num_turns = 0
         assert sum(share.num_turns for share in self._shares.values()) == num_all
         for name, share in self._shares.items():
-            assert bool(share.lines) == (name in self._waiting), (
+            assert bool(share.lines) == (name in self._with_turns), (
                 f"share {name!r} waits and does not"
             )
             assert set(share.passed) <= set(share.lines), f"share {name!r} counts for no line"

@@ -138,7 +138,7 @@ class Engine:
         # Raises what no turn would find out.
         self.check_idle: Callable[[], None] = lambda: None
         # Turns whose log the service was asked for, by turn_id.
-        self._waiting: dict[int, SubmitTurn] = {}
+        self._lacking_log: dict[int, SubmitTurn] = {}
 
     def observe(self, observer: Observer) -> None:
         """Add an observer, which is called from now on."""
@@ -214,7 +214,7 @@ class Engine:
             case ProvideLog():
                 self._provide(message, now)
             case CancelTurn(turn_id, keep_tokens):
-                waiting = self._waiting.pop(turn_id, None) or self.held.turns.pop(turn_id, None)
+                waiting = self._lacking_log.pop(turn_id, None) or self.held.turns.pop(turn_id, None)
                 if waiting is not None:
                     return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
                 scheduler.cancel(turn_id, keep_tokens, now)
@@ -285,7 +285,7 @@ class Engine:
         known = array("I")
         if message.first_position:
             if (found := self._known_log(message)) is None:
-                self._waiting[message.turn_id] = message
+                self._lacking_log[message.turn_id] = message
                 needed = LogNeeded(message.turn_id, conversation_id, message.first_position)
                 return [*events, needed]
             known = found
@@ -296,12 +296,12 @@ class Engine:
         """Whether a turn of it runs, or waits outside of the scheduler."""
         if self.scheduler.turn_of(conversation_id) is not None:
             return True
-        outside = self._waiting, self.held.turns
+        outside = self._lacking_log, self.held.turns
         return any(_is_among(conversation_id, turns) for turns in outside)
 
     @property
     def _num_waiting(self) -> int:
-        return len(self.scheduler.queued) + len(self._waiting) + len(self.held.turns)
+        return len(self.scheduler.queued) + len(self._lacking_log) + len(self.held.turns)
 
     def _begin(self, message: SubmitTurn, known: array[int], now: float) -> None:
         """Submit a turn whose context is complete: `known`, then the tokens that the message brought."""
@@ -337,7 +337,7 @@ class Engine:
         return conversation.log[: message.first_position]
 
     def _provide(self, message: ProvideLog, now: float) -> None:
-        waiting = self._waiting.pop(message.turn_id, None)
+        waiting = self._lacking_log.pop(message.turn_id, None)
         if waiting is None:
             return  # it was cancelled meanwhile
         known = array("I")
@@ -358,16 +358,16 @@ class Engine:
             if message.conversation_id == conversation_id:
                 del self.held.turns[message.turn_id]
                 ended.append(_ended_at_once(message, FinishReason.CANCELLED, now))
-        for message in list(self._waiting.values()):
+        for message in list(self._lacking_log.values()):
             if message.conversation_id == conversation_id and (message.warm or not warms_only):
-                del self._waiting[message.turn_id]
+                del self._lacking_log[message.turn_id]
                 reason = FinishReason.WARMED if message.warm else FinishReason.CANCELLED
                 ended.append(_ended_at_once(message, reason, now))
         return ended
 
     def _share_no_more(self, conversation_id: str) -> None:
         """Let turns that wait begin without this prefix: another one may have its name by then."""
-        for turns in (self.held.turns, self._waiting):
+        for turns in (self.held.turns, self._lacking_log):
             for turn_id, message in turns.items():
                 if message.prefix_of == conversation_id:
                     turns[turn_id] = replace(message, prefix_of="", prefix_tokens=0)
@@ -438,7 +438,7 @@ class Engine:
             )
             for turn in self.scheduler.turns()
         ]
-        waiting = [*self._waiting.values(), *self.held.turns.values()]
+        waiting = [*self._lacking_log.values(), *self.held.turns.values()]
         self.held.turns.clear()
         events += [_ended_at_once(each, failed, now, why) for each in waiting]
         self._publish(events)

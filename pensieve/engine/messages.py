@@ -21,7 +21,9 @@ class SubmitTurn:
     long as it holds KV of the conversation; otherwise it asks for them with `LogNeeded`.
     """
 
-    turn_id: int  # unique for the life of the engine
+    # Unique for the life of the engine, in all messages, in core and in journals: the `LiveTurn.number` of
+    # an attempt, not the `turn_id` that the store and clients know a turn by.
+    turn_id: int
     conversation_id: str
     tokens: bytes  # packed uint32 in native order
     history_tokens: int  # length of the log: positions before it belong to earlier turns

@@ -197,7 +197,7 @@ def finish_at_once(original: Any, scheduler: Scheduler, turn: Turn, *rest: Any) 
 
 
 def overtake(original: Any, scheduler: Scheduler, now: float) -> Any:
-    for share in scheduler.queued._waiting.values():
+    for share in scheduler.queued._with_turns.values():
         for line in share.lines.values():
             line.rotate(-1)
     return original(scheduler, now)
