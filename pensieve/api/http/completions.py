@@ -21,7 +21,7 @@ from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
-from pensieve.api.openai.request import Request, RequestKind, parse
+from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
 from pensieve.api.reply import ReplyStream
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
@@ -53,7 +53,9 @@ class CompletionsEndpoint:
         made = partial(answer, request, wholes, prompt, heading, tokenizer, requests.style)
         return await requests.rendered(by, sum(live.num_tokens for live in lives), made)
 
-    async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
+    async def _begin(
+        self, exchange: Exchange, by: Caller, request: ParsedRequest
+    ) -> list[LiveTurn]:
         # Open WebUI names requests that belong to no chat: for titles, tags, queries.
         is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
         if self._kind is RequestKind.COMPLETION or request.store is False or is_errand:
@@ -63,7 +65,7 @@ class CompletionsEndpoint:
     async def _stream(
         self,
         exchange: Exchange,
-        request: Request,
+        request: ParsedRequest,
         heading: Heading,
         lives: Sequence[LiveTurn],
     ) -> None:

@@ -31,7 +31,7 @@ from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
-from pensieve.api.openai.request import Request
+from pensieve.api.openai.request import ParsedRequest
 from pensieve.api.reply import PromptTokens, ReplyStream, ReplyTokens
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import ContextFull, PensieveError
@@ -70,7 +70,7 @@ class MessageEndpoints:
     async def _stream(
         self,
         exchange: Exchange,
-        request: Request,
+        request: ParsedRequest,
         heading: Heading,
         reply: ReplyStream,
         cutter: ReplyPieces,
@@ -84,7 +84,9 @@ class MessageEndpoints:
         await exchange.write_events(stream.end(whole, reply.prompt, ending))
         await exchange.end_events()
 
-    def _ending(self, request: Request, whole: ReplyTokens, cutter: ReplyPieces) -> MessageEnding:
+    def _ending(
+        self, request: ParsedRequest, whole: ReplyTokens, cutter: ReplyPieces
+    ) -> MessageEnding:
         stop = stopped_by(whole, self._requests.template.tokenizer, request.sampling.stop)
         return ending_of(whole.finish, cutter.ends_with_call, stop)
 

@@ -20,11 +20,12 @@ from pensieve.api.http.front import Front
 from pensieve.api.http.idempotency import key_reused, request_id_of
 from pensieve.api.json_fields import Refusal, read_json
 from pensieve.api.openai.answer import cut_reply
-from pensieve.api.openai.request import Request, Served, tokens_of
-from pensieve.conversations.binding.binder import Binder, StatelessRequest
-from pensieve.conversations.binding.chain import ReplyReader
+from pensieve.api.openai.request import ParsedRequest, Served, tokens_of
+from pensieve.conversations.binding.binder import Binder
+from pensieve.conversations.binding.chain import ChainEnd, ReplyReader, session_digest
 from pensieve.conversations.constraints import FIELD, ConstraintChecker
 from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
@@ -67,8 +68,8 @@ class ApiRequests:
         return await self._aside(by, len(raw) > SHORT_BYTES, lambda: read_json(raw, "body"))
 
     async def read(
-        self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], Request]
-    ) -> Request:
+        self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], ParsedRequest]
+    ) -> ParsedRequest:
         body = await self.json(exchange, by)
         served = Served(
             self._daemon.defaults,
@@ -97,9 +98,9 @@ class ApiRequests:
         """Return what cuts a reply to pieces; it looks for calls only if there are tools."""
         return ReplyPieces(self.style if tools else None, tools)
 
-    def reply_reader(self, request: Request) -> ReplyReader:
+    def _reply_reader(self, tools: Sequence[Mapping[str, Any]]) -> ReplyReader:
         """Return what makes of a reply the message that the client will send back: its text and calls."""
-        style, tools = self.style, request.tools
+        style = self.style
 
         def read(pieces: Sequence[tuple[Part, str]]) -> Message | None:
             parts, texts = [part for part, _ in pieces], [text for _, text in pieces]
@@ -111,30 +112,26 @@ class ApiRequests:
 
         return read
 
-    def options(self, request: Request, by: Caller) -> TurnOptions:
-        priority = min(0, by.priority_max)
-        return TurnOptions(request.sampling, priority, constraint=request.constraint)
-
-    def given_sampling(self, request: Request) -> Mapping[str, Any]:
-        """Return what the body sets, by which a retry is compared with the first request."""
-        return {name: getattr(request.sampling, name) for name in sorted(request.given)}
-
-    async def begin_bound(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
-        """Begin a turn for each choice, in the conversation that has the request's messages."""
-        chat = StatelessRequest(
-            messages=request.messages,
-            tools=request.tools,
-            template_options=request.template_options,
-            options=self.options(request, by),
-            tenant=by.tenant,
-            session_key=session_key(exchange, request),
-            request_id=request_id_of(exchange),
-            given_sampling=self.given_sampling(request),
-            num_choices=request.num_choices,
-            reply_reader=self.reply_reader(request),
+    def turn_request(self, exchange: Exchange, by: Caller, request: ParsedRequest) -> TurnRequest:
+        """Return the turn that a request asks for, with what its body does not say."""
+        chain = ChainEnd(
+            session=_session(exchange, request), reply_reader=self._reply_reader(request.tools)
         )
+        return replace(
+            request.turn,
+            options=_options(request, by),
+            tenant=by.tenant,
+            request_id=request_id_of(exchange),
+            chain=chain,
+        )
+
+    async def begin_bound(
+        self, exchange: Exchange, by: Caller, request: ParsedRequest
+    ) -> list[LiveTurn]:
+        """Begin a turn for each choice, in the conversation that has the request's messages."""
+        turn = self.turn_request(exchange, by, request)
         try:
-            bound = await self.binder.begin(chat)
+            bound = await self.binder.begin(turn, request.num_choices)
         except InvalidArgument as error:
             if error.field != "request_id":
                 raise
@@ -144,9 +141,13 @@ class ApiRequests:
         exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
         return [each.live for each in bound]
 
-    async def begin_unstored(self, request: Request, by: Caller) -> list[LiveTurn]:
-        """Begin a turn for each choice, of the whole prompt, that is not stored."""
-        options = self.options(request, by)
+    async def begin_unstored(self, request: ParsedRequest, by: Caller) -> list[LiveTurn]:
+        """Begin a turn for each choice, of the whole prompt, that is not stored.
+
+        The daemon gets the prompt's tokens and no `TurnRequest`: such a turn has neither a conversation nor a
+        request_id, and a text completion has no messages.
+        """
+        options = _options(request, by)
 
         def prepare() -> list[int]:
             if options.constraint is not None:
@@ -167,23 +168,29 @@ class ApiRequests:
             raise
         return begun
 
-    async def num_tokens(self, request: Request, by: Caller) -> int:
+    async def num_tokens(self, request: ParsedRequest, by: Caller) -> int:
         """Return how long a request's whole prompt is; nothing is computed."""
         tokens = partial(self.tokens, request)
         return len(await self._daemon.threads.in_text_pool(by.tenant, tokens))
 
-    def tokens(self, request: Request) -> list[int]:
+    def tokens(self, request: ParsedRequest) -> list[int]:
         return tokens_of(request, self.template, self._daemon.context_max, datetime.now(UTC))
 
 
-def session_key(exchange: Exchange, request: Request) -> str:
-    """Return the client's own name for the conversation; empty if there is none."""
+def _options(request: ParsedRequest, by: Caller) -> TurnOptions:
+    options = request.turn.options
+    return options if by.priority_max >= 0 else replace(options, priority=by.priority_max)
+
+
+def _session(exchange: Exchange, request: ParsedRequest) -> bytes:
+    """Return the digest of the client's own name for the conversation; empty if there is none."""
     names = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
-    return next(filter(None, names), request.prompt_cache_key)
+    session_key = next(filter(None, names), request.prompt_cache_key)
+    return session_digest(session_key) if session_key else b""
 
 
 @contextmanager
-def named(request: Request) -> Iterator[None]:
+def named(request: ParsedRequest) -> Iterator[None]:
     """Make errors within name fields as the body does."""
     try:
         yield

@@ -27,11 +27,11 @@ from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
 from pensieve.api.http.idempotency import digest, key_of, key_reused
 from pensieve.api.http.replies import follow, sources
-from pensieve.api.http.requests import ApiRequests, named, session_key
+from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.http.response_places import (
+    NewResponse,
     PlacedTurn,
     ResponsePlaces,
-    ResponseTurn,
     TurnPlace,
     stored_response,
 )
@@ -39,7 +39,7 @@ from pensieve.api.http.stored import StoredConversations
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.conversation_items import Place
-from pensieve.api.openai.request import Request, RequestKind, parse
+from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
 from pensieve.api.openai.response_stream import (
     ENDED,
     ResponseStream,
@@ -79,14 +79,16 @@ class ResponseEndpoints:
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._requests.read(exchange, by, partial(parse, RequestKind.RESPONSE))
-        turn = self._new_turn(exchange, by, request)
+        turn = self._requests.turn_request(exchange, by, request)
+        # A key names the response, and not its turn.
+        new = NewResponse.of(replace(request, turn=replace(turn, request_id="")))
         with named(request):
             if request.store is False:
-                return await self._unstored(exchange, by, turn)
+                return await self._unstored(exchange, by, new)
             key = key_of(exchange)
             answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
             async with self._daemon.arriving.alone(by.tenant, answer_id if key else ""):
-                requested = _digest_of(turn)
+                requested = _digest_of(new)
                 known = None
                 if key:
                     known = await self._known(f"resp_{answer_id}", requested, by.tenant)
@@ -94,8 +96,8 @@ class ResponseEndpoints:
                     heading = Heading(answer_id, int(time.time()), request.model)
                     known = RunningResponse(request, heading, requested, by.tenant)
                     self._running.add(known)
-                    turn = replace(turn, ended=partial(self._running.ended, known))
-                    await self._daemon.threads.whole(self._begin(known, turn))
+                    new = replace(new, ended=partial(self._running.ended, known))
+                    await self._daemon.threads.whole(self._begin(known, new))
             if not isinstance(known, RunningResponse):
                 if request.stream and known["status"] not in ENDED:  # it streams where it runs
                     await self._stored.require_here(known["id"], by.tenant)
@@ -108,16 +110,6 @@ class ResponseEndpoints:
         if request.background and not request.stream:
             return running.present
         return await self._read(exchange, running, placed, is_stream=request.stream)
-
-    def _new_turn(self, exchange: Exchange, by: Caller, request: Request) -> ResponseTurn:
-        instructions = request.echoed.get("instructions") or ""
-        messages = request.messages
-        if request.echoed.get("instructions") is not None:
-            messages = messages[1:]
-        options = self._requests.options(request, by)
-        given = self._requests.given_sampling(request)
-        key = session_key(exchange, request)
-        return ResponseTurn(request, instructions, messages, options, by.tenant, given, key)
 
     async def _known(
         self, response_id: str, requested: str, tenant: str
@@ -134,9 +126,9 @@ class ResponseEndpoints:
         _check_key(stored.request, requested)
         return await self._now(stored)
 
-    async def _begin(self, running: RunningResponse, turn: ResponseTurn) -> None:
+    async def _begin(self, running: RunningResponse, new: NewResponse) -> None:
         try:
-            placed = await self._places.begin(turn)
+            placed = await self._places.begin(new)
             await self._running.begin(running, placed)
         except BaseException:
             self._running.forget(running)
@@ -185,7 +177,7 @@ class ResponseEndpoints:
         await exchange.end_events()
 
     async def _replay(
-        self, exchange: Exchange, request: Request, body: Mapping[str, Any]
+        self, exchange: Exchange, request: ParsedRequest, body: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
         if not request.stream:
             return body
@@ -205,12 +197,12 @@ class ResponseEndpoints:
     # -- one that leaves nothing --
 
     async def _unstored(
-        self, exchange: Exchange, by: Caller, turn: ResponseTurn
+        self, exchange: Exchange, by: Caller, new: NewResponse
     ) -> Mapping[str, Any] | None:
-        request = turn.request
+        request = new.request
         if request.background:
             raise Refusal("background", "needs store: true: it is fetched later")
-        whole = await self._places.whole(turn)
+        whole = await self._places.whole(new)
         (live,) = await self._requests.begin_unstored(whole, by)
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
@@ -332,15 +324,16 @@ def _say_where(exchange: Exchange, placed: PlacedTurn) -> None:
         exchange.out["x-pensieve-recompute-reason"] = placed.recompute_reason
 
 
-def _digest_of(turn: ResponseTurn) -> str:
+def _digest_of(new: NewResponse) -> str:
     """Return a digest of what the client sent, whatever the server's defaults are."""
-    request = turn.request
+    request, turn, settings = new.request, new.turn, new.settings
+    constraint = turn.options.constraint
     return digest(
         request.model,
-        repr((turn.instructions, turn.messages, request.tools)),
-        repr((dict(request.template_options), dict(turn.given_sampling))),
+        repr((settings.system_prompt, turn.messages, settings.tools)),
+        repr((dict(settings.template_options), dict(turn.given_sampling or {}))),
         repr((request.previous_response_id, request.conversation, request.background)),
-        repr(None if request.constraint is None else request.constraint.identity),
+        repr(None if constraint is None else constraint.identity),
     )
 
 
@@ -353,7 +346,7 @@ log = logging.getLogger("pensieve")
 
 
 class RunningResponse:
-    def __init__(self, request: Request, heading: Heading, digest: str, tenant: str) -> None:
+    def __init__(self, request: ParsedRequest, heading: Heading, digest: str, tenant: str) -> None:
         self.request, self.heading = request, heading
         self.digest, self.tenant = digest, tenant  # the digest is that of the request
         self.is_cancelled = False
@@ -479,7 +472,7 @@ class RunningResponses:
 
     def whole(
         self,
-        request: Request,
+        request: ParsedRequest,
         heading: Heading,
         place: Place,
         reply: ReplyStream,
