@@ -62,8 +62,7 @@ class TurnRequest:
     pending: tuple[records.NewMessage, ...] | None = None  # of its conversation's, that it brings
     # Makes the stored response of the LiveTurn that has ended, its finish reason and the text withheld.
     response: Callable[[Any, FinishReason, str], StoredResponse] | None = None
-    # By which its client's next request will find the conversation; without a digest until it is bound.
-    chain: ChainEnd | None = None
+    chain: ChainEnd | None = None  # by which its client's next request will find the conversation
     history_digest: bytes = b""  # of a keyed request, of all messages that its client sent
     shared_prompt: SharedPrompt | None = None  # with the other choices of its request
 

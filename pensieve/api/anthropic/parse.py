@@ -35,9 +35,7 @@ from pensieve.api.json_fields import (
 )
 from pensieve.api.openai.formats import FormatFields, ToolRules, required, take_output_format
 from pensieve.api.openai.request import ParsedRequest, RequestKind, Served, take_model
-from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.heads import ConversationSettings
-from pensieve.core.turn import TurnOptions
 from pensieve.sampling import STOP_STRINGS_MAX
 from pensieve.text.message import Message, ToolCall, plain_text
 
@@ -61,13 +59,8 @@ def parse(body: Any, served: Served) -> ParsedRequest:
         metadata.text("user_id")
         metadata.end()
     fields.end()
-    turn = TurnRequest(
-        "",
-        prompt.messages,
-        TurnOptions(sampling, constraint=prompt.form.constraint),
-        given_sampling=given,
-        settings=prompt.settings,
-    )
+    constraint = prompt.form.constraint
+    turn = served.turn(prompt.messages, sampling, given, constraint, prompt.settings)
     params = {**PARAMS, **prompt.form.params}
     return ParsedRequest(RequestKind.CHAT, prompt.model, turn, stream=stream, params=params)
 
@@ -77,7 +70,7 @@ def parse_count(body: Any, served: Served) -> ParsedRequest:
     fields = _checked(body)
     prompt = _prompt(fields, served)
     fields.end()
-    turn = TurnRequest("", prompt.messages, TurnOptions(served.defaults), settings=prompt.settings)
+    turn = served.turn(prompt.messages, served.defaults, {}, settings=prompt.settings)
     return ParsedRequest(RequestKind.CHAT, prompt.model, turn, params=PARAMS)
 
 
@@ -170,7 +163,7 @@ def _given_sampling(fields: Fields) -> dict[str, Any]:
     if values["max_tokens"] is None:
         raise Refusal("max_tokens", "is required", "missing_required_parameter")
     values["stop"] = _stop(fields)
-    return {name: value for name, value in sorted(values.items()) if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _stop(fields: Fields) -> tuple[str, ...] | None:

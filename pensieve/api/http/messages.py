@@ -48,7 +48,7 @@ class MessageEndpoints:
         _identify(exchange)
         request = await self._requests.read(exchange, by, parse)
         with named(request):
-            (live,) = await self._requests.begin_bound(exchange, by, request)
+            (live,) = await self._requests.begin_bound(exchange, request)
         answer_id = digest(by.tenant, live.conversation_id, live.turn_id)
         heading = Heading(answer_id, int(time.time()), request.model)
         reply, cutter = ReplyStream(live), self._requests.cutter(request.tools)
@@ -65,7 +65,7 @@ class MessageEndpoints:
         _identify(exchange)
         request = await self._requests.read(exchange, by, parse_count)
         with named(request):
-            return {"input_tokens": await self._requests.num_tokens(request, by)}
+            return {"input_tokens": await self._requests.num_tokens(request)}
 
     async def _stream(
         self,

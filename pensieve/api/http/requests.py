@@ -25,9 +25,7 @@ from pensieve.conversations.binding.binder import Binder
 from pensieve.conversations.binding.chain import ChainEnd, ReplyReader, session_digest
 from pensieve.conversations.constraints import FIELD, ConstraintChecker
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
 from pensieve.guard.callers import Caller
 from pensieve.sampling import Sampling
@@ -78,6 +76,9 @@ class ApiRequests:
             self.template.options,
             self.style,
             self.template.knows_developer,
+            by.tenant,
+            min(0, by.priority_max),
+            request_id_of(exchange),
         )
         is_long = exchange.num_bytes > SHORT_BYTES
         return await self._aside(by, is_long, lambda: read(body, served))
@@ -98,6 +99,11 @@ class ApiRequests:
         """Return what cuts a reply to pieces; it looks for calls only if there are tools."""
         return ReplyPieces(self.style if tools else None, tools)
 
+    def chain(self, exchange: Exchange, request: ParsedRequest) -> ChainEnd:
+        """Return how the client's next request will be found; the binder adds the digest."""
+        session = _session(exchange, request)
+        return ChainEnd(session=session, reply_reader=self._reply_reader(request.tools))
+
     def _reply_reader(self, tools: Sequence[Mapping[str, Any]]) -> ReplyReader:
         """Return what makes of a reply the message that the client will send back: its text and calls."""
         style = self.style
@@ -112,26 +118,11 @@ class ApiRequests:
 
         return read
 
-    def turn_request(self, exchange: Exchange, by: Caller, request: ParsedRequest) -> TurnRequest:
-        """Return the turn that a request asks for, with what its body does not say."""
-        chain = ChainEnd(
-            session=_session(exchange, request), reply_reader=self._reply_reader(request.tools)
-        )
-        return replace(
-            request.turn,
-            options=_options(request, by),
-            tenant=by.tenant,
-            request_id=request_id_of(exchange),
-            chain=chain,
-        )
-
-    async def begin_bound(
-        self, exchange: Exchange, by: Caller, request: ParsedRequest
-    ) -> list[LiveTurn]:
+    async def begin_bound(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
         """Begin a turn for each choice, in the conversation that has the request's messages."""
-        turn = self.turn_request(exchange, by, request)
+        chain = self.chain(exchange, request)
         try:
-            bound = await self.binder.begin(turn, request.num_choices)
+            bound = await self.binder.begin(request.turn, chain, request.num_choices)
         except InvalidArgument as error:
             if error.field != "request_id":
                 raise
@@ -141,45 +132,40 @@ class ApiRequests:
         exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
         return [each.live for each in bound]
 
-    async def begin_unstored(self, request: ParsedRequest, by: Caller) -> list[LiveTurn]:
+    async def begin_unstored(self, request: ParsedRequest) -> list[LiveTurn]:
         """Begin a turn for each choice, of the whole prompt, that is not stored.
 
         The daemon gets the prompt's tokens and no `TurnRequest`: such a turn has neither a conversation nor a
         request_id, and a text completion has no messages.
         """
-        options = _options(request, by)
+        tenant, options = request.turn.tenant, request.turn.options
 
         def prepare() -> list[int]:
             if options.constraint is not None:
                 self._constraints.check(options)
-            return self.tokens(request)
+            return self._tokens(request)
 
-        prompt = await self._daemon.threads.in_text_pool(by.tenant, prepare)
+        prompt = await self._daemon.threads.in_text_pool(tenant, prepare)
         begun: list[LiveTurn] = []
         try:
             for choice in range(request.num_choices):
                 if choice == 1:
                     await self._daemon.conversations.prompt_computed(begun[0])
                 seeded = replace(options, sampling=_seeded(options.sampling, choice))
-                begun.append(await self._daemon.begin_unstored(prompt, seeded, by.tenant))
+                begun.append(await self._daemon.begin_unstored(prompt, seeded, tenant))
         except BaseException:
             for live in begun:
                 self._daemon.conversations.cancel(live)
             raise
         return begun
 
-    async def num_tokens(self, request: ParsedRequest, by: Caller) -> int:
+    async def num_tokens(self, request: ParsedRequest) -> int:
         """Return how long a request's whole prompt is; nothing is computed."""
-        tokens = partial(self.tokens, request)
-        return len(await self._daemon.threads.in_text_pool(by.tenant, tokens))
+        tokens = partial(self._tokens, request)
+        return len(await self._daemon.threads.in_text_pool(request.turn.tenant, tokens))
 
-    def tokens(self, request: ParsedRequest) -> list[int]:
+    def _tokens(self, request: ParsedRequest) -> list[int]:
         return tokens_of(request, self.template, self._daemon.context_max, datetime.now(UTC))
-
-
-def _options(request: ParsedRequest, by: Caller) -> TurnOptions:
-    options = request.turn.options
-    return options if by.priority_max >= 0 else replace(options, priority=by.priority_max)
 
 
 def _session(exchange: Exchange, request: ParsedRequest) -> bytes:

@@ -36,6 +36,7 @@ from pensieve.api.http.stored import (
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import Place, tag_of
 from pensieve.api.openai.request import ParsedRequest
+from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import TurnRequest, check_settings
 from pensieve.conversations.heads import ConversationSettings, all_messages, message_of
@@ -67,24 +68,26 @@ Ended = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of
 class NewResponse:
     """A request, and its turn as its conversation gets it.
 
-    The request's own turn brings the whole history, the instructions first. The other one has the
-    instructions in its settings, and in the end only the messages that are new in its conversation.
+    The request's own turn brings the whole history, the instructions first. `turn` has the instructions in
+    its settings and is narrowed to the messages that are new in its conversation. It has no request_id,
+    because a key names the response (idempotency.py).
     """
 
     request: ParsedRequest
     turn: TurnRequest
+    chain: ChainEnd  # without its digest; used if the request names no conversation
     ended: Ended | None = None  # makes what is stored with its reply
 
     @classmethod
-    def of(cls, request: ParsedRequest) -> NewResponse:
+    def of(cls, request: ParsedRequest, chain: ChainEnd) -> NewResponse:
         whole, instructions = request.turn, request.echoed.get("instructions")
         turn = replace(
             whole,
             messages=whole.messages if instructions is None else whole.messages[1:],
             settings=replace(whole.settings, system_prompt=instructions or ""),
-            chain=None,  # what is continued by its id is not found by its history
+            request_id="",
         )
-        return cls(request, turn)
+        return cls(request, turn, chain)
 
     @property
     def settings(self) -> ConversationSettings:
@@ -154,7 +157,7 @@ class ResponsePlaces:
     async def _find(self, new: NewResponse) -> PlacedTurn:
         whole = new.request.turn
         for _ in range(ATTEMPTS_MAX):
-            history, match = await self._requests.binder.look(whole)
+            history, match = await self._requests.binder.look(whole, new.chain)
             new = replace(new, turn=replace(new.turn, chain=history.end))
             if match is None:
                 break

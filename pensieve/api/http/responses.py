@@ -79,25 +79,11 @@ class ResponseEndpoints:
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._requests.read(exchange, by, partial(parse, RequestKind.RESPONSE))
-        turn = self._requests.turn_request(exchange, by, request)
-        # A key names the response, and not its turn.
-        new = NewResponse.of(replace(request, turn=replace(turn, request_id="")))
+        new = NewResponse.of(request, self._requests.chain(exchange, request))
         with named(request):
             if request.store is False:
-                return await self._unstored(exchange, by, new)
-            key = key_of(exchange)
-            answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
-            async with self._daemon.arriving.alone(by.tenant, answer_id if key else ""):
-                requested = _digest_of(new)
-                known = None
-                if key:
-                    known = await self._known(f"resp_{answer_id}", requested, by.tenant)
-                if known is None:
-                    heading = Heading(answer_id, int(time.time()), request.model)
-                    known = RunningResponse(request, heading, requested, by.tenant)
-                    self._running.add(known)
-                    new = replace(new, ended=partial(self._running.ended, known))
-                    await self._daemon.threads.whole(self._begin(known, new))
+                return await self._unstored(exchange, new)
+            known = await self._daemon.threads.whole(self._begun_or_known(new, key_of(exchange)))
             if not isinstance(known, RunningResponse):
                 if request.stream and known["status"] not in ENDED:  # it streams where it runs
                     await self._stored.require_here(known["id"], by.tenant)
@@ -111,28 +97,42 @@ class ResponseEndpoints:
             return running.present
         return await self._read(exchange, running, placed, is_stream=request.stream)
 
-    async def _known(
-        self, response_id: str, requested: str, tenant: str
-    ) -> RunningResponse | Mapping[str, Any] | None:
-        running = self._running.find(response_id, tenant)
+    async def _begun_or_known(
+        self, new: NewResponse, key: str
+    ) -> RunningResponse | Mapping[str, Any]:
+        """Begin a response once no identical request is about to begin its own.
+
+        This goes on after a disconnect, because that is when clients retry.
+        """
+        tenant, model = new.turn.tenant, new.request.model
+        answer_id = digest(tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
+        async with self._daemon.arriving.alone(tenant, answer_id if key else ""):
+            heading = Heading(answer_id, int(time.time()), model)
+            running = RunningResponse(new.request, heading, _digest_of(new), tenant)
+            known = await self._known(running) if key else None
+            if known is not None:
+                return known
+            self._running.add(running)
+            try:
+                new = replace(new, ended=partial(self._running.ended, running))
+                placed = await self._places.begin(new)
+                await self._running.begin(running, placed)
+            except BaseException:
+                self._running.forget(running)
+                raise
+            return running
+
+    async def _known(self, wanted: RunningResponse) -> RunningResponse | Mapping[str, Any] | None:
+        """Return the response of a request with the same key that came before, if its turn has begun."""
+        running = self._running.find(wanted.response_id, wanted.tenant)
         if running is not None:
-            _check_key(running.digest, requested)
-            await running.begun.wait()
-            if running.placed is not None:
-                return running
-        stored = await self._stored.response(response_id, tenant)
+            _check_key(running.digest, wanted.digest)
+            return running
+        stored = await self._stored.response(wanted.response_id, wanted.tenant)
         if stored is None:
             return None
-        _check_key(stored.request, requested)
+        _check_key(stored.request, wanted.digest)
         return await self._now(stored)
-
-    async def _begin(self, running: RunningResponse, new: NewResponse) -> None:
-        try:
-            placed = await self._places.begin(new)
-            await self._running.begin(running, placed)
-        except BaseException:
-            self._running.forget(running)
-            raise
 
     # -- a response is read --
 
@@ -196,14 +196,12 @@ class ResponseEndpoints:
 
     # -- one that leaves nothing --
 
-    async def _unstored(
-        self, exchange: Exchange, by: Caller, new: NewResponse
-    ) -> Mapping[str, Any] | None:
+    async def _unstored(self, exchange: Exchange, new: NewResponse) -> Mapping[str, Any] | None:
         request = new.request
         if request.background:
             raise Refusal("background", "needs store: true: it is fetched later")
         whole = await self._places.whole(new)
-        (live,) = await self._requests.begin_unstored(whole, by)
+        (live,) = await self._requests.begin_unstored(whole)
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
         place = Place(digest(answer_id)[:16], 0)
@@ -222,7 +220,7 @@ class ResponseEndpoints:
             body = self._running.whole(request, heading, place, reply, cutter)
             await exchange.write_events(stream.end(body))
         except PensieveError as error:
-            running = RunningResponse(request, heading, "", by.tenant)
+            running = RunningResponse(request, heading, "", new.turn.tenant)
             await exchange.write_events(_of_error(stream, running, error))
         await exchange.end_events()
         return None
@@ -327,11 +325,11 @@ def _say_where(exchange: Exchange, placed: PlacedTurn) -> None:
 def _digest_of(new: NewResponse) -> str:
     """Return a digest of what the client sent, whatever the server's defaults are."""
     request, turn, settings = new.request, new.turn, new.settings
-    constraint = turn.options.constraint
+    constraint, given = turn.options.constraint, dict(sorted((turn.given_sampling or {}).items()))
     return digest(
         request.model,
         repr((settings.system_prompt, turn.messages, settings.tools)),
-        repr((dict(settings.template_options), dict(turn.given_sampling or {}))),
+        repr((dict(settings.template_options), given)),
         repr((request.previous_response_id, request.conversation, request.background)),
         repr(None if constraint is None else constraint.identity),
     )

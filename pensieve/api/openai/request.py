@@ -35,6 +35,7 @@ from pensieve.api.openai.formats import FormatFields, take_response_format, take
 from pensieve.api.openai.messages import take_input, take_messages, take_tools
 from pensieve.conversations.draft import NO_SETTINGS, TurnRequest
 from pensieve.conversations.heads import ConversationSettings, check_length
+from pensieve.core.constraint import Constraint
 from pensieve.core.turn import TurnOptions
 from pensieve.sampling import (
     FLOATS,
@@ -80,12 +81,36 @@ TOKEN_ID_DIGITS_MAX = 10
 
 
 class Served(NamedTuple):
+    """What a body is read with: the model that is served, and whose request it is."""
+
     defaults: Sampling
     models: Collection[str] | None = None  # the names that are served; None: any
     vocab_size: int | None = None  # None: token ids are not checked
     template_options: Collection[str] | None = None  # that the template knows; None: not checked
     call_style: CallStyle | None = None  # how the model writes calls of tools
     knows_developer: bool = True  # the template; else a developer's message is the system's
+    tenant: str = ""
+    priority: int = 0
+    request_id: str = ""
+
+    def turn(
+        self,
+        messages: tuple[Message, ...],
+        sampling: Sampling,
+        given: Mapping[str, Any],
+        constraint: Constraint | None = None,
+        settings: ConversationSettings = NO_SETTINGS,
+    ) -> TurnRequest:
+        """Return the turn of a body."""
+        return TurnRequest(
+            "",
+            messages,
+            TurnOptions(sampling, self.priority, constraint=constraint),
+            self.tenant,
+            self.request_id,
+            given_sampling=given,
+            settings=settings,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +189,8 @@ def parse(kind: RequestKind, body: Any, served: Served) -> ParsedRequest:
         rules = take_tools(fields, is_nested=is_chat)
         form = rules.held(form, served.call_style)
         options = _template_options(fields, is_chat, served.template_options)
-        settings = ConversationSettings("", tools=rules.tools, template_options=options)
+        if rules.tools or options:
+            settings = ConversationSettings("", tools=rules.tools, template_options=options)
     if form.constraint is not None and read.sampling.ignore_eos:
         raise Refusal("ignore_eos", "a reply with a constraint ends where it is met")
     params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
@@ -177,13 +203,7 @@ def parse(kind: RequestKind, body: Any, served: Served) -> ParsedRequest:
         messages = tuple(map(_as_system, messages))
     if kind is RequestKind.RESPONSE:
         values["echoed"] = {name: body[name] for name in ECHOED if body.get(name) is not None}
-    turn = TurnRequest(
-        "",
-        messages,
-        TurnOptions(read.sampling, constraint=form.constraint),
-        given_sampling=read.given,
-        settings=settings,
-    )
+    turn = served.turn(messages, read.sampling, read.given, form.constraint, settings)
     return ParsedRequest(kind, turn=turn, params=params, **values)
 
 
@@ -382,7 +402,7 @@ def take_sampling(
     values["logit_bias"] = _logit_bias(fields)
     if "ignore_eos" in fields:
         values["ignore_eos"] = fields.flag("ignore_eos")
-    given = {name: value for name, value in sorted(values.items()) if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
     sampling = defaults.with_given(given)
     is_completion = kind is RequestKind.COMPLETION
     params = {

@@ -55,6 +55,7 @@ from pensieve.errors import (
 from pensieve.guard.limits import Counts
 from pensieve.store.records import ChainMatch
 
+NO_DIGEST = ChainEnd()
 ATTEMPTS_MAX = 4
 APPENDING_ATTEMPTS = 2
 LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
@@ -101,40 +102,37 @@ class Binder:
         self._reserved = Counts[tuple[str, str]]()  # by tenant and conversation
 
     async def begin(
-        self, request: TurnRequest, num_choices: int = 1, seconds_left: float | None = None
+        self,
+        request: TurnRequest,
+        chain: ChainEnd = NO_DIGEST,
+        num_choices: int = 1,
+        seconds_left: float | None = None,
     ) -> list[BoundTurn]:
         """Begin the choices of a request with its whole history; each runs or has its reply.
 
-        Its request_id may be any text. Its chain says what the client calls the conversation, and what it
-        will send back of a reply; without one, all text but the thinking.
+        `chain` comes without its digest. The request_id may be any text.
+
+        The turns begin once no identical request is about to begin its own. This goes on after a disconnect,
+        because that is when clients retry.
         """
         if not request.messages:
             raise InvalidArgument("messages", "at least one is needed")
         left = asyncio.Event()  # by the client
-        work = self._in_turn(request, num_choices, seconds_left, left)
+
+        async def alone() -> list[BoundTurn]:
+            async with self._daemon.arriving.alone(request.tenant, request.request_id):
+                return await self._begin(request, chain, num_choices, seconds_left, left)
+
         try:
-            return await self._daemon.threads.whole(work)
+            return await self._daemon.threads.whole(alone())
         except asyncio.CancelledError:
             left.set()
             raise
 
-    async def _in_turn(
-        self,
-        request: TurnRequest,
-        num_choices: int,
-        seconds_left: float | None,
-        left: asyncio.Event,
-    ) -> list[BoundTurn]:
-        """Begin the turn once no identical request is about to begin its own.
-
-        This goes on after a disconnect, because that is when clients retry.
-        """
-        async with self._daemon.arriving.alone(request.tenant, request.request_id):
-            return await self._begin(request, num_choices, seconds_left, left)
-
     async def _begin(
         self,
         request: TurnRequest,
+        chain: ChainEnd,
         num_choices: int,
         seconds_left: float | None,
         left: asyncio.Event,
@@ -147,7 +145,7 @@ class Binder:
         self._num_lookups[tenant] += 1
         bound: list[BoundTurn] = []
         try:
-            past = await self._past(request)
+            past = await self._past(request, chain)
             shared = SharedPrompt() if num_choices > 1 else None
             for choice in range(num_choices):
                 if choice == 1 and bound[0].how is BindingKind.NEW:
@@ -164,9 +162,11 @@ class Binder:
         self.num_bound.update(each.how for each in bound)
         return bound
 
-    async def look(self, request: TurnRequest) -> tuple[HistoryDigests, ChainMatch | None]:
+    async def look(
+        self, request: TurnRequest, chain: ChainEnd
+    ) -> tuple[HistoryDigests, ChainMatch | None]:
         """A request's history and what it goes on from, for who begins turns in another way."""
-        past = await self._past(request)
+        past = await self._past(request, chain)
         return past, await self._match(past, request.tenant)
 
     @contextlib.contextmanager
@@ -193,13 +193,15 @@ class Binder:
                 each.cancel()
             await asyncio.gather(computed, gone, return_exceptions=True)
 
-    async def _past(self, request: TurnRequest) -> HistoryDigests:
+    async def _past(self, request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
         num_characters = request.num_characters
         num_characters += sum(len(str(each)) for each in request.settings.tools)
         check_length("messages", num_characters, self._daemon.context_max)
         if num_characters <= HASHED_AT_ONCE:
-            return _history_of(request)
-        return await self._daemon.threads.in_text_pool(request.tenant, lambda: _history_of(request))
+            return _history_of(request, chain)
+        return await self._daemon.threads.in_text_pool(
+            request.tenant, lambda: _history_of(request, chain)
+        )
 
     # -- one choice --
 
@@ -384,7 +386,7 @@ class _Choice:
         return replace(options, sampling=replace(sampling, seed=seed))
 
 
-def _history_of(request: TurnRequest) -> HistoryDigests:
+def _history_of(request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
     settings, messages = request.settings, request.messages
     found = digests(settings.tools, settings.template_options, messages)
     lengths = {
@@ -392,7 +394,7 @@ def _history_of(request: TurnRequest) -> HistoryDigests:
         for length in range(len(messages) - 1, 0, -1)
         if messages[length - 1].role == "assistant"
     }
-    return HistoryDigests(lengths, replace(request.chain or ChainEnd(), digest=found[-1]))
+    return HistoryDigests(lengths, ChainEnd(found[-1], chain.session, chain.reply_reader))
 
 
 def _digest(*words: str) -> str:

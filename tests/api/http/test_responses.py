@@ -17,6 +17,7 @@ from pensieve.api.http.response_places import NewResponse, ResponsePlaces
 from pensieve.api.http.responses import _digest_of
 from pensieve.api.http.stored import StoredConversations
 from pensieve.api.openai.request import RequestKind, Served, parse
+from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.guard.callers import Token
 from pensieve.sampling import Sampling
 from pensieve.v1 import conversation_pb2 as pb
@@ -375,7 +376,7 @@ def test_a_key_that_was_stored_by_an_older_server_is_still_known() -> None:
         ({**plain, "instructions": ""}, "e478025a7915213af4b3897e"),
     ):
         request = parse(RequestKind.RESPONSE, body, Served(Sampling()))
-        assert _digest_of(NewResponse.of(request)) == expected
+        assert _digest_of(NewResponse.of(request, ChainEnd())) == expected
 
 
 def test_a_key_belongs_to_the_form_of_the_reply_too(door: HttpRig) -> None:

@@ -68,7 +68,9 @@ class Bindings:
         """Its turns run; each has a reader until it has ended."""
 
         async def begin() -> list[BoundTurn]:
-            found = await self.binder.begin(chat, num_choices, seconds_left)
+            found = await self.binder.begin(
+                chat, chat.chain or ChainEnd(), num_choices, seconds_left
+            )
             for each in found:
                 self.rig.daemon.threads.spawn(self._follow(each))
             return found
@@ -311,7 +313,7 @@ def test_a_client_that_leaves_before_the_prompt_is_computed_gets_no_choices(
         chat = stateless((Message("user", "word " * 300),), TurnOptions(sampling))
 
         async def leave() -> None:
-            waiting = asyncio.ensure_future(found.binder.begin(chat, 4))
+            waiting = asyncio.ensure_future(found.binder.begin(chat, num_choices=4))
             while not found.rig.daemon.conversations.turns.num_live:
                 await asyncio.sleep(0.001)
             waiting.cancel()
