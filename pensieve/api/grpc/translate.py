@@ -93,6 +93,7 @@ def turn_request(
     tenant: str,
     defaults: Sampling,
     priority_max: int = PRIORITY_MAX,
+    traceparent: str = "",
 ) -> TurnRequest:
     """`priority_max`: a higher one is lowered to it."""
     if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
@@ -114,6 +115,7 @@ def turn_request(
         request.create_if_missing,
         one_object("metadata", request.metadata) if request.HasField("metadata") else {},
         given,
+        traceparent,
     )
 
 

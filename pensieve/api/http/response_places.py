@@ -80,13 +80,11 @@ class NewResponse:
 
     @classmethod
     def of(cls, request: ParsedRequest, chain: ChainEnd) -> NewResponse:
-        whole, instructions = request.turn, request.echoed.get("instructions")
-        turn = replace(
-            whole,
-            messages=whole.messages if instructions is None else whole.messages[1:],
-            settings=replace(whole.settings, system_prompt=instructions or ""),
-            request_id="",
-        )
+        instructions, turn = request.echoed.get("instructions"), request.turn
+        messages, settings = turn.messages, turn.settings
+        if instructions is not None:
+            messages, settings = messages[1:], replace(settings, system_prompt=instructions)
+        turn = replace(turn, messages=messages, settings=settings, request_id="")
         return cls(request, turn, chain)
 
     @property
