@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from textwrap import indent
 from typing import Any, NamedTuple, TypedDict
 
@@ -144,6 +144,13 @@ class Sampling:
         "add these numbers to the logits of these token ids",
         f"at most {LOGIT_BIAS_MAX} entries",
     )
+
+    def with_given(self, given: Mapping[str, Any]) -> Sampling:
+        """Return these defaults, replaced by what a client gave."""
+        values = {"ignore_eos": False, "logprobs": None, **given}
+        if "min_tokens" in given and "max_tokens" not in given:
+            values["max_tokens"] = max(self.max_tokens, given["min_tokens"])
+        return replace(self, **values)
 
     def problem(self, vocab_size: int | None = None) -> tuple[str, str] | None:
         """Return the first field that is refused, and why; None if none is.

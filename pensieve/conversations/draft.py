@@ -1,4 +1,6 @@
-"""A turn before it begins, and the tokens of its new messages.
+"""A turn before it begins: what its client asks for, and the tokens of its new messages.
+
+Every door parses into a `TurnRequest`: gRPC, the APIs over HTTP, and the lines of batch jobs.
 
 Only what is new is ever rendered and tokenized: the *delta* behind the end of the log.  So tokens of the
 past never change, and a turn of a long conversation costs what a turn of a short one does.
@@ -33,14 +35,19 @@ from pensieve.store.bodies import canonical_json
 from pensieve.store.responses import StoredResponse
 from pensieve.text import ChatTemplate, Message, TemplateSetting
 
+NO_SETTINGS = ConversationSettings("")
 CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A turn as its client asks for it."""
+    """A turn as its client asks for it.
 
-    conversation_id: str
+    A request that names no conversation brings its whole history. The binder finds or makes the conversation,
+    and narrows the request to the messages that are new there (binding/binder.py).
+    """
+
+    conversation_id: str  # empty: it names none
     messages: tuple[Message, ...]
     options: TurnOptions
     tenant: str = ""
@@ -50,7 +57,8 @@ class TurnRequest:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with its messages
     given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
     traceparent: str = ""  # the caller's span, as the W3C writes it
-    settings: ConversationSettings | None = None  # that it is created with; None: none but its id
+    # Of the conversation, should it be created; its id and tenant are the request's.
+    settings: ConversationSettings = NO_SETTINGS
     pending: tuple[records.NewMessage, ...] | None = None  # of its conversation's, that it brings
     # Makes the stored response of the LiveTurn that has ended, its finish reason and the text withheld.
     response: Callable[[Any, FinishReason, str], StoredResponse] | None = None

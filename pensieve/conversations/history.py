@@ -325,8 +325,8 @@ class History:
         self._check_storage(request.tenant)
         if request.expected_revision not in (None, 0):
             raise StaleRevision(request.expected_revision, 0)
-        settings = request.settings or ConversationSettings(
-            request.conversation_id, tenant=request.tenant
+        settings = replace(
+            request.settings, conversation_id=request.conversation_id, tenant=request.tenant
         )
         if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
             return begun if isinstance(begun, OutdatedTokens) else self.draft(request)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pensieve.api.json_fields import Fields, Refusal, quoted, read_json
-from pensieve.api.openai.request import Request, RequestKind, Served, parse
+from pensieve.api.openai.request import ParsedRequest, RequestKind, Served, parse
 from pensieve.errors import ContextFull, InvalidArgument, PensieveError, shortened
 from pensieve.text.message import plain_text
 
@@ -29,7 +29,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class BatchLine:
     line: int
     custom_id: str
-    request: Request
+    request: ParsedRequest
 
 
 class LineError(NamedTuple):
@@ -139,7 +139,7 @@ def _needed(fields: Fields, name: str) -> str:
     return found
 
 
-def _check_batch(request: Request) -> None:
+def _check_batch(request: ParsedRequest) -> None:
     """Refuse what only somebody who waits for the answer, or comes back with it, can use."""
     for name, given, problem in (
         ("stream", request.stream, "a batch has no streams"),

@@ -44,8 +44,8 @@ class PreparedLine:
     samplings: tuple[Sampling, ...]  # of its choices
 
     def options(self, choice: int) -> TurnOptions:
-        constraint = self.line.request.constraint
-        return TurnOptions(self.samplings[choice], background=True, constraint=constraint)
+        options = self.line.request.turn.options
+        return replace(options, sampling=self.samplings[choice], background=True)
 
 
 class LineReader(NamedTuple):
@@ -66,26 +66,27 @@ class LineReader(NamedTuple):
         found = read_line(line.number, line.text, self.served, self.job.options.get("endpoint", ""))
         if not isinstance(found, BatchLine):
             return found
+        request = found.request
         try:
-            request = found.request
-            self.constraints.check(TurnOptions(request.sampling, constraint=request.constraint))
+            self.constraints.check(request.turn.options)
             began = datetime.fromtimestamp(self.job.created_at, UTC)
             tokens = tokens_of(request, self.template, self.context_max, began)
             if len(tokens) >= self.context_max:
                 raise ContextFull(len(tokens) + 1, self.context_max)
         except PensieveError as error:
             return line_error(found, error)
-        samplings = tuple(self._sampling(found, n) for n in range(found.request.num_choices))
-        bare = replace(found.request, messages=(), prompt=None)
+        samplings = tuple(self._sampling(found, n) for n in range(request.num_choices))
+        bare = replace(request, turn=replace(request.turn, messages=()), prompt=None)
         return PreparedLine(
             BatchLine(found.line, found.custom_id, bare), array("I", tokens), samplings
         )
 
     def _sampling(self, line: BatchLine, choice: int) -> Sampling:
         sampling = line.request.sampling
-        if choice == 0 and "seed" in line.request.given:
+        has_seed = "seed" in (line.request.turn.given_sampling or ())
+        if choice == 0 and has_seed:
             return sampling
-        named = sampling.seed if "seed" in line.request.given else self.job.sha256
+        named = sampling.seed if has_seed else self.job.sha256
         words = f"{named}/{line.line}/{choice}".encode()
         return replace(
             sampling, seed=int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())

@@ -42,7 +42,7 @@ def test_a_line_is_a_request() -> None:
     assert isinstance(found, BatchLine)
     assert (found.line, found.custom_id) == (7, "a-1")
     assert found.request.kind is RequestKind.CHAT
-    assert found.request.messages == (Message("user", "hi"),)
+    assert found.request.turn.messages == (Message("user", "hi"),)
 
 
 def test_each_endpoint_has_its_url() -> None:
@@ -95,7 +95,7 @@ def test_text_may_hold_any_number_of_brackets_and_quotes() -> None:
     content = '{"a": [1]}\\\n' * 100_000
     found = read(LINE | {"body": BODY | {"messages": [{"role": "user", "content": content}]}})
     assert isinstance(found, BatchLine)
-    assert found.request.messages == (Message("user", content),)
+    assert found.request.turn.messages == (Message("user", content),)
 
 
 def test_a_line_has_a_largest_size() -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pensieve.api.json_fields import (
     MESSAGES_VALUES_MAX,
@@ -34,8 +34,9 @@ from pensieve.api.json_fields import (
     quoted,
 )
 from pensieve.api.openai.formats import FormatFields, ToolRules, required, take_output_format
-from pensieve.api.openai.request import Request, RequestKind, Served, take_model
-from pensieve.sampling import STOP_STRINGS_MAX, Sampling
+from pensieve.api.openai.request import ParsedRequest, RequestKind, Served, take_model
+from pensieve.conversations.heads import ConversationSettings
+from pensieve.sampling import STOP_STRINGS_MAX
 from pensieve.text.message import Message, ToolCall, plain_text
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -44,29 +45,33 @@ SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
 
 
-def parse(body: Any, served: Served) -> Request:
+def parse(body: Any, served: Served) -> ParsedRequest:
     """Read the body of a message; InvalidArgument names the wrong parameter."""
     fields = _checked(body)
-    values, form = _prompt(fields, served)
-    values |= _sampling(fields, served)
+    prompt, given = _prompt(fields, served), _given_sampling(fields)
+    # max_tokens is given, and may be smaller than a default of min_tokens.
+    sampling = served.defaults.with_given({"min_tokens": 0, **given})
+    if problem := sampling.problem(served.vocab_size):
+        raise Refusal(PARAMS.get(problem[0], problem[0]), problem[1])
     stream = fields.flag("stream")
     fields.text("service_tier")
     if (metadata := fields.fields("metadata")) is not None:
         metadata.text("user_id")
         metadata.end()
     fields.end()
-    params = {**PARAMS, **form.params}
-    return Request(
-        RequestKind.CHAT, stream=stream, params=params, constraint=form.constraint, **values
-    )
+    constraint = prompt.form.constraint
+    turn = served.turn(prompt.messages, sampling, given, constraint, prompt.settings)
+    params = {**PARAMS, **prompt.form.params}
+    return ParsedRequest(RequestKind.CHAT, prompt.model, turn, stream=stream, params=params)
 
 
-def parse_count(body: Any, served: Served) -> Request:
+def parse_count(body: Any, served: Served) -> ParsedRequest:
     """Read the body of a token count: only the prompt matters."""
     fields = _checked(body)
-    values, _ = _prompt(fields, served)
+    prompt = _prompt(fields, served)
     fields.end()
-    return Request(RequestKind.CHAT, sampling=served.defaults, params=PARAMS, **values)
+    turn = served.turn(prompt.messages, served.defaults, {}, settings=prompt.settings)
+    return ParsedRequest(RequestKind.CHAT, prompt.model, turn, params=PARAMS)
 
 
 def _checked(body: Any) -> Fields:
@@ -78,8 +83,16 @@ def _checked(body: Any) -> Fields:
     return fields
 
 
-def _prompt(fields: Fields, served: Served) -> tuple[dict[str, Any], FormatFields]:
-    """Read the effort and the required form of the reply."""
+class MessagePrompt(NamedTuple):
+    """What a message and a count of its tokens have in common."""
+
+    model: str
+    messages: tuple[Message, ...]
+    settings: ConversationSettings
+    form: FormatFields  # of the reply
+
+
+def _prompt(fields: Fields, served: Served) -> MessagePrompt:
     fields.object("cache_control")
     fields.only("speed", "standard")
     fields.only("mcp_servers", [])
@@ -90,16 +103,9 @@ def _prompt(fields: Fields, served: Served) -> tuple[dict[str, Any], FormatField
         take_messages(fields),
         _tools(fields),
     )
-    values = {
-        "model": model,
-        "messages": messages,
-        "tools": rules.tools,
-        "template_options": {
-            **_thinking(fields, served.template_options),
-            **effort,
-        },
-    }
-    return values, rules.held(form, served.call_style)
+    options = {**_thinking(fields, served.template_options), **effort}
+    settings = ConversationSettings("", tools=rules.tools, template_options=options)
+    return MessagePrompt(model, messages, settings, rules.held(form, served.call_style))
 
 
 def _thinking(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
@@ -150,19 +156,14 @@ def _thread(fields: Fields) -> None:
 # -- sampling --
 
 
-def _sampling(fields: Fields, served: Served) -> dict[str, Any]:
+def _given_sampling(fields: Fields) -> dict[str, Any]:
+    """Read the fields of `Sampling` that the body sets."""
     values: dict[str, Any] = {name: fields.number(name) for name in ("temperature", "top_p")}
     values |= {name: fields.integer(name) for name in ("top_k", "max_tokens")}
     if values["max_tokens"] is None:
         raise Refusal("max_tokens", "is required", "missing_required_parameter")
     values["stop"] = _stop(fields)
-    given = {name: value for name, value in values.items() if value is not None}
-    sampling: Sampling = replace(
-        served.defaults, **{"ignore_eos": False, "logprobs": None, "min_tokens": 0, **given}
-    )
-    if problem := sampling.problem(served.vocab_size):
-        raise Refusal(PARAMS.get(problem[0], problem[0]), problem[1])
-    return {"sampling": sampling, "given": frozenset(given)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _stop(fields: Fields) -> tuple[str, ...] | None:

@@ -190,9 +190,8 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     ) -> None:
         daemon = self.daemon
         _id(request.conversation_id)
-        by = caller()
-        turn = translate.turn_request(request, by.tenant, daemon.defaults, by.priority_max)
-        turn = replace(turn, traceparent=_traceparent(context))
+        by, trace = caller(), _traceparent(context)
+        turn = translate.turn_request(request, by.tenant, daemon.defaults, by.priority_max, trace)
         live = await daemon.begin(turn, context.time_remaining())
         sequence = 1
         await context.write(

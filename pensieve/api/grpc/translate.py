@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -94,13 +93,14 @@ def turn_request(
     tenant: str,
     defaults: Sampling,
     priority_max: int = PRIORITY_MAX,
+    traceparent: str = "",
 ) -> TurnRequest:
     """`priority_max`: a higher one is lowered to it."""
     if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
         raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
     messages, given = tuple(messages_of(request.messages)), given_sampling(request.sampling)
     options = TurnOptions(
-        sampling_of(given, defaults),
+        defaults.with_given(given),
         min(request.priority, priority_max),
         away_seconds(request.hints),
         constraint=constraint_of(request),
@@ -115,15 +115,8 @@ def turn_request(
         request.create_if_missing,
         one_object("metadata", request.metadata) if request.HasField("metadata") else {},
         given,
+        traceparent,
     )
-
-
-def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
-    """Return the model's defaults, replaced by what the client gave."""
-    values = {"ignore_eos": False, **given}
-    if "min_tokens" in given and "max_tokens" not in given:
-        values["max_tokens"] = max(defaults.max_tokens, given["min_tokens"])
-    return replace(defaults, **values)
 
 
 def given_sampling(given: pb.Sampling) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
-from pensieve.api.openai.request import Request, RequestKind, parse
+from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
 from pensieve.api.reply import ReplyStream
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
@@ -38,7 +38,7 @@ class CompletionsEndpoint:
     async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._requests.read(exchange, by, partial(parse, self._kind))
         with named(request):
-            lives = await self._begin(exchange, by, request)
+            lives = await self._begin(exchange, request)
         first, is_chat = lives[0], self._kind is RequestKind.CHAT
         names = (first.conversation_id, first.turn_id) if is_chat else (first.number, time.time())
         heading = Heading(digest(by.tenant, *names), int(time.time()), request.model)
@@ -53,17 +53,17 @@ class CompletionsEndpoint:
         made = partial(answer, request, wholes, prompt, heading, tokenizer, requests.style)
         return await requests.rendered(by, sum(live.num_tokens for live in lives), made)
 
-    async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
+    async def _begin(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
         # Open WebUI names requests that belong to no chat: for titles, tags, queries.
         is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
         if self._kind is RequestKind.COMPLETION or request.store is False or is_errand:
-            return await self._requests.begin_unstored(request, by)
-        return await self._requests.begin_bound(exchange, by, request)
+            return await self._requests.begin_unstored(request)
+        return await self._requests.begin_bound(exchange, request)
 
     async def _stream(
         self,
         exchange: Exchange,
-        request: Request,
+        request: ParsedRequest,
         heading: Heading,
         lives: Sequence[LiveTurn],
     ) -> None:

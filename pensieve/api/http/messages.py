@@ -31,7 +31,7 @@ from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
-from pensieve.api.openai.request import Request
+from pensieve.api.openai.request import ParsedRequest
 from pensieve.api.reply import PromptTokens, ReplyStream, ReplyTokens
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import ContextFull, PensieveError
@@ -48,7 +48,7 @@ class MessageEndpoints:
         _identify(exchange)
         request = await self._requests.read(exchange, by, parse)
         with named(request):
-            (live,) = await self._requests.begin_bound(exchange, by, request)
+            (live,) = await self._requests.begin_bound(exchange, request)
         answer_id = digest(by.tenant, live.conversation_id, live.turn_id)
         heading = Heading(answer_id, int(time.time()), request.model)
         reply, cutter = ReplyStream(live), self._requests.cutter(request.tools)
@@ -65,12 +65,12 @@ class MessageEndpoints:
         _identify(exchange)
         request = await self._requests.read(exchange, by, parse_count)
         with named(request):
-            return {"input_tokens": await self._requests.num_tokens(request, by)}
+            return {"input_tokens": await self._requests.num_tokens(request)}
 
     async def _stream(
         self,
         exchange: Exchange,
-        request: Request,
+        request: ParsedRequest,
         heading: Heading,
         reply: ReplyStream,
         cutter: ReplyPieces,
@@ -84,7 +84,9 @@ class MessageEndpoints:
         await exchange.write_events(stream.end(whole, reply.prompt, ending))
         await exchange.end_events()
 
-    def _ending(self, request: Request, whole: ReplyTokens, cutter: ReplyPieces) -> MessageEnding:
+    def _ending(
+        self, request: ParsedRequest, whole: ReplyTokens, cutter: ReplyPieces
+    ) -> MessageEnding:
         stop = stopped_by(whole, self._requests.template.tokenizer, request.sampling.stop)
         return ending_of(whole.finish, cutter.ends_with_call, stop)
 

@@ -20,13 +20,12 @@ from pensieve.api.http.front import Front
 from pensieve.api.http.idempotency import key_reused, request_id_of
 from pensieve.api.json_fields import Refusal, read_json
 from pensieve.api.openai.answer import cut_reply
-from pensieve.api.openai.request import Request, Served, tokens_of
-from pensieve.conversations.binding.binder import Binder, StatelessRequest
-from pensieve.conversations.binding.chain import ReplyReader
+from pensieve.api.openai.request import ParsedRequest, Served, tokens_of
+from pensieve.conversations.binding.binder import Binder
+from pensieve.conversations.binding.chain import ChainEnd, ReplyReader, session_digest
 from pensieve.conversations.constraints import FIELD, ConstraintChecker
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
 from pensieve.guard.callers import Caller
 from pensieve.sampling import Sampling
@@ -67,8 +66,8 @@ class ApiRequests:
         return await self._aside(by, len(raw) > SHORT_BYTES, lambda: read_json(raw, "body"))
 
     async def read(
-        self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], Request]
-    ) -> Request:
+        self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], ParsedRequest]
+    ) -> ParsedRequest:
         body = await self.json(exchange, by)
         served = Served(
             self._daemon.defaults,
@@ -77,6 +76,9 @@ class ApiRequests:
             self.template.options,
             self.style,
             self.template.knows_developer,
+            by.tenant,
+            min(0, by.priority_max),
+            request_id_of(exchange),
         )
         is_long = exchange.num_bytes > SHORT_BYTES
         return await self._aside(by, is_long, lambda: read(body, served))
@@ -97,9 +99,14 @@ class ApiRequests:
         """Return what cuts a reply to pieces; it looks for calls only if there are tools."""
         return ReplyPieces(self.style if tools else None, tools)
 
-    def reply_reader(self, request: Request) -> ReplyReader:
+    def chain(self, exchange: Exchange, request: ParsedRequest) -> ChainEnd:
+        """Return how the client's next request will be found; the binder adds the digest."""
+        session = _session(exchange, request)
+        return ChainEnd(session=session, reply_reader=self._reply_reader(request.tools))
+
+    def _reply_reader(self, tools: Sequence[Mapping[str, Any]]) -> ReplyReader:
         """Return what makes of a reply the message that the client will send back: its text and calls."""
-        style, tools = self.style, request.tools
+        style = self.style
 
         def read(pieces: Sequence[tuple[Part, str]]) -> Message | None:
             parts, texts = [part for part, _ in pieces], [text for _, text in pieces]
@@ -111,30 +118,11 @@ class ApiRequests:
 
         return read
 
-    def options(self, request: Request, by: Caller) -> TurnOptions:
-        priority = min(0, by.priority_max)
-        return TurnOptions(request.sampling, priority, constraint=request.constraint)
-
-    def given_sampling(self, request: Request) -> Mapping[str, Any]:
-        """Return what the body sets, by which a retry is compared with the first request."""
-        return {name: getattr(request.sampling, name) for name in sorted(request.given)}
-
-    async def begin_bound(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
+    async def begin_bound(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
         """Begin a turn for each choice, in the conversation that has the request's messages."""
-        chat = StatelessRequest(
-            messages=request.messages,
-            tools=request.tools,
-            template_options=request.template_options,
-            options=self.options(request, by),
-            tenant=by.tenant,
-            session_key=session_key(exchange, request),
-            request_id=request_id_of(exchange),
-            given_sampling=self.given_sampling(request),
-            num_choices=request.num_choices,
-            reply_reader=self.reply_reader(request),
-        )
+        chain = self.chain(exchange, request)
         try:
-            bound = await self.binder.begin(chat)
+            bound = await self.binder.begin(request.turn, chain, request.num_choices)
         except InvalidArgument as error:
             if error.field != "request_id":
                 raise
@@ -144,46 +132,51 @@ class ApiRequests:
         exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
         return [each.live for each in bound]
 
-    async def begin_unstored(self, request: Request, by: Caller) -> list[LiveTurn]:
-        """Begin a turn for each choice, of the whole prompt, that is not stored."""
-        options = self.options(request, by)
+    async def begin_unstored(self, request: ParsedRequest) -> list[LiveTurn]:
+        """Begin a turn for each choice, of the whole prompt, that is not stored.
+
+        The daemon gets the prompt's tokens and no `TurnRequest`: such a turn has neither a conversation nor a
+        request_id, and a text completion has no messages.
+        """
+        tenant, options = request.turn.tenant, request.turn.options
 
         def prepare() -> list[int]:
             if options.constraint is not None:
                 self._constraints.check(options)
-            return self.tokens(request)
+            return self._tokens(request)
 
-        prompt = await self._daemon.threads.in_text_pool(by.tenant, prepare)
+        prompt = await self._daemon.threads.in_text_pool(tenant, prepare)
         begun: list[LiveTurn] = []
         try:
             for choice in range(request.num_choices):
                 if choice == 1:
                     await self._daemon.conversations.prompt_computed(begun[0])
                 seeded = replace(options, sampling=_seeded(options.sampling, choice))
-                begun.append(await self._daemon.begin_unstored(prompt, seeded, by.tenant))
+                begun.append(await self._daemon.begin_unstored(prompt, seeded, tenant))
         except BaseException:
             for live in begun:
                 self._daemon.conversations.ends.stop(live)
             raise
         return begun
 
-    async def num_tokens(self, request: Request, by: Caller) -> int:
+    async def num_tokens(self, request: ParsedRequest) -> int:
         """Return how long a request's whole prompt is; nothing is computed."""
-        tokens = partial(self.tokens, request)
-        return len(await self._daemon.threads.in_text_pool(by.tenant, tokens))
+        tokens = partial(self._tokens, request)
+        return len(await self._daemon.threads.in_text_pool(request.turn.tenant, tokens))
 
-    def tokens(self, request: Request) -> list[int]:
+    def _tokens(self, request: ParsedRequest) -> list[int]:
         return tokens_of(request, self.template, self._daemon.context_max, datetime.now(UTC))
 
 
-def session_key(exchange: Exchange, request: Request) -> str:
-    """Return the client's own name for the conversation; empty if there is none."""
+def _session(exchange: Exchange, request: ParsedRequest) -> bytes:
+    """Return the digest of the client's own name for the conversation; empty if there is none."""
     names = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
-    return next(filter(None, names), request.prompt_cache_key)
+    session_key = next(filter(None, names), request.prompt_cache_key)
+    return session_digest(session_key) if session_key else b""
 
 
 @contextmanager
-def named(request: Request) -> Iterator[None]:
+def named(request: ParsedRequest) -> Iterator[None]:
     """Make errors within name fields as the body does."""
     try:
         yield

@@ -35,14 +35,13 @@ from pensieve.api.http.stored import (
 )
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.conversation_items import Place, tag_of
-from pensieve.api.openai.request import Request
-from pensieve.conversations.binding.binder import StatelessRequest
+from pensieve.api.openai.request import ParsedRequest
 from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import TurnRequest, check_settings
-from pensieve.conversations.heads import ConversationSettings, message_of
+from pensieve.conversations.heads import ConversationSettings, all_messages, message_of
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.core.turn import FinishReason
 from pensieve.errors import NotFound, PensieveError, StaleRevision, TurnRunning
 from pensieve.store import records
 from pensieve.store.records import ChainMatch
@@ -66,18 +65,35 @@ Ended = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseTurn:
-    """A request as a turn: its instructions apart from its messages."""
+class NewResponse:
+    """A request, and its turn as its conversation gets it.
 
-    request: Request
-    instructions: str
-    messages: tuple[Message, ...]  # without the instructions
-    options: TurnOptions
-    tenant: str
-    given_sampling: Mapping[str, Any]
-    session_key: str = ""  # the client's own name for the conversation
-    chain: ChainEnd | None = None  # by which the binder finds its history again
+    The request's own turn brings the whole history, the instructions first. `turn` has the instructions in
+    its settings and is narrowed to the messages that are new in its conversation. It has no request_id,
+    because a key names the response (idempotency.py).
+    """
+
+    request: ParsedRequest
+    turn: TurnRequest
+    chain: ChainEnd  # without its digest; used if the request names no conversation
     ended: Ended | None = None  # makes what is stored with its reply
+
+    @classmethod
+    def of(cls, request: ParsedRequest, chain: ChainEnd) -> NewResponse:
+        instructions, turn = request.echoed.get("instructions"), request.turn
+        messages, settings = turn.messages, turn.settings
+        if instructions is not None:
+            messages, settings = messages[1:], replace(settings, system_prompt=instructions)
+        turn = replace(turn, messages=messages, settings=settings, request_id="")
+        return cls(request, turn, chain)
+
+    @property
+    def settings(self) -> ConversationSettings:
+        return self.turn.settings
+
+    def behind(self, before: Sequence[Message]) -> NewResponse:
+        """Return the same with these messages in front."""
+        return replace(self, turn=replace(self.turn, messages=(*before, *self.turn.messages)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,60 +121,52 @@ class ResponsePlaces:
         self._daemon, self._requests = daemon, requests
         self._stored = stored
 
-    async def begin(self, turn: ResponseTurn) -> PlacedTurn:
-        if turn.request.previous_response_id:
-            return await self._follow(turn)
-        if turn.request.conversation:
-            return await self._append(turn)
-        _check_outputs(turn, frozenset())
-        return await self._find(turn)
+    async def begin(self, new: NewResponse) -> PlacedTurn:
+        if new.request.previous_response_id:
+            return await self._follow(new)
+        if new.request.conversation:
+            return await self._append(new)
+        _check_outputs(new, frozenset())
+        return await self._find(new)
 
-    async def whole(self, turn: ResponseTurn) -> Request:
+    async def whole(self, new: NewResponse) -> ParsedRequest:
         """Return the request with its whole prompt, for a turn that is in no conversation."""
-        request, instructions = turn.request, turn.instructions
+        request, settings = new.request, new.settings
         if request.previous_response_id:
-            start = await self._stored.after_response(request.previous_response_id, turn.tenant)
+            start = await self._stored.after_response(request.previous_response_id, new.turn.tenant)
         elif request.conversation:
-            start, turn, _ = await self._end_of_conversation(turn)
+            start, new, _ = await self._end_of_conversation(new)
         else:
-            _check_outputs(turn, frozenset())
+            _check_outputs(new, frozenset())
             return request
-        _check_outputs(turn, start.calls)
+        _check_outputs(new, start.calls)
         conversation = start.conversation
         if request.conversation and not is_empty(conversation):
-            _check_same(turn, start)
-            instructions = start.system_prompt
-            options = conversation.template_options
-            request = replace(request, tools=conversation.tools, template_options=options)
-        system = (Message("system", instructions),) if instructions else ()
+            _check_same(new, start)
+            settings = ConversationSettings(
+                "", start.system_prompt, conversation.tools, conversation.template_options
+            )
         before = await self._stored.as_sent_back(start)
-        return replace(request, messages=(*system, *before, *turn.messages))
+        messages = (*all_messages(settings), *before, *new.turn.messages)
+        return replace(request, turn=replace(new.turn, messages=messages, settings=settings))
 
     # -- after a history --
 
-    async def _find(self, turn: ResponseTurn) -> PlacedTurn:
-        request = turn.request
-        chat = StatelessRequest(
-            request.messages,
-            turn.options,
-            request.tools,
-            request.template_options,
-            turn.tenant,
-            turn.session_key,
-            reply_reader=self._requests.reply_reader(request),
-        )
+    async def _find(self, new: NewResponse) -> PlacedTurn:
+        whole = new.request.turn
         for _ in range(ATTEMPTS_MAX):
-            history, match = await self._requests.binder.look(chat)
-            turn = replace(turn, chain=history.end)
+            history, match = await self._requests.binder.look(whole, new.chain)
+            new = replace(new, turn=replace(new.turn, chain=history.end))
             if match is None:
                 break
-            rest = replace(turn, messages=request.messages[history.lengths[match.digest] :])
+            messages = whole.messages[history.lengths[match.digest] :]
+            rest = replace(new, turn=replace(new.turn, messages=messages))
             with contextlib.suppress(StaleRevision, TurnRunning, NotFound):  # it changed meanwhile
                 return await self._after_match(rest, match)
-        return await self._new(turn, ())
+        return await self._new(new, ())
 
-    async def _after_match(self, turn: ResponseTurn, match: ChainMatch) -> PlacedTurn:
-        conversation_id, tenant = match.conversation_id, turn.tenant
+    async def _after_match(self, new: NewResponse, match: ChainMatch) -> PlacedTurn:
+        conversation_id, tenant = match.conversation_id, new.turn.tenant
         if not match.may_append:
             new_id = new_conversation_id()
             with self._requests.binder.reserved(tenant, new_id):
@@ -166,31 +174,31 @@ class ResponsePlaces:
                     conversation_id, new_id, match.revision, tenant=tenant
                 )
                 first = await self._stored.first_number(fork)
-                where = _where(turn, fork, first, is_ours=True)
+                where = _where(new, fork, first, is_ours=True)
                 return PlacedTurn(
-                    await self._begin_first(turn, where), where, "forked", is_made=True
+                    await self._begin_first(new, where), where, "forked", is_made=True
                 )
         conversation = await self._stored.conversation(conversation_id, tenant)
         if conversation.revision != match.present_revision:
             raise StaleRevision(match.present_revision, conversation.revision)
         is_ours = await self._stored.is_made_for(conversation_id, tenant)
         first = await self._stored.first_number(conversation)
-        where = _where(turn, conversation, first, is_ours=is_ours)
-        return PlacedTurn(await self._begin(turn, where), where)
+        where = _where(new, conversation, first, is_ours=is_ours)
+        return PlacedTurn(await self._begin(new, where), where)
 
     # -- after a response --
 
-    async def _follow(self, turn: ResponseTurn) -> PlacedTurn:
-        start = await self._stored.after_response(turn.request.previous_response_id, turn.tenant)
-        _check_outputs(turn, start.calls)
-        conversation, tenant = start.conversation, turn.tenant
-        reason = _difference(turn, start)
+    async def _follow(self, new: NewResponse) -> PlacedTurn:
+        start = await self._stored.after_response(new.request.previous_response_id, new.turn.tenant)
+        _check_outputs(new, start.calls)
+        conversation, tenant = start.conversation, new.turn.tenant
+        reason = _difference(new, start)
         if reason:
-            return await self._new(turn, await self._stored.as_sent_back(start), reason)
+            return await self._new(new, await self._stored.as_sent_back(start), reason)
         if conversation.revision == start.revision and conversation.running_turn_id is None:
             with contextlib.suppress(StaleRevision, TurnRunning):
-                where = _where(turn, conversation, start.first_number, is_ours=start.is_ours)
-                return PlacedTurn(await self._begin(turn, where), where)
+                where = _where(new, conversation, start.first_number, is_ours=start.is_ours)
+                return PlacedTurn(await self._begin(new, where), where)
         new_id = new_conversation_id()
         with self._requests.binder.reserved(tenant, new_id):
             try:
@@ -199,88 +207,80 @@ class ResponsePlaces:
                 )
             except NotFound:  # of its revision
                 raise no_previous(TAKEN_BACK) from None
-            where = _where(turn, fork, start.first_number, is_ours=True)
-            return PlacedTurn(await self._begin_first(turn, where), where, "forked", is_made=True)
+            where = _where(new, fork, start.first_number, is_ours=True)
+            return PlacedTurn(await self._begin_first(new, where), where, "forked", is_made=True)
 
     # -- in a conversation that the client names --
 
-    async def _append(self, turn: ResponseTurn) -> PlacedTurn:
+    async def _append(self, new: NewResponse) -> PlacedTurn:
         for attempt in range(ATTEMPTS_MAX):
             try:
-                return await self._append_once(turn)
+                return await self._append_once(new)
             except StaleRevision:
                 if attempt + 1 == ATTEMPTS_MAX:
                     raise
         raise AssertionError("unreachable")
 
-    async def _append_once(self, turn: ResponseTurn) -> PlacedTurn:
-        start, turn, pending = await self._end_of_conversation(turn)
+    async def _append_once(self, new: NewResponse) -> PlacedTurn:
+        start, new, pending = await self._end_of_conversation(new)
         conversation = start.conversation
         if conversation.running_turn_id is not None:
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
-        _check_outputs(turn, start.calls)
+        _check_outputs(new, start.calls)
         first = start.first_number
         if is_empty(conversation):
-            conversation = await self._begun_with(turn, conversation)
-            first = first_number(bool(turn.instructions))
+            conversation = await self._begun_with(new, conversation)
+            first = first_number(bool(new.settings.system_prompt))
         else:
-            _check_same(turn, start)
-        where = _where(turn, conversation, first, is_ours=False)
-        return PlacedTurn(await self._begin(turn, where, pending), where)
+            _check_same(new, start)
+        where = _where(new, conversation, first, is_ours=False)
+        return PlacedTurn(await self._begin(new, where, pending), where)
 
     async def _end_of_conversation(
-        self, turn: ResponseTurn
-    ) -> tuple[StartingPoint, ResponseTurn, tuple[records.NewMessage, ...]]:
+        self, new: NewResponse
+    ) -> tuple[StartingPoint, NewResponse, tuple[records.NewMessage, ...]]:
         """Return the conversation's end, the turn with the pending messages before its own, and those."""
         conversation, pending = await self._stored.with_pending(
-            turn.request.conversation, turn.tenant
+            new.request.conversation, new.turn.tenant
         )
-        before = tuple(message_of(each) for each in as_stored(pending, conversation))
-        turn = replace(turn, messages=before + turn.messages)
-        start = await self._stored.of_conversation(conversation, turn.messages)
-        return start, turn, pending
+        new = new.behind([message_of(each) for each in as_stored(pending, conversation)])
+        start = await self._stored.of_conversation(conversation, new.turn.messages)
+        return start, new, pending
 
     async def _begun_with(
-        self, turn: ResponseTurn, conversation: records.Conversation
+        self, new: NewResponse, conversation: records.Conversation
     ) -> records.Conversation:
         """Give an empty conversation the system prompt, tools and options of the request."""
-        request = turn.request
-        if not (turn.instructions or request.tools or request.template_options):
+        settings, tenant = new.settings, new.turn.tenant
+        if not (settings.system_prompt or settings.tools or settings.template_options):
             return conversation
-        await self._check_settings(turn)
-        return await self._stored.begin_with(
-            conversation.conversation_id,
-            turn.instructions,
-            request.tools,
-            request.template_options,
-            turn.tenant,
+        model = self._requests.template, self._daemon.context_max
+        await self._daemon.conversations.tokenizing.run(
+            tenant, partial(check_settings, *model, settings)
         )
+        return await self._stored.begin_with(conversation.conversation_id, settings, tenant)
 
     # -- a conversation of its own --
 
     async def _new(
-        self, turn: ResponseTurn, before: Sequence[Message], reason: str = ""
+        self, new: NewResponse, before: Sequence[Message], reason: str = ""
     ) -> PlacedTurn:
-        created = await self._daemon.writable_by(turn.tenant).create(
-            ConversationSettings(
-                new_conversation_id(),
-                system_prompt=turn.instructions,
-                tools=turn.request.tools,
-                template_options=turn.request.template_options,
-                tenant=turn.tenant,
-            )
+        tenant, conversation_id = new.turn.tenant, new_conversation_id()
+        created = await self._daemon.writable_by(tenant).create(
+            replace(new.settings, conversation_id=conversation_id, tenant=tenant)
         )
-        turn = replace(turn, messages=(*before, *turn.messages))
-        where = _where(turn, created, first_number(bool(turn.instructions)), is_ours=True)
-        live = await self._begin_first(turn, where)
+        new = new.behind(before)
+        first = first_number(bool(new.settings.system_prompt))
+        where = _where(new, created, first, is_ours=True)
+        live = await self._begin_first(new, where)
         return PlacedTurn(live, where, "new", is_made=True, recompute_reason=reason)
 
-    async def _begin_first(self, turn: ResponseTurn, made: TurnPlace) -> LiveTurn:
+    async def _begin_first(self, new: NewResponse, made: TurnPlace) -> LiveTurn:
         try:
-            return await self._begin(turn, made)
+            return await self._begin(new, made)
         except BaseException:
-            await self.discard(made.conversation_id, made.began_at_revision, turn.tenant)
+            await self.discard(made.conversation_id, made.began_at_revision, new.turn.tenant)
             raise
 
     async def discard(self, conversation_id: str, revision: int, tenant: str) -> None:
@@ -290,34 +290,18 @@ class ResponsePlaces:
 
     async def _begin(
         self,
-        turn: ResponseTurn,
+        new: NewResponse,
         where: TurnPlace,
         pending: tuple[records.NewMessage, ...] | None = None,
     ) -> LiveTurn:
         return await self._daemon.begin(
-            TurnRequest(
-                where.conversation_id,
-                turn.messages,
-                turn.options,
-                turn.tenant,
+            replace(
+                new.turn,
+                conversation_id=where.conversation_id,
                 expected_revision=where.began_at_revision,
-                given_sampling=turn.given_sampling,
-                chain=turn.chain,
                 pending=pending,
-                response=None if turn.ended is None else partial(turn.ended, where),
+                response=None if new.ended is None else partial(new.ended, where),
             )
-        )
-
-    async def _check_settings(self, turn: ResponseTurn) -> None:
-        settings = ConversationSettings(
-            "",
-            system_prompt=turn.instructions,
-            tools=turn.request.tools,
-            template_options=turn.request.template_options,
-        )
-        model = self._requests.template, self._daemon.context_max
-        await self._daemon.conversations.tokenizing.run(
-            turn.tenant, partial(check_settings, *model, settings)
         )
 
 
@@ -333,36 +317,36 @@ def is_empty(conversation: records.Conversation) -> bool:
 
 
 def _where(
-    turn: ResponseTurn, conversation: records.Conversation, first: int, *, is_ours: bool
+    new: NewResponse, conversation: records.Conversation, first: int, *, is_ours: bool
 ) -> TurnPlace:
     """Return the place at the end of a conversation whose messages, as items, are numbered from `first`."""
-    number = first + conversation.num_messages + len(turn.messages)
-    place = Place(tag_of(turn.tenant, conversation.conversation_id), number)
+    number = first + conversation.num_messages + len(new.turn.messages)
+    place = Place(tag_of(new.turn.tenant, conversation.conversation_id), number)
     conversation_id, revision = conversation.conversation_id, conversation.revision
     return TurnPlace(conversation_id, revision, place, conversation.tools, is_ours)
 
 
-def _difference(turn: ResponseTurn, start: StartingPoint) -> str:
+def _difference(new: NewResponse, start: StartingPoint) -> str:
     """Return what the conversation began with that the request wants differently; empty if nothing."""
-    request, conversation = turn.request, start.conversation
-    if turn.instructions != start.system_prompt:
+    settings, conversation = new.settings, start.conversation
+    if settings.system_prompt != start.system_prompt:
         return "instructions"
-    if list(request.tools) != list(conversation.tools):
+    if list(settings.tools) != list(conversation.tools):
         return "tools"
-    if dict(request.template_options) != dict(conversation.template_options):
+    if dict(settings.template_options) != dict(conversation.template_options):
         return "template_options"
     return ""
 
 
-def _check_same(turn: ResponseTurn, start: StartingPoint) -> None:
+def _check_same(new: NewResponse, start: StartingPoint) -> None:
     """Refuse a request that differs from what the conversation it names began with."""
-    request, conversation = turn.request, start.conversation
+    settings, conversation = new.settings, start.conversation
     for param, given, kept in (
-        ("instructions", turn.instructions, start.system_prompt),
-        ("tools", list(request.tools), list(conversation.tools)),
+        ("instructions", settings.system_prompt, start.system_prompt),
+        ("tools", list(settings.tools), list(conversation.tools)),
         (
-            request.param("template_options"),
-            dict(request.template_options),
+            new.request.param("template_options"),
+            dict(settings.template_options),
             dict(conversation.template_options),
         ),
     ):
@@ -374,10 +358,10 @@ def _check_same(turn: ResponseTurn, start: StartingPoint) -> None:
             raise Refusal(param, problem)
 
 
-def _check_outputs(turn: ResponseTurn, calls: frozenset[str]) -> None:
+def _check_outputs(new: NewResponse, calls: frozenset[str]) -> None:
     """Refuse the output of a function that was not called before it."""
     known = set(calls)
-    for message in turn.messages:
+    for message in new.turn.messages:
         known |= {call.id for call in message.tool_calls if call.id}
         if message.role == "tool" and message.tool_call_id not in known:
             raise Refusal("input", "has the output of a call that was not made before it")

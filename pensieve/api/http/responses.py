@@ -27,11 +27,11 @@ from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
 from pensieve.api.http.idempotency import digest, key_of, key_reused
 from pensieve.api.http.replies import follow, sources
-from pensieve.api.http.requests import ApiRequests, named, session_key
+from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.http.response_places import (
+    NewResponse,
     PlacedTurn,
     ResponsePlaces,
-    ResponseTurn,
     TurnPlace,
     stored_response,
 )
@@ -39,7 +39,7 @@ from pensieve.api.http.stored import StoredConversations
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.conversation_items import Place
-from pensieve.api.openai.request import Request, RequestKind, parse
+from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
 from pensieve.api.openai.response_stream import (
     ENDED,
     ResponseStream,
@@ -79,23 +79,11 @@ class ResponseEndpoints:
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._requests.read(exchange, by, partial(parse, RequestKind.RESPONSE))
-        turn = self._new_turn(exchange, by, request)
+        new = NewResponse.of(request, self._requests.chain(exchange, request))
         with named(request):
             if request.store is False:
-                return await self._unstored(exchange, by, turn)
-            key = key_of(exchange)
-            answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
-            async with self._daemon.arriving.alone(by.tenant, answer_id if key else ""):
-                requested = _digest_of(turn)
-                known = None
-                if key:
-                    known = await self._known(f"resp_{answer_id}", requested, by.tenant)
-                if known is None:
-                    heading = Heading(answer_id, int(time.time()), request.model)
-                    known = RunningResponse(request, heading, requested, by.tenant)
-                    self._running.add(known)
-                    turn = replace(turn, ended=partial(self._running.ended, known))
-                    await self._daemon.threads.whole(self._begin(known, turn))
+                return await self._unstored(exchange, new)
+            known = await self._daemon.threads.whole(self._begun_or_known(new, key_of(exchange)))
             if not isinstance(known, RunningResponse):
                 if request.stream and known["status"] not in ENDED:  # it streams where it runs
                     await self._stored.require_here(known["id"], by.tenant)
@@ -109,38 +97,42 @@ class ResponseEndpoints:
             return running.present
         return await self._read(exchange, running, placed, is_stream=request.stream)
 
-    def _new_turn(self, exchange: Exchange, by: Caller, request: Request) -> ResponseTurn:
-        instructions = request.echoed.get("instructions") or ""
-        messages = request.messages
-        if request.echoed.get("instructions") is not None:
-            messages = messages[1:]
-        options = self._requests.options(request, by)
-        given = self._requests.given_sampling(request)
-        key = session_key(exchange, request)
-        return ResponseTurn(request, instructions, messages, options, by.tenant, given, key)
+    async def _begun_or_known(
+        self, new: NewResponse, key: str
+    ) -> RunningResponse | Mapping[str, Any]:
+        """Begin a response once no identical request is about to begin its own.
 
-    async def _known(
-        self, response_id: str, requested: str, tenant: str
-    ) -> RunningResponse | Mapping[str, Any] | None:
-        running = self._running.find(response_id, tenant)
+        This goes on after a disconnect, because that is when clients retry.
+        """
+        tenant, model = new.turn.tenant, new.request.model
+        answer_id = digest(tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
+        async with self._daemon.arriving.alone(tenant, answer_id if key else ""):
+            heading = Heading(answer_id, int(time.time()), model)
+            running = RunningResponse(new.request, heading, _digest_of(new), tenant)
+            known = await self._known(running) if key else None
+            if known is not None:
+                return known
+            self._running.add(running)
+            try:
+                new = replace(new, ended=partial(self._running.ended, running))
+                placed = await self._places.begin(new)
+                await self._running.begin(running, placed)
+            except BaseException:
+                self._running.forget(running)
+                raise
+            return running
+
+    async def _known(self, wanted: RunningResponse) -> RunningResponse | Mapping[str, Any] | None:
+        """Return the response of a request with the same key that came before, if its turn has begun."""
+        running = self._running.find(wanted.response_id, wanted.tenant)
         if running is not None:
-            _check_key(running.digest, requested)
-            await running.begun.wait()
-            if running.placed is not None:
-                return running
-        stored = await self._stored.response(response_id, tenant)
+            _check_key(running.digest, wanted.digest)
+            return running
+        stored = await self._stored.response(wanted.response_id, wanted.tenant)
         if stored is None:
             return None
-        _check_key(stored.request, requested)
+        _check_key(stored.request, wanted.digest)
         return await self._now(stored)
-
-    async def _begin(self, running: RunningResponse, turn: ResponseTurn) -> None:
-        try:
-            placed = await self._places.begin(turn)
-            await self._running.begin(running, placed)
-        except BaseException:
-            self._running.forget(running)
-            raise
 
     # -- a response is read --
 
@@ -185,7 +177,7 @@ class ResponseEndpoints:
         await exchange.end_events()
 
     async def _replay(
-        self, exchange: Exchange, request: Request, body: Mapping[str, Any]
+        self, exchange: Exchange, request: ParsedRequest, body: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
         if not request.stream:
             return body
@@ -204,14 +196,12 @@ class ResponseEndpoints:
 
     # -- one that leaves nothing --
 
-    async def _unstored(
-        self, exchange: Exchange, by: Caller, turn: ResponseTurn
-    ) -> Mapping[str, Any] | None:
-        request = turn.request
+    async def _unstored(self, exchange: Exchange, new: NewResponse) -> Mapping[str, Any] | None:
+        request = new.request
         if request.background:
             raise Refusal("background", "needs store: true: it is fetched later")
-        whole = await self._places.whole(turn)
-        (live,) = await self._requests.begin_unstored(whole, by)
+        whole = await self._places.whole(new)
+        (live,) = await self._requests.begin_unstored(whole)
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
         place = Place(digest(answer_id)[:16], 0)
@@ -230,7 +220,7 @@ class ResponseEndpoints:
             body = self._running.whole(request, heading, place, reply, cutter)
             await exchange.write_events(stream.end(body))
         except PensieveError as error:
-            running = RunningResponse(request, heading, "", by.tenant)
+            running = RunningResponse(request, heading, "", new.turn.tenant)
             await exchange.write_events(_of_error(stream, running, error))
         await exchange.end_events()
         return None
@@ -332,15 +322,16 @@ def _say_where(exchange: Exchange, placed: PlacedTurn) -> None:
         exchange.out["x-pensieve-recompute-reason"] = placed.recompute_reason
 
 
-def _digest_of(turn: ResponseTurn) -> str:
+def _digest_of(new: NewResponse) -> str:
     """Return a digest of what the client sent, whatever the server's defaults are."""
-    request = turn.request
+    request, turn, settings = new.request, new.turn, new.settings
+    constraint, given = turn.options.constraint, dict(sorted((turn.given_sampling or {}).items()))
     return digest(
         request.model,
-        repr((turn.instructions, turn.messages, request.tools)),
-        repr((dict(request.template_options), dict(turn.given_sampling))),
+        repr((settings.system_prompt, turn.messages, settings.tools)),
+        repr((dict(settings.template_options), given)),
         repr((request.previous_response_id, request.conversation, request.background)),
-        repr(None if request.constraint is None else request.constraint.identity),
+        repr(None if constraint is None else constraint.identity),
     )
 
 
@@ -353,7 +344,7 @@ log = logging.getLogger("pensieve")
 
 
 class RunningResponse:
-    def __init__(self, request: Request, heading: Heading, digest: str, tenant: str) -> None:
+    def __init__(self, request: ParsedRequest, heading: Heading, digest: str, tenant: str) -> None:
         self.request, self.heading = request, heading
         self.digest, self.tenant = digest, tenant  # the digest is that of the request
         self.is_cancelled = False
@@ -478,7 +469,7 @@ class RunningResponses:
 
     def whole(
         self,
-        request: Request,
+        request: ParsedRequest,
         heading: Heading,
         place: Place,
         reply: ReplyStream,

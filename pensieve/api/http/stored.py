@@ -25,7 +25,7 @@ from pensieve.api.openai.conversation_items import (
 from pensieve.api.openai.response_stream import ENDED
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import stored_messages
-from pensieve.conversations.heads import message_of
+from pensieve.conversations.heads import ConversationSettings, message_of
 from pensieve.conversations.housekeeping import erased
 from pensieve.errors import ErasurePending, NotFound, StaleRevision, StorageFull
 from pensieve.store import records
@@ -226,16 +226,14 @@ class StoredConversations:
     async def begin_with(
         self,
         conversation_id: str,
-        system_prompt: str,
-        tools: Sequence[Mapping[str, Any]],
-        template_options: Mapping[str, Any],
+        settings: ConversationSettings,
         tenant: str,
     ) -> records.Conversation:
         await self._check(tenant)
         return await self._threads.in_store(
             tenant,
             self._store.changes.begin_with,
-            *(conversation_id, system_prompt, tools, template_options),
+            *(conversation_id, settings.system_prompt, settings.tools, settings.template_options),
             tenant=tenant,
         )
 

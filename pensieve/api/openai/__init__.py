@@ -1,7 +1,7 @@
 """OpenAI's API as values: request bodies in, answers out; no network, no clock, nothing kept.
 
 line of a Batch file ──read_line──> BatchLine ──┐
-body ──parse──────────────────────────────────> Request ──> template, tokenizer, engine
-                                                                      │
-line of the output  <──answer_line──  body  <──answer──  Reply <──────┘
+body ──parse──────────────────────────────────> ParsedRequest ──TurnRequest──> turn ──┐
+                                                                                      │
+line of the output  <──answer_line──  body  <──answer──  ReplyTokens <────────────────┘
 """

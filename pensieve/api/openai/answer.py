@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pensieve.api.openai.request import Request, RequestKind
+from pensieve.api.openai.request import ParsedRequest, RequestKind
 from pensieve.api.reply import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text.parts import Part
@@ -42,7 +42,7 @@ class Heading(NamedTuple):
 
 
 def answer(
-    request: Request,
+    request: ParsedRequest,
     replies: Sequence[ReplyTokens],
     prompt: PromptTokens,
     heading: Heading,
@@ -85,7 +85,7 @@ def answer(
 def _chat_choice(
     index: int,
     reply: ReplyTokens,
-    request: Request,
+    request: ParsedRequest,
     heading: Heading,
     tokenizer: Tokenizer | None,
     style: CallStyle | None,
@@ -105,7 +105,7 @@ def _chat_choice(
 
 
 def _text_choice(
-    reply: ReplyTokens, request: Request, tokenizer: Tokenizer | None
+    reply: ReplyTokens, request: ParsedRequest, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """The prompt was no chat, so all of the reply is text."""
     reply = ReplyTokens(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
@@ -181,7 +181,7 @@ def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dic
 
 
 def response_body(
-    request: Request,
+    request: ParsedRequest,
     reply: ReplyTokens,
     prompt: PromptTokens,
     heading: Heading,
@@ -190,6 +190,7 @@ def response_body(
     is_whole = reply.finish is FinishReason.STOP
     status = "completed" if is_whole else "incomplete"
     echoed, sampling = request.echoed, request.sampling
+    given = request.turn.given_sampling or {}
     conversation = {"conversation": {"id": request.conversation}} if request.conversation else {}
     return {
         "id": ID_PREFIXES[request.kind] + heading.answer_id,
@@ -200,7 +201,7 @@ def response_body(
         "error": None,
         "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
         "instructions": echoed.get("instructions"),
-        "max_output_tokens": sampling.max_tokens if request.max_tokens_given else None,
+        "max_output_tokens": given.get("max_tokens"),
         "max_tool_calls": None,
         "model": heading.model,
         "output": output,
@@ -235,7 +236,7 @@ def response_body(
 
 
 def _output(
-    request: Request,
+    request: ParsedRequest,
     reply: ReplyTokens,
     heading: Heading,
     tokenizer: Tokenizer | None,

@@ -22,7 +22,7 @@ from pensieve.api.openai.answer import (
     logprob_rows,
     usage_of,
 )
-from pensieve.api.openai.request import Request, RequestKind
+from pensieve.api.openai.request import ParsedRequest, RequestKind
 from pensieve.api.reply import NO_TOKENS, PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking, merged
@@ -35,7 +35,7 @@ class ChoiceStream:
 
     def __init__(
         self,
-        request: Request,
+        request: ParsedRequest,
         heading: Heading,
         tokenizer: Tokenizer,
         cutter: ReplyPieces,
@@ -136,13 +136,13 @@ class CompletionStream(ChoiceStream):
 
 
 def usage_chunk(
-    request: Request, heading: Heading, replies: Sequence[ReplyTokens], prompt: PromptTokens
+    request: ParsedRequest, heading: Heading, replies: Sequence[ReplyTokens], prompt: PromptTokens
 ) -> dict[str, Any]:
     """Return the last chunk, which has no choices."""
     return {**_head(request, heading), "choices": [], "usage": usage_of(replies, prompt)}
 
 
-def _head(request: Request, heading: Heading) -> dict[str, Any]:
+def _head(request: ParsedRequest, heading: Heading) -> dict[str, Any]:
     is_chat = request.kind is RequestKind.CHAT
     return {
         "id": ID_PREFIXES[request.kind] + heading.answer_id,

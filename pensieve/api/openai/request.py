@@ -1,8 +1,7 @@
-"""Read a request body of OpenAI's API into values for a template and the engine.
+"""Read a request body of OpenAI's API into the turn that it asks for, and the form of its answer.
 
-    body ──parse──> Request: messages, tools, template options, or a prompt
-                             sampling, and which of it the body sets
-                             how many choices, streamed or not, in which conversation
+    body ──parse──> ParsedRequest: the turn, or a raw prompt
+                                   how many choices, streamed or not, in which conversation
 
 A parameter is honoured, or does not affect the answer (`user`, `metadata`, `service_tier`, …), or is refused
 with its name. None is ignored silently. Parameters for stored conversations (`previous_response_id`,
@@ -13,12 +12,12 @@ in its own way.  What OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`, `min
 `ignore_eos`) goes by the names that open servers use.
 
 Nothing is rendered or tokenized, so reading a body costs little more than reading its JSON. If the template
-or the tokenizer refuses something later, `Request.param` has its name.
+or the tokenizer refuses something later, `ParsedRequest.param` has its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -34,8 +33,10 @@ from pensieve.api.json_fields import (
 )
 from pensieve.api.openai.formats import FormatFields, take_response_format, take_text_format
 from pensieve.api.openai.messages import take_input, take_messages, take_tools
-from pensieve.conversations.heads import check_length
+from pensieve.conversations.draft import NO_SETTINGS, TurnRequest
+from pensieve.conversations.heads import ConversationSettings, check_length
 from pensieve.core.constraint import Constraint
+from pensieve.core.turn import TurnOptions
 from pensieve.sampling import (
     FLOATS,
     INTEGERS,
@@ -80,26 +81,50 @@ TOKEN_ID_DIGITS_MAX = 10
 
 
 class Served(NamedTuple):
+    """What a body is read with: the model that is served, and whose request it is."""
+
     defaults: Sampling
     models: Collection[str] | None = None  # the names that are served; None: any
     vocab_size: int | None = None  # None: token ids are not checked
     template_options: Collection[str] | None = None  # that the template knows; None: not checked
     call_style: CallStyle | None = None  # how the model writes calls of tools
     knows_developer: bool = True  # the template; else a developer's message is the system's
+    tenant: str = ""
+    priority: int = 0
+    request_id: str = ""
+
+    def turn(
+        self,
+        messages: tuple[Message, ...],
+        sampling: Sampling,
+        given: Mapping[str, Any],
+        constraint: Constraint | None = None,
+        settings: ConversationSettings = NO_SETTINGS,
+    ) -> TurnRequest:
+        """Return the turn of a body."""
+        return TurnRequest(
+            "",
+            messages,
+            TurnOptions(sampling, self.priority, constraint=constraint),
+            self.tenant,
+            self.request_id,
+            given_sampling=given,
+            settings=settings,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a body asks for; the caller derives a seed for each choice."""
+class ParsedRequest:
+    """A body: the turn that it asks for, and what only the answer needs.
+
+    The turn names no conversation. Its settings are tools, as a chat completion writes them, and template
+    options. A completion of a raw prompt has no messages.
+    """
 
     kind: RequestKind
     model: str
-    sampling: Sampling
-    given: frozenset[str] = frozenset()  # the fields of `sampling` that the body sets
-    messages: tuple[Message, ...] = ()  # of a chat completion or a response
+    turn: TurnRequest  # of the first choice; the caller derives the seeds of the others
     prompt: str | tuple[int, ...] | None = None  # of a completion
-    tools: tuple[Mapping[str, Any], ...] = ()  # as a chat completion has them
-    template_options: Mapping[str, Any] = field(default_factory=dict)
     num_choices: int = 1
     stream: bool = False
     include_usage: bool = False  # of a stream
@@ -110,11 +135,14 @@ class Request:
     prompt_cache_key: str = ""
     params: Mapping[str, str] = field(default_factory=dict)  # the body's own names of some fields
     echoed: Mapping[str, Any] = field(default_factory=dict)  # that a response repeats
-    constraint: Constraint | None = None  # what the reply has to be
 
     @property
-    def max_tokens_given(self) -> bool:
-        return "max_tokens" in self.given
+    def sampling(self) -> Sampling:
+        return self.turn.options.sampling
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self.turn.settings.tools
 
     def param(self, name: str) -> str:
         """Return the body's name of a field that the template, the tokenizer or the engine refuses."""
@@ -124,7 +152,7 @@ class Request:
 
 
 def tokens_of(
-    request: Request, template: ChatTemplate, context_max: int, now: datetime
+    request: ParsedRequest, template: ChatTemplate, context_max: int, now: datetime
 ) -> list[int]:
     """Return the tokens of the whole prompt; in any thread. A template may write the date of `now`."""
     if isinstance(request.prompt, tuple):
@@ -133,12 +161,13 @@ def tokens_of(
         check_length("prompt", len(request.prompt), context_max)
         template.tokenizer.check_text(request.prompt, "prompt")
         return list(template.tokenizer.encode_prompt(request.prompt))
-    check_length("messages", sum(len(each.content) for each in request.messages), context_max)
-    setting = TemplateSetting(request.tools, request.template_options, now)
-    return template.opening(request.messages, setting).token_ids
+    messages, settings = request.turn.messages, request.turn.settings
+    check_length("messages", sum(len(each.content) for each in messages), context_max)
+    setting = TemplateSetting(settings.tools, settings.template_options, now)
+    return template.opening(messages, setting).token_ids
 
 
-def parse(kind: RequestKind, body: Any, served: Served) -> Request:
+def parse(kind: RequestKind, body: Any, served: Served) -> ParsedRequest:
     """Read a body; InvalidArgument names the wrong parameter."""
     fields = Fields(body)
     for name, value in body.items():
@@ -151,17 +180,17 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
             check_json(value, fields.where(name), values_max)
     values: dict[str, Any] = {"model": take_model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
-    values |= {"sampling": read.sampling, "given": read.given}
-    form = _form(kind, fields)
+    form, settings = _form(kind, fields), NO_SETTINGS
     if kind is RequestKind.COMPLETION:
         values |= _completion(fields, served.vocab_size)
     else:
         is_chat = kind is RequestKind.CHAT
         values |= _chat(fields) if is_chat else _response(fields)
         rules = take_tools(fields, is_nested=is_chat)
-        values["tools"], form = rules.tools, rules.held(form, served.call_style)
-        values["template_options"] = _template_options(fields, is_chat, served.template_options)
-    values["constraint"] = form.constraint
+        form = rules.held(form, served.call_style)
+        options = _template_options(fields, is_chat, served.template_options)
+        if rules.tools or options:
+            settings = ConversationSettings("", tools=rules.tools, template_options=options)
     if form.constraint is not None and read.sampling.ignore_eos:
         raise Refusal("ignore_eos", "a reply with a constraint ends where it is met")
     params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
@@ -169,11 +198,13 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
     values |= _kept(fields)
     _pass_over(fields)
     fields.end()
-    if not served.knows_developer and "messages" in values:
-        values["messages"] = tuple(map(_as_system, values["messages"]))
+    messages: tuple[Message, ...] = values.pop("messages", ())
+    if not served.knows_developer:
+        messages = tuple(map(_as_system, messages))
     if kind is RequestKind.RESPONSE:
         values["echoed"] = {name: body[name] for name in ECHOED if body.get(name) is not None}
-    return Request(kind, params=params, **values)
+    turn = served.turn(messages, read.sampling, read.given, form.constraint, settings)
+    return ParsedRequest(kind, turn=turn, params=params, **values)
 
 
 def take_model(fields: Fields, models: Collection[str] | None) -> str:
@@ -354,7 +385,7 @@ def _pass_over(fields: Fields) -> None:
 
 class SamplingFields(NamedTuple):
     sampling: Sampling
-    given: frozenset[str]  # the fields of `sampling` that the body sets; others have the defaults
+    given: Mapping[str, Any]  # the fields of it that the body sets; others have the defaults
     params: Mapping[str, str]  # what the body calls a field, where it has another name for it
 
 
@@ -372,10 +403,7 @@ def take_sampling(
     if "ignore_eos" in fields:
         values["ignore_eos"] = fields.flag("ignore_eos")
     given = {name: value for name, value in values.items() if value is not None}
-    if "min_tokens" in given and "max_tokens" not in given:
-        values["max_tokens"] = max(defaults.max_tokens, given["min_tokens"])
-    filled = {name: value for name, value in values.items() if value is not None}
-    sampling = replace(defaults, **{"ignore_eos": False, "logprobs": None, **filled})
+    sampling = defaults.with_given(given)
     is_completion = kind is RequestKind.COMPLETION
     params = {
         "max_tokens": length_param,
@@ -383,7 +411,7 @@ def take_sampling(
     }
     if problem := sampling.problem(vocab_size):
         raise Refusal(params.get(problem[0], problem[0]), problem[1])
-    return SamplingFields(sampling, frozenset(given), params)
+    return SamplingFields(sampling, given, params)
 
 
 def _length(names: tuple[str, ...], fields: Fields) -> tuple[str, int | None]:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pensieve.api.openai.answer import Heading, logprob_rows, response_body
-from pensieve.api.openai.request import Request
+from pensieve.api.openai.request import ParsedRequest
 from pensieve.api.reply import NO_TOKENS, PromptTokens, ReplyTokens
 from pensieve.text.reply_pieces import (
     CallArguments,
@@ -44,21 +44,21 @@ LAST_EVENTS = {
 ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
 
-def unfinished(request: Request, heading: Heading, status: str) -> dict[str, Any]:
+def unfinished(request: ParsedRequest, heading: Heading, status: str) -> dict[str, Any]:
     """Return the body of a response that has not ended, or has no reply."""
     body = response_body(request, NO_TOKENS, NO_PROMPT, heading, [])
     return {**body, "status": status, "incomplete_details": None, "usage": None}
 
 
 def failed(
-    request: Request, heading: Heading, code: str, message: str, status: str = "failed"
+    request: ParsedRequest, heading: Heading, code: str, message: str, status: str = "failed"
 ) -> dict[str, Any]:
     error = {"code": code, "message": message} if status == "failed" else None
     return {**unfinished(request, heading, status), "error": error}
 
 
 def finished(
-    request: Request,
+    request: ParsedRequest,
     heading: Heading,
     reply: ReplyTokens,
     prompt: PromptTokens,
@@ -75,7 +75,7 @@ def finished(
 
 class ResponseStream:
     def __init__(
-        self, request: Request, names: Names, tokenizer: Tokenizer, cutter: ReplyPieces
+        self, request: ParsedRequest, names: Names, tokenizer: Tokenizer, cutter: ReplyPieces
     ) -> None:
         self._request, self._tokenizer, self._cutter = request, tokenizer, cutter
         self._items = OutputItems(names)

@@ -30,22 +30,15 @@ import contextlib
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pensieve.conversations.binding.chain import (
-    ChainEnd,
-    ReplyReader,
-    digests,
-    plain_reply,
-    prefix_id,
-    session_digest,
-)
+from pensieve.conversations.binding.chain import ChainEnd, digests, prefix_id
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import TurnRequest
-from pensieve.conversations.heads import ConversationSettings, check_length
+from pensieve.conversations.heads import check_length
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.prefixes import SharedPrompt
 from pensieve.core.turn import TurnOptions
@@ -61,8 +54,8 @@ from pensieve.errors import (
 )
 from pensieve.guard.limits import Counts
 from pensieve.store.records import ChainMatch
-from pensieve.text import Message
 
+NO_DIGEST = ChainEnd()
 ATTEMPTS_MAX = 4
 APPENDING_ATTEMPTS = 2
 LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
@@ -75,23 +68,6 @@ class BindingKind(StrEnum):
     FORKED = "forked"
     NEW = "new"
     KNOWN = "known"  # its turn was begun before
-
-
-@dataclass(frozen=True, slots=True)
-class StatelessRequest:
-    """A request that brings its whole history."""
-
-    messages: tuple[Message, ...]
-    options: TurnOptions
-    tools: Sequence[Mapping[str, Any]] = ()
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    tenant: str = ""
-    session_key: str = ""  # the client's own name for the conversation
-    request_id: str = ""  # by which it is the same request again; any text
-    given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    num_choices: int = 1
-    reply_reader: ReplyReader = plain_reply  # what the client will send back of a reply
 
 
 class BoundTurn(NamedTuple):
@@ -126,44 +102,55 @@ class Binder:
         self._reserved = Counts[tuple[str, str]]()  # by tenant and conversation
 
     async def begin(
-        self, chat: StatelessRequest, seconds_left: float | None = None
+        self,
+        request: TurnRequest,
+        chain: ChainEnd = NO_DIGEST,
+        num_choices: int = 1,
+        seconds_left: float | None = None,
     ) -> list[BoundTurn]:
-        """Its choices, each as a turn that runs or has its reply."""
-        if not chat.messages:
+        """Begin the choices of a request with its whole history; each runs or has its reply.
+
+        `chain` comes without its digest. The request_id may be any text.
+
+        The turns begin once no identical request is about to begin its own. This goes on after a disconnect,
+        because that is when clients retry.
+        """
+        if not request.messages:
             raise InvalidArgument("messages", "at least one is needed")
         left = asyncio.Event()  # by the client
+
+        async def alone() -> list[BoundTurn]:
+            async with self._daemon.arriving.alone(request.tenant, request.request_id):
+                return await self._begin(request, chain, num_choices, seconds_left, left)
+
         try:
-            return await self._daemon.threads.whole(self._in_turn(chat, seconds_left, left))
+            return await self._daemon.threads.whole(alone())
         except asyncio.CancelledError:
             left.set()
             raise
 
-    async def _in_turn(
-        self, chat: StatelessRequest, seconds_left: float | None, left: asyncio.Event
-    ) -> list[BoundTurn]:
-        """Begin the turn once no identical request is about to begin its own.
-
-        This goes on after a disconnect, because that is when clients retry.
-        """
-        async with self._daemon.arriving.alone(chat.tenant, chat.request_id):
-            return await self._begin(chat, seconds_left, left)
-
     async def _begin(
-        self, chat: StatelessRequest, seconds_left: float | None, left: asyncio.Event
+        self,
+        request: TurnRequest,
+        chain: ChainEnd,
+        num_choices: int,
+        seconds_left: float | None,
+        left: asyncio.Event,
     ) -> list[BoundTurn]:
-        refusal = self._daemon.refusal(chat.tenant, "", chat.options.priority, seconds_left)
-        is_looked_up = chat.request_id and self._num_lookups[chat.tenant] < LOOKUPS_MAX
+        tenant = request.tenant
+        refusal = self._daemon.refusal(tenant, "", request.options.priority, seconds_left)
+        is_looked_up = request.request_id and self._num_lookups[tenant] < LOOKUPS_MAX
         if refusal is not None and not is_looked_up:
             raise refusal
-        self._num_lookups[chat.tenant] += 1
+        self._num_lookups[tenant] += 1
         bound: list[BoundTurn] = []
         try:
-            past = await self._past(chat)
-            shared = SharedPrompt() if chat.num_choices > 1 else None
-            for choice in range(chat.num_choices):
+            past = await self._past(request, chain)
+            shared = SharedPrompt() if num_choices > 1 else None
+            for choice in range(num_choices):
                 if choice == 1 and bound[0].how is BindingKind.NEW:
                     await self._computed(bound[0].live, left)
-                one = _Choice(chat, choice, past, shared, self._random_bits)
+                one = _Choice(request, choice, past, shared, self._random_bits)
                 bound.append(await self._bind(one, refusal, seconds_left))
         except BaseException:
             conversations = self._daemon.conversations
@@ -173,14 +160,16 @@ class Binder:
                     await conversations.followers.until_ended(each.live)
             raise
         finally:
-            self._num_lookups[chat.tenant] -= 1
+            self._num_lookups[tenant] -= 1
         self.num_bound.update(each.how for each in bound)
         return bound
 
-    async def look(self, chat: StatelessRequest) -> tuple[HistoryDigests, ChainMatch | None]:
+    async def look(
+        self, request: TurnRequest, chain: ChainEnd
+    ) -> tuple[HistoryDigests, ChainMatch | None]:
         """A request's history and what it goes on from, for who begins turns in another way."""
-        past = await self._past(chat)
-        return past, await self._match(past, chat.tenant)
+        past = await self._past(request, chain)
+        return past, await self._match(past, request.tenant)
 
     @contextlib.contextmanager
     def reserved(self, tenant: str, conversation_id: str) -> Iterator[None]:
@@ -206,13 +195,15 @@ class Binder:
                 each.cancel()
             await asyncio.gather(computed, gone, return_exceptions=True)
 
-    async def _past(self, chat: StatelessRequest) -> HistoryDigests:
-        num_characters = sum(each.num_characters for each in chat.messages)
-        num_characters += sum(len(str(each)) for each in chat.tools)
+    async def _past(self, request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
+        num_characters = request.num_characters
+        num_characters += sum(len(str(each)) for each in request.settings.tools)
         check_length("messages", num_characters, self._daemon.context_max)
         if num_characters <= HASHED_AT_ONCE:
-            return _history_of(chat)
-        return await self._daemon.threads.in_text_pool(chat.tenant, lambda: _history_of(chat))
+            return _history_of(request, chain)
+        return await self._daemon.threads.in_text_pool(
+            request.tenant, lambda: _history_of(request, chain)
+        )
 
     # -- one choice --
 
@@ -225,7 +216,7 @@ class Binder:
                     return known
                 if refusal is not None:
                     raise refusal
-                match = await self._match(one.past, one.chat.tenant)
+                match = await self._match(one.past, one.request.tenant)
                 if match is None:
                     return await self._new(one, seconds_left)
                 may_append = match.may_append and one.number == 0 and attempt <= APPENDING_ATTEMPTS
@@ -243,13 +234,13 @@ class Binder:
         """Return the turn of a request that came before; InvalidArgument if its body differs."""
         if not one.request_id:
             return None
-        store, tenant = self._daemon.store, one.chat.tenant
+        store, tenant = self._daemon.store, one.request.tenant
         found = await self._daemon.threads.in_store(
             tenant, store.find_keyed, one.request_id, tenant=tenant
         )
         if found is None:
             return None
-        num_known = max(len(one.chat.messages) - found.num_messages, 0)
+        num_known = max(len(one.request.messages) - found.num_messages, 0)
         live = await self._daemon.begin(
             one.turn_request(found.conversation_id, num_known), seconds_left
         )
@@ -278,7 +269,7 @@ class Binder:
         return BoundTurn(live, match.conversation_id, BindingKind.APPENDED, num_known)
 
     async def _fork(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> BoundTurn:
-        tenant, new_id = one.chat.tenant, one.conversation_id
+        tenant, new_id = one.request.tenant, one.conversation_id
         conversations = self._daemon.writable_by(tenant)
         source = match.conversation_id, new_id, match.revision
         num_known = one.past.lengths[match.digest]
@@ -286,7 +277,7 @@ class Binder:
         with self.reserved(tenant, new_id):
             # If it exists already, the same request was interrupted before, and begins again.
             with contextlib.suppress(*([AlreadyExists] if one.request_id else [])):
-                await conversations.fork(*source, metadata=one.chat.metadata, tenant=tenant)
+                await conversations.fork(*source, metadata=one.request.metadata, tenant=tenant)
             live = await self._in_made(request, match.revision, seconds_left)
         return BoundTurn(live, new_id, BindingKind.FORKED, num_known)
 
@@ -295,7 +286,6 @@ class Binder:
         try:
             live = await self._in_made(request, 0, seconds_left)
         except PrefixTaken:  # the tenant has named a prefix like that, with other content
-            assert request.settings is not None
             request = replace(request, settings=replace(request.settings, prefix_id=""))
             live = await self._in_made(request, 0, seconds_left)
         return BoundTurn(live, one.conversation_id, BindingKind.NEW, 0)
@@ -342,59 +332,55 @@ class _Choice:
 
     def __init__(
         self,
-        chat: StatelessRequest,
+        request: TurnRequest,
         number: int,
         past: HistoryDigests,
         shared: SharedPrompt | None,  # of several choices
         random_bits: Callable[[int], int],
     ) -> None:
-        self.chat, self.number, self.past, self.shared = chat, number, past, shared
+        self.request, self.number, self.past, self.shared = request, number, past, shared
         self.drawn_id = f"chat-{random_bits(128):032x}"
-        of_request = [chat.request_id, str(number)]
-        self.request_id = f"chat-{_digest('request', *of_request)}" if chat.request_id else ""
-        own = f"chat-{_digest('conversation', *of_request)}" if chat.request_id else ""
+        of_request = [request.request_id, str(number)]
+        is_keyed = bool(request.request_id)
+        self.request_id = f"chat-{_digest('request', *of_request)}" if is_keyed else ""
+        own = f"chat-{_digest('conversation', *of_request)}" if is_keyed else ""
         self.conversation_id = own or self.drawn_id
 
     def turn_request(
         self, conversation_id: str, num_known: int, expected_revision: int | None = None
     ) -> TurnRequest:
         """The messages behind the first `num_known`, as a turn of this conversation."""
-        chat = self.chat
-        return TurnRequest(
-            conversation_id,
-            chat.messages[num_known:],
-            self._options(),
-            chat.tenant,
-            self.request_id,
-            expected_revision,
-            metadata=chat.metadata,
-            given_sampling=chat.given_sampling,
+        request = self.request
+        return replace(
+            request,
+            conversation_id=conversation_id,
+            messages=request.messages[num_known:],
+            options=self._options(),
+            request_id=self.request_id,
+            expected_revision=expected_revision,
             chain=self.past.end,
-            history_digest=self.past.end.digest if chat.request_id else b"",
+            history_digest=self.past.end.digest if self.request_id else b"",
         )
 
     def opening(self) -> TurnRequest:
         """All messages, as the first turn of a new conversation."""
-        chat, first = self.chat, self.chat.messages[0]
-        has_prompt = len(chat.messages) > 1 and first.role == "system" and bool(first.content)
-        system_prompt = first.content if has_prompt else ""
-        settings = ConversationSettings(
-            self.conversation_id,
-            system_prompt,
-            chat.tools,
-            chat.template_options,
-            chat.metadata,
-            prefix_id(system_prompt, chat.tools),
-            chat.tenant,
+        messages, settings = self.request.messages, self.request.settings
+        has_prompt = len(messages) > 1 and messages[0].role == "system" and messages[0].content
+        system_prompt = messages[0].content if has_prompt else ""
+        settings = replace(
+            settings,
+            system_prompt=system_prompt,
+            metadata=self.request.metadata,
+            prefix_id=prefix_id(system_prompt, settings.tools),
         )
-        request = self.turn_request(self.conversation_id, int(has_prompt), 0)
+        request = self.turn_request(self.conversation_id, 1 if has_prompt else 0, 0)
         return replace(
             request, create_if_missing=True, settings=settings, shared_prompt=self.shared
         )
 
     def _options(self) -> TurnOptions:
         """A seed that is given is the first choice's; the others follow from it."""
-        options = self.chat.options
+        options = self.request.options
         sampling = options.sampling
         if not (self.number and sampling.seed):
             return options
@@ -402,15 +388,15 @@ class _Choice:
         return replace(options, sampling=replace(sampling, seed=seed))
 
 
-def _history_of(chat: StatelessRequest) -> HistoryDigests:
-    found = digests(chat.tools, chat.template_options, chat.messages)
+def _history_of(request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
+    settings, messages = request.settings, request.messages
+    found = digests(settings.tools, settings.template_options, messages)
     lengths = {
         found[length]: length
-        for length in range(len(chat.messages) - 1, 0, -1)
-        if chat.messages[length - 1].role == "assistant"
+        for length in range(len(messages) - 1, 0, -1)
+        if messages[length - 1].role == "assistant"
     }
-    end = ChainEnd(found[-1], session_digest(chat.session_key), chat.reply_reader)
-    return HistoryDigests(lengths, end)
+    return HistoryDigests(lengths, ChainEnd(found[-1], chain.session, chain.reply_reader))
 
 
 def _digest(*words: str) -> str:

@@ -50,8 +50,8 @@ def plain_reply(pieces: Sequence[Piece]) -> Message:
 class ChainEnd:
     """Where a turn stands in its client's history."""
 
-    digest: bytes  # of all before the reply
-    session: bytes  # the digest of the client's own name for the conversation; empty: none
+    digest: bytes = b""  # of all before the reply
+    session: bytes = b""  # the digest of the client's own name for the conversation; empty: none
     reply_reader: ReplyReader = plain_reply
 
     def state(self, text: str, stream: Mapping[str, Any]) -> ChainState | None:

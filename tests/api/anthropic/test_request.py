@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pensieve.api.anthropic.parse import parse, parse_count
 from pensieve.api.json_fields import Refusal
-from pensieve.api.openai.request import Request, Served
+from pensieve.api.openai.request import ParsedRequest, Served
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.errors import InvalidArgument
 from pensieve.sampling import Sampling
@@ -31,12 +31,12 @@ RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "2"}
 TOOL = {"name": "f", "description": "does f", "input_schema": {"type": "object"}}
 
 
-def ask(**members: Any) -> Request:
+def ask(**members: Any) -> ParsedRequest:
     return parse({"model": "tiny", "max_tokens": 9, "messages": [USER], **members}, SERVED)
 
 
 def messages(*given_: Any, **members: Any) -> tuple[Message, ...]:
-    return ask(messages=list(given_), **members).messages
+    return ask(messages=list(given_), **members).turn.messages
 
 
 def assistant(*blocks: Any) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_sampling_has_the_models_defaults_where_nothing_is_said() -> None:
     request = ask(top_k=5, stop_sequences=["\n"], stream=True)
     assert request.stream
     assert request.sampling == Sampling(0.6, 0.95, 5, max_tokens=9, stop=("\n",))
-    assert request.given == {"top_k", "stop", "max_tokens"}
+    assert request.turn.given_sampling == {"max_tokens": 9, "stop": ("\n",), "top_k": 5}
 
 
 @pytest.mark.parametrize(
@@ -249,19 +249,19 @@ def test_thinking_is_the_templates_switch_where_it_has_one(
     if kind == "enabled":
         body["thinking"] = {"type": kind, "budget_tokens": 2048}
     served = SERVED._replace(template_options=frozenset(known))
-    assert parse(body, served).template_options == options
+    assert parse(body, served).turn.settings.template_options == options
 
 
 def test_an_effort_is_the_templates_where_it_has_one() -> None:
     body = {"model": "tiny", "messages": [USER], "output_config": {"effort": "low"}}
     served = SERVED._replace(template_options=frozenset({"reasoning_effort"}))
-    assert parse_count(body, served).template_options == {"reasoning_effort": "low"}
+    assert parse_count(body, served).turn.settings.template_options == {"reasoning_effort": "low"}
 
 
 def test_a_count_takes_the_prompt_and_nothing_else() -> None:
     body = {"model": "tiny", "messages": [USER], "system": "Be brief.", "tools": [TOOL]}
     request = parse_count(body, SERVED)
-    assert request.messages == (Message("system", "Be brief."), Message("user", "hi"))
+    assert request.turn.messages == (Message("system", "Be brief."), Message("user", "hi"))
     assert request.tools
     with pytest.raises(Refusal) as caught:
         parse_count({**body, "max_tokens": 9}, SERVED)
@@ -327,7 +327,7 @@ def test_a_body_with_odd_values_anywhere_is_taken_or_refused() -> None:
             continue
         num_taken += 1
         assert request.sampling.problem(SERVED.vocab_size) is None
-        assert request.messages[-1].role in ("user", "tool", "system")
+        assert request.turn.messages[-1].role in ("user", "tool", "system")
     assert num_taken > 100
 
 
@@ -340,11 +340,13 @@ def test_what_is_no_body_is_refused(value: Any) -> None:
 def test_a_schema_of_the_reply_is_a_constraint() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     request = ask(output_config={"format": form, "effort": "high"})
-    assert request.constraint == Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}')
+    assert request.turn.options.constraint == Constraint(
+        ConstraintKind.JSON_SCHEMA, '{"type": "object"}'
+    )
     assert request.params["constraint.json_schema"] == "output_config.format.schema"
-    assert ask().constraint is None
+    assert ask().turn.options.constraint is None
     body = {"model": "tiny", "messages": [USER], "output_config": {"format": form}}
-    assert parse_count(body, SERVED).messages == ask().messages
+    assert parse_count(body, SERVED).turn.messages == ask().turn.messages
 
 
 def test_a_history_may_be_as_long_as_that_of_a_chat_completion() -> None:

@@ -13,9 +13,13 @@ from typing import Any
 import openai
 import pytest
 
-from pensieve.api.http.response_places import ResponsePlaces
+from pensieve.api.http.response_places import NewResponse, ResponsePlaces
+from pensieve.api.http.responses import _digest_of
 from pensieve.api.http.stored import StoredConversations
+from pensieve.api.openai.request import RequestKind, Served, parse
+from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.guard.callers import Token
+from pensieve.sampling import Sampling
 from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.conversations.rig_daemon import wait_for
@@ -348,6 +352,31 @@ def test_a_key_that_comes_again_gets_the_same_response(door: HttpRig) -> None:
     other = respond(door, "Who are you?", key="k1")
     assert (other.status, other.error["param"]) == (400, "idempotency-key")
     assert len(contents(door, first)) == 2
+
+
+def test_a_key_that_was_stored_by_an_older_server_is_still_known() -> None:
+    """The store has these digests of requests."""
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+    full = {
+        "model": "tiny",
+        "input": [{"role": "user", "content": "hi"}],
+        "instructions": "Be brief.",
+        "temperature": 0.5,
+        "max_output_tokens": 9,
+        "background": True,
+        "tools": [tool],
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "json_object"}},
+        "conversation": "c1",
+    }
+    plain = {"model": "tiny", "input": "hi"}
+    for body, expected in (
+        (full, "66112c8c398e98342fae074a"),
+        (plain, "e478025a7915213af4b3897e"),
+        ({**plain, "instructions": ""}, "e478025a7915213af4b3897e"),
+    ):
+        request = parse(RequestKind.RESPONSE, body, Served(Sampling()))
+        assert _digest_of(NewResponse.of(request, ChainEnd())) == expected
 
 
 def test_a_key_belongs_to_the_form_of_the_reply_too(door: HttpRig) -> None:

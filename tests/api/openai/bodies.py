@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pensieve.api.json_fields import Refusal
-from pensieve.api.openai.request import Request, RequestKind, Served, parse
+from pensieve.api.openai.request import ParsedRequest, RequestKind, Served, parse
 from pensieve.errors import InvalidArgument
 from pensieve.sampling import Sampling
 
@@ -20,15 +20,15 @@ SERVED = Served(
 USER = {"role": "user", "content": "hi"}
 
 
-def chat(**members: Any) -> Request:
+def chat(**members: Any) -> ParsedRequest:
     return parse(RequestKind.CHAT, {"model": "tiny", "messages": [USER], **members}, SERVED)
 
 
-def completion(**members: Any) -> Request:
+def completion(**members: Any) -> ParsedRequest:
     return parse(RequestKind.COMPLETION, {"model": "tiny", "prompt": "Once", **members}, SERVED)
 
 
-def response(**members: Any) -> Request:
+def response(**members: Any) -> ParsedRequest:
     return parse(RequestKind.RESPONSE, {"model": "tiny", "input": "hi", **members}, SERVED)
 
 

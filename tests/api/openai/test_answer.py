@@ -294,7 +294,7 @@ def test_an_answer_that_is_sent_back_is_understood(tokenizer: Tokenizer) -> None
     reply = sampled(tokenizer, "<think>why</think>so<|im_end|>")
     came_back = (Message("user", "hi"), Message("assistant", "so", "why"))
     message = answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]
-    assert chat(messages=[USER, message]).messages == came_back
+    assert chat(messages=[USER, message]).turn.messages == came_back
     request = response(include=["message.output_text.logprobs"], top_logprobs=1)
     items = answer(request, [reply], PROMPT, HEADING, tokenizer)["output"]
-    assert response(input=[USER, *items]).messages == came_back
+    assert response(input=[USER, *items]).turn.messages == came_back

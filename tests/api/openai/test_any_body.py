@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.api.openai.request import Request, RequestKind, parse
+from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
 from pensieve.errors import InvalidArgument
 from pensieve.jobs.batch_line import BatchLine, LineError, read_line
 from tests.api.openai.bodies import SERVED, USER
@@ -107,7 +107,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-def parsed(kind: RequestKind, body: Any) -> Request | None:
+def parsed(kind: RequestKind, body: Any) -> ParsedRequest | None:
     """None: it was refused, as it may be."""
     try:
         request = parse(kind, body, SERVED)
@@ -121,12 +121,14 @@ def parsed(kind: RequestKind, body: Any) -> Request | None:
     return None
 
 
-def check(request: Request) -> None:
+def check(request: ParsedRequest) -> None:
     """Whatever uses it needs no more checks."""
     assert request.sampling.problem(SERVED.vocab_size) is None
     assert 1 <= request.num_choices <= 16
-    json.dumps([*request.tools, dict(request.template_options)], allow_nan=False).encode()
-    for message in request.messages:
+    json.dumps(
+        [*request.tools, dict(request.turn.settings.template_options)], allow_nan=False
+    ).encode()
+    for message in request.turn.messages:
         message.content.encode()
 
 

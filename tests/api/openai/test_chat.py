@@ -18,7 +18,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 
 
 def messages(*given: Any) -> tuple[Message, ...]:
-    return chat(messages=list(given)).messages
+    return chat(messages=list(given)).turn.messages
 
 
 def of_message(**members: Any) -> tuple[str, str]:
@@ -261,7 +261,7 @@ def test_streams_are_read() -> None:
 
 def test_template_options_are_those_that_the_template_knows() -> None:
     options = {"enable_thinking": False}
-    assert chat(chat_template_kwargs=options).template_options == options
+    assert chat(chat_template_kwargs=options).turn.settings.template_options == options
     assert refused(chat, chat_template_kwargs={"mood": 1}) == (
         "chat_template_kwargs",
         "has 'mood', which this model's template does not know; known: enable_thinking",
@@ -269,8 +269,12 @@ def test_template_options_are_those_that_the_template_knows() -> None:
 
 
 def test_an_effort_switches_thinking_where_the_template_can_only_do_that() -> None:
-    assert chat(reasoning_effort="none").template_options == {"enable_thinking": False}
-    assert chat(reasoning_effort="medium").template_options == {"enable_thinking": True}
+    assert chat(reasoning_effort="none").turn.settings.template_options == {
+        "enable_thinking": False
+    }
+    assert chat(reasoning_effort="medium").turn.settings.template_options == {
+        "enable_thinking": True
+    }
     assert refused(chat, reasoning_effort="high") == (
         "reasoning_effort",
         "this model's template has no such effort",
@@ -281,7 +285,7 @@ def test_an_effort_switches_thinking_where_the_template_can_only_do_that() -> No
 def test_an_effort_reaches_a_template_that_knows_it() -> None:
     body = {"model": "tiny", "messages": [USER], "reasoning_effort": "high"}
     knows = SERVED._replace(template_options={"reasoning_effort"})
-    options = parse(RequestKind.CHAT, body, knows).template_options
+    options = parse(RequestKind.CHAT, body, knows).turn.settings.template_options
     assert options == {"reasoning_effort": "high"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.api.openai.request import Request
+from pensieve.api.openai.request import ParsedRequest
 from pensieve.core.constraint import OBJECTS_MAX, TEXT_BYTES_MAX, Constraint, ConstraintKind
 from tests.api.openai.bodies import chat, completion, refused, response
 
@@ -24,11 +24,11 @@ def of_chat(schema: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("strict", [True, False, None])
 def test_a_schema_is_a_constraint_strict_or_not(strict: bool | None) -> None:
     described = {**NAMED, "strict": strict, "description": "of an answer"}
-    assert chat(**of_chat(described)).constraint == OF_SCHEMA
-    assert completion(**of_chat(described)).constraint == OF_SCHEMA
+    assert chat(**of_chat(described)).turn.options.constraint == OF_SCHEMA
+    assert completion(**of_chat(described)).turn.options.constraint == OF_SCHEMA
     text = {"format": {"type": "json_schema", **described}, "verbosity": "medium"}
     given = response(text=text)
-    assert given.constraint == OF_SCHEMA
+    assert given.turn.options.constraint == OF_SCHEMA
     assert given.echoed["text"] == text
 
 
@@ -56,9 +56,9 @@ def test_a_schema_is_a_constraint_strict_or_not(strict: bool | None) -> None:
 )
 @pytest.mark.parametrize("kind", [chat, completion])
 def test_each_name_of_a_constraint(
-    kind: Callable[..., Request], members: dict[str, Any], expected: Constraint | None
+    kind: Callable[..., ParsedRequest], members: dict[str, Any], expected: Constraint | None
 ) -> None:
-    assert kind(**members).constraint == expected
+    assert kind(**members).turn.options.constraint == expected
 
 
 INNER = "response_format.json_schema"

@@ -14,15 +14,15 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "2"}
 
 
 def items(*given: Any) -> tuple[Message, ...]:
-    return response(input=list(given)).messages
+    return response(input=list(given)).turn.messages
 
 
 def test_a_string_is_a_users_message() -> None:
-    assert response(input="hi").messages == (Message("user", "hi"),)
+    assert response(input="hi").turn.messages == (Message("user", "hi"),)
 
 
 def test_instructions_are_the_system_prompt() -> None:
-    assert response(instructions="Be brief.").messages == (
+    assert response(instructions="Be brief.").turn.messages == (
         Message("system", "Be brief."),
         Message("user", "hi"),
     )
@@ -160,13 +160,15 @@ def test_what_changes_nothing_passes() -> None:
         max_tool_calls=3,
         store=False,
     )
-    assert request.messages == response().messages
+    assert request.turn.messages == response().turn.messages
     assert request.sampling == response().sampling
-    assert request.template_options == {}
+    assert request.turn.settings.template_options == {}
 
 
 def test_an_effort_becomes_the_templates_option() -> None:
-    assert response(reasoning={"effort": "none"}).template_options == {"enable_thinking": False}
+    assert response(reasoning={"effort": "none"}).turn.settings.template_options == {
+        "enable_thinking": False
+    }
 
 
 def test_what_is_refused_later_goes_by_the_bodys_name() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.api.openai.request import Request, RequestKind, parse
+from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
 from pensieve.sampling import Sampling
 from tests.api.openai.bodies import SERVED, chat, code_of, completion, refused, response
 
@@ -19,8 +19,7 @@ DEFAULTS = SERVED.defaults
 def test_a_body_that_sets_nothing_has_the_defaults() -> None:
     for request in (chat(), completion(), response()):
         assert request.sampling == DEFAULTS
-        assert request.given == frozenset()
-        assert not request.max_tokens_given
+        assert request.turn.given_sampling == {}
 
 
 def test_what_a_body_sets_stands_in_place_of_the_defaults() -> None:
@@ -59,14 +58,14 @@ def test_what_a_body_sets_stands_in_place_of_the_defaults() -> None:
         logprobs=2,
         logit_bias=((7, 1.5), (50, -100.0)),
     )
-    assert len(request.given) == 15  # all that there are
+    assert len(request.turn.given_sampling or ()) == 15  # all that there are
     assert type(request.sampling.temperature) is float
 
 
 def test_null_is_absent() -> None:
     request = chat(temperature=None, stop=None, seed=None, n=None, logit_bias=None, tools=None)
     assert request.sampling == DEFAULTS
-    assert request.given == frozenset()
+    assert request.turn.given_sampling == {}
 
 
 @pytest.mark.parametrize(
@@ -79,11 +78,11 @@ def test_null_is_absent() -> None:
     ],
 )
 def test_the_length_goes_by_the_name_of_the_endpoint(
-    ask: Callable[..., Request], name: str
+    ask: Callable[..., ParsedRequest], name: str
 ) -> None:
     request = ask(**{name: 5})
     assert request.sampling.max_tokens == 5
-    assert request.max_tokens_given
+    assert request.turn.given_sampling == {"max_tokens": 5}
     assert refused(ask, **{name: 0}) == (name, "must be at least 1")
     assert refused(ask, **{name: True}) == (name, "must be an integer")
 
@@ -98,7 +97,7 @@ def test_both_names_of_a_chats_length_may_be_given_if_they_agree() -> None:
 
 def test_min_tokens_alone_lengthens_the_default() -> None:
     assert chat(min_tokens=600).sampling.max_tokens == 600
-    assert not chat(min_tokens=600).max_tokens_given
+    assert chat(min_tokens=600).turn.given_sampling == {"min_tokens": 600}
     assert refused(chat, min_tokens=6, max_tokens=5)[0] == "min_tokens"
 
 

@@ -159,7 +159,7 @@ def test_an_answer_that_is_sent_back_is_understood(style: CallStyle) -> None:
     ids = [each["id"] for each in message["tool_calls"]]
     calls = (ToolCall("f", {"city": "Paris"}, ids[0]), ToolCall("g", {}, ids[1]))
     result = {"role": "tool", "tool_call_id": ids[0], "content": "sunny"}
-    assert chat(messages=[USER, message, result]).messages == (
+    assert chat(messages=[USER, message, result]).turn.messages == (
         Message("user", "hi"),
         Message("assistant", "I look.", tool_calls=calls),
         Message("tool", "sunny", tool_call_id=ids[0]),
@@ -167,7 +167,7 @@ def test_an_answer_that_is_sent_back_is_understood(style: CallStyle) -> None:
     items = output_of(style, reply)
     output = {"type": "function_call_output", "call_id": ids[0], "output": "sunny"}
     assert (
-        response(input=[USER, *items, output]).messages
-        == chat(messages=[USER, message, result]).messages
+        response(input=[USER, *items, output]).turn.messages
+        == chat(messages=[USER, message, result]).turn.messages
     )
     json.dumps(items, allow_nan=False)

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.api.anthropic.parse import parse as parse_message
 from pensieve.api.json_fields import Refusal
-from pensieve.api.openai.request import Request, RequestKind, Served, parse
+from pensieve.api.openai.request import ParsedRequest, RequestKind, Served, parse
 from pensieve.core.constraint import OBJECTS_MAX, TEXT_BYTES_MAX, ConstraintKind
 from pensieve.text import style_named
 from tests.api.openai.bodies import SERVED
@@ -33,26 +33,26 @@ def flat(name: str = "get", **members: Any) -> dict[str, Any]:
     return {"type": "function", "name": name, "parameters": PARAMETERS, **members}
 
 
-def chat(served: Served = HELD, **members: Any) -> Request:
+def chat(served: Served = HELD, **members: Any) -> ParsedRequest:
     messages = [{"role": "user", "content": "hi"}]
     return parse(RequestKind.CHAT, {"model": "tiny", "messages": messages, **members}, served)
 
 
-def response(**members: Any) -> Request:
+def response(**members: Any) -> ParsedRequest:
     return parse(RequestKind.RESPONSE, {"model": "tiny", "input": "hi", **members}, HELD)
 
 
-def message(**members: Any) -> Request:
+def message(**members: Any) -> ParsedRequest:
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "tiny", "max_tokens": 9, "messages": messages, **members}
     return parse_message(body, HELD)
 
 
-def wanted_of(request: Request) -> dict[str, Any]:
-    assert request.constraint is not None
-    assert request.constraint.kind is ConstraintKind.TOOL_CALLS
+def wanted_of(request: ParsedRequest) -> dict[str, Any]:
+    assert request.turn.options.constraint is not None
+    assert request.turn.options.constraint.kind is ConstraintKind.TOOL_CALLS
     assert request.params["constraint.tool_calls"] == "tools"
-    found: dict[str, Any] = json.loads(request.constraint.text)
+    found: dict[str, Any] = json.loads(request.turn.options.constraint.text)
     return found
 
 
@@ -64,9 +64,12 @@ def refused(call: Any, **members: Any) -> tuple[str, str]:
 
 def test_without_a_wish_calls_are_as_free_as_before() -> None:
     for members in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": True}):
-        assert chat(tools=[tool(), tool("set", strict=False)], **members).constraint is None
-    assert chat(tools=[tool(strict=True)], tool_choice="none").constraint is None
-    assert chat(tools=[], parallel_tool_calls=False).constraint is None
+        assert (
+            chat(tools=[tool(), tool("set", strict=False)], **members).turn.options.constraint
+            is None
+        )
+    assert chat(tools=[tool(strict=True)], tool_choice="none").turn.options.constraint is None
+    assert chat(tools=[], parallel_tool_calls=False).turn.options.constraint is None
 
 
 def test_a_strict_tool_is_held_to_its_schema_and_the_others_are_not() -> None:
@@ -89,7 +92,7 @@ def test_a_strict_tool_is_held_to_its_schema_and_the_others_are_not() -> None:
 
 
 def test_a_call_is_required_of_some_tools_or_one() -> None:
-    def chosen(request: Request) -> tuple[list[str], bool, bool]:
+    def chosen(request: ParsedRequest) -> tuple[list[str], bool, bool]:
         found = wanted_of(request)
         return [each["name"] for each in found["tools"]], found["must"], found["single"]
 
@@ -160,14 +163,14 @@ def test_a_reply_has_a_form_or_calls() -> None:
         wanted_of(chat(tools=[tool()], response_format=form, tool_choice="required"))["reply"]
         is None
     )
-    alone = chat(tools=[tool()], response_format=form, tool_choice="none").constraint
+    alone = chat(tools=[tool()], response_format=form, tool_choice="none").turn.options.constraint
     assert alone is not None
     assert alone.kind is ConstraintKind.JSON_SCHEMA
-    without = chat(SERVED, tools=[tool()], response_format=form).constraint
+    without = chat(SERVED, tools=[tool()], response_format=form).turn.options.constraint
     assert without is not None
     assert without.kind is ConstraintKind.JSON_SCHEMA  # this model's calls cannot be held
     lark = {"grammar": 'start: "a"'}
-    free = chat(tools=[tool()], structured_outputs=lark).constraint
+    free = chat(tools=[tool()], structured_outputs=lark).turn.options.constraint
     assert free is not None
     assert free.kind is ConstraintKind.GRAMMAR
     members = {"tools": [tool(strict=True)], "structured_outputs": lark}

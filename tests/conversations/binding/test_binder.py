@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from pensieve.conversations.binding.binder import Binder, BindingKind, BoundTurn, StatelessRequest
-from pensieve.conversations.binding.chain import Piece
+from pensieve.conversations.binding.binder import Binder, BindingKind, BoundTurn
+from pensieve.conversations.binding.chain import ChainEnd, Piece, session_digest
 from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.conversations.draft import TurnRequest
+from pensieve.conversations.heads import ConversationSettings
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument, PensieveError, QueueFull, TurnInterrupted
@@ -33,6 +35,13 @@ SLOW = (*ECHO, "--seconds=0.02")
 
 async def take_nothing(start: int, stop: int) -> None:
     """Of the tokens, as a reader that waits for the end alone."""
+
+
+def stateless(
+    messages: tuple[Message, ...], options: TurnOptions = SHORT, **more: Any
+) -> TurnRequest:
+    """A request that brings its whole history."""
+    return TurnRequest("", messages, options, **more)
 
 
 class Bindings:
@@ -53,11 +62,15 @@ class Bindings:
     def __exit__(self, *error: Any) -> None:
         self.rig.__exit__(*error)
 
-    def begin(self, chat: StatelessRequest, seconds_left: float | None = None) -> list[BoundTurn]:
+    def begin(
+        self, chat: TurnRequest, num_choices: int = 1, seconds_left: float | None = None
+    ) -> list[BoundTurn]:
         """Its turns run; each has a reader until it has ended."""
 
         async def begin() -> list[BoundTurn]:
-            found = await self.binder.begin(chat, seconds_left)
+            found = await self.binder.begin(
+                chat, chat.chain or ChainEnd(), num_choices, seconds_left
+            )
             for each in found:
                 self.rig.daemon.threads.spawn(self._follow(each))
             return found
@@ -71,13 +84,13 @@ class Bindings:
         except PensieveError:
             assert bound.live.failure is not None
 
-    def all_of(self, chat: StatelessRequest) -> list[BoundTurn]:
-        found = self.begin(chat)
+    def all_of(self, chat: TurnRequest, num_choices: int = 1) -> list[BoundTurn]:
+        found = self.begin(chat, num_choices)
         for each in found:
             wait_for(lambda live=each.live: live.finish is not None)
         return found
 
-    def one(self, chat: StatelessRequest) -> BoundTurn:
+    def one(self, chat: TurnRequest) -> BoundTurn:
         (found,) = self.all_of(chat)
         assert found.live.failure is None
         return found
@@ -110,7 +123,7 @@ class Talk:
     """What a client without state has: its history."""
 
     bindings: Bindings
-    chat: StatelessRequest = field(default_factory=lambda: StatelessRequest((), SHORT))
+    chat: TurnRequest = field(default_factory=lambda: stateless(()))
     messages: list[Message] = field(default_factory=list)
 
     def say(self, text: str, **options: Any) -> BoundTurn:
@@ -232,7 +245,7 @@ def test_two_clients_with_the_same_history_get_a_conversation_each(slow: Binding
 
 def test_sessions_keep_apart_what_has_the_same_history(bindings: Bindings) -> None:
     tabs = [
-        Talk(bindings, StatelessRequest((), SHORT, session_key=f"tab {number}"))
+        Talk(bindings, stateless((), chain=ChainEnd(session=session_digest(f"tab {number}"))))
         for number in (1, 2)
     ]
     for round_number, text in enumerate(("One", "Two", "Three")):
@@ -258,8 +271,7 @@ def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: B
     talk.say("One")
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (*talk.messages, Message("user", "Two"))
-    chat = StatelessRequest(messages, TurnOptions(sampling), num_choices=3)
-    bounds = slow.all_of(chat)
+    bounds = slow.all_of(stateless(messages, TurnOptions(sampling)), 3)
     assert [each.how for each in bounds] == [
         BindingKind.APPENDED,
         BindingKind.FORKED,
@@ -271,10 +283,10 @@ def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: B
     assert seeds[0] == 7
     assert len({*seeds}) == 3
     last = Message("assistant", bounds[2].live.text)
-    go_on = slow.one(StatelessRequest((*messages, last, Message("user", "Three")), SHORT))
+    go_on = slow.one(stateless((*messages, last, Message("user", "Three"))))
     assert go_on.how is BindingKind.APPENDED
     assert go_on.conversation_id in {each.conversation_id for each in bounds}
-    fresh = slow.all_of(StatelessRequest((Message("user", "New"),), SHORT, num_choices=2))
+    fresh = slow.all_of(stateless((Message("user", "New"),)), 2)
     assert [each.how for each in fresh] == [BindingKind.NEW, BindingKind.NEW]
 
 
@@ -282,7 +294,7 @@ def test_choices_without_a_known_history_share_the_prompt(slow: Bindings) -> Non
     """The first computes it; the others begin behind that, as forks of it."""
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (Message("system", "Be brief."), Message("user", "word " * 300))
-    bounds = slow.all_of(StatelessRequest(messages, TurnOptions(sampling), num_choices=4))
+    bounds = slow.all_of(stateless(messages, TurnOptions(sampling)), 4)
     usages = [each.live.figures for each in bounds]
     prompt = usages[0]["prompt_tokens"]
     assert (usages[0]["new_tokens"], usages[0]["device_tokens"]) == (prompt, 0)
@@ -299,12 +311,10 @@ def test_a_client_that_leaves_before_the_prompt_is_computed_gets_no_choices(
 ) -> None:
     with Bindings(tmp_path / "data", program=(*ECHO, "--seconds=0.2")) as found:
         sampling = Sampling(max_tokens=1000, ignore_eos=True)
-        chat = StatelessRequest(
-            (Message("user", "word " * 300),), TurnOptions(sampling), num_choices=4
-        )
+        chat = stateless((Message("user", "word " * 300),), TurnOptions(sampling))
 
         async def leave() -> None:
-            waiting = asyncio.ensure_future(found.binder.begin(chat))
+            waiting = asyncio.ensure_future(found.binder.begin(chat, num_choices=4))
             while not found.rig.daemon.conversations.turns.num_live:
                 await asyncio.sleep(0.001)
             waiting.cancel()
@@ -337,13 +347,10 @@ def test_a_request_that_is_refused_creates_no_conversation(
         ((Message("user", ""),), SHORT),
     ):
         with pytest.raises(PensieveError):
-            bindings.begin(StatelessRequest(messages, options))
+            bindings.begin(stateless(messages, options))
     assert created == []
     assert bindings.ids == []
-    assert (
-        bindings.one(StatelessRequest((system, Message("user", "Hello")), SHORT)).how
-        is BindingKind.NEW
-    )
+    assert bindings.one(stateless((system, Message("user", "Hello")))).how is BindingKind.NEW
     assert len(created) == 1
 
 
@@ -354,7 +361,7 @@ def calls_reader(pieces: Sequence[Piece]) -> Message:
 
 
 def test_an_agents_calls_are_found_though_it_writes_them_anew(bindings: Bindings) -> None:
-    chat = StatelessRequest((), SHORT, reply_reader=calls_reader)
+    chat = stateless((), chain=ChainEnd(reply_reader=calls_reader))
     messages = [Message("system", "Act."), Message("user", "Go")]
     for number in range(5):
         bound = bindings.one(replace(chat, messages=tuple(messages)))
@@ -378,7 +385,7 @@ def test_thinking_that_a_client_drops_does_not_lose_the_history(
     messages: list[Message] = []
     for number in range(4):
         messages.append(Message("user", f"Question {number}"))
-        bound = bindings.one(StatelessRequest(tuple(messages), SHORT))
+        bound = bindings.one(stateless(tuple(messages)))
         assert bound.how is (BindingKind.APPENDED if number else BindingKind.NEW)
         live = bound.live
         shown = [text for text, part in zip(live.texts, live.parts, strict=True) if part == "text"]
@@ -388,13 +395,13 @@ def test_thinking_that_a_client_drops_does_not_lose_the_history(
 
 def test_conversations_with_the_same_beginning_share_kv(bindings: Bindings) -> None:
     prompt = Message("system", "Be brief and kind. " * 20)
-    bindings.one(StatelessRequest((prompt, Message("user", "One")), SHORT))
-    bound = bindings.one(StatelessRequest((prompt, Message("user", "Another")), SHORT))
+    bindings.one(stateless((prompt, Message("user", "One"))))
+    bound = bindings.one(stateless((prompt, Message("user", "Another"))))
     assert bound.how is BindingKind.NEW
     assert bound.live.usage is not None
     assert bound.live.usage.shared_tokens > 40
     spaced = replace(prompt, content=prompt.content + " ")
-    bindings.one(StatelessRequest((spaced, Message("user", "Third")), SHORT))
+    bindings.one(stateless((spaced, Message("user", "Third"))))
 
 
 def test_a_prefix_of_the_tenants_own_with_such_a_name_harms_nobody(bindings: Bindings) -> None:
@@ -405,7 +412,7 @@ def test_a_prefix_of_the_tenants_own_with_such_a_name_harms_nobody(bindings: Bin
         pb.CreateConversationRequest(conversation_id="c", system_prompt="Be long.", prefix_id=name)
     )
     messages = (Message("system", "Be brief."), Message("user", "One"))
-    assert bindings.one(StatelessRequest(messages, SHORT)).how is BindingKind.NEW
+    assert bindings.one(stateless(messages)).how is BindingKind.NEW
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -432,7 +439,7 @@ def test_a_turn_that_is_given_up_leaves_no_conversation_behind(slow: Bindings) -
     edited = Message("user", "Two")
     talk.say("Other two")
     for messages in ((edited,), (*talk.messages[:2], edited)):
-        (bound,) = slow.begin(StatelessRequest(messages, long))
+        (bound,) = slow.begin(stateless(messages, long))
         assert len(slow.ids) == 2
         slow.leave(bound)
         wait_for(lambda: slow.ids == [kept])
@@ -443,15 +450,19 @@ def test_a_turn_that_is_given_up_leaves_no_conversation_behind(slow: Bindings) -
 def test_a_request_that_is_refused_leaves_no_conversation_behind(bindings: Bindings) -> None:
     talk = Talk(bindings)
     kept = talk.say("One").conversation_id
+    unknown = ConversationSettings("", template_options={"no_such": 1})
     refused = [
-        StatelessRequest((), SHORT),
-        StatelessRequest((Message("user", ""),), SHORT),
-        StatelessRequest((*talk.messages, Message("user", "")), SHORT),
-        StatelessRequest((Message("user", "Hi"),), SHORT, template_options={"no_such": 1}),
-        StatelessRequest((Message("user", "Hi"),), TurnOptions(Sampling(top_p=7.0))),
-        StatelessRequest((Message("user", "x" * 10**7),), SHORT),
-        StatelessRequest((Message("user", "\ud800"),), SHORT),
-        StatelessRequest((Message("system", "\ud800"), Message("user", "Hi")), SHORT),
+        stateless(()),
+        stateless((Message("user", ""),)),
+        stateless((*talk.messages, Message("user", ""))),
+        stateless(
+            (Message("user", "Hi"),),
+            settings=unknown,
+        ),
+        stateless((Message("user", "Hi"),), TurnOptions(Sampling(top_p=7.0))),
+        stateless((Message("user", "x" * 10**7),)),
+        stateless((Message("user", "\ud800"),)),
+        stateless((Message("system", "\ud800"), Message("user", "Hi"))),
     ]
     for chat in refused:
         with pytest.raises(InvalidArgument):
@@ -467,13 +478,13 @@ def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_ans
     config = DaemonConfig(turns_max=1, grace_seconds=0.2)
     long = TurnOptions(Sampling(max_tokens=100_000, ignore_eos=True))
     with bindings_over(tmp_path / "data", program=SLOW, config=config) as bindings:
-        known = StatelessRequest((Message("user", "One"),), SHORT, request_id="again")
+        known = stateless((Message("user", "One"),), request_id="again")
         answered = bindings.one(known)
-        (running,) = bindings.begin(StatelessRequest((Message("user", "Long"),), long))
+        (running,) = bindings.begin(stateless((Message("user", "Long"),), long))
         with pytest.raises(QueueFull):
-            bindings.begin(StatelessRequest((Message("user", "Two"),), SHORT))
+            bindings.begin(stateless((Message("user", "Two"),)))
         with pytest.raises(QueueFull):
-            bindings.begin(StatelessRequest((Message("user", "Two"),), SHORT, request_id="new"))
+            bindings.begin(stateless((Message("user", "Two"),), request_id="new"))
         again = bindings.one(known)
         assert (again.how, again.live.text) == (BindingKind.KNOWN, answered.live.text)
         bindings.leave(running)
@@ -482,10 +493,8 @@ def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_ans
 
 def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
     """New, appended and forked; while it runs, and when it has ended."""
-    opening = StatelessRequest(
-        (Message("user", "One"),), SHORT, request_id="first / ünïcode", num_choices=2
-    )
-    runs, attached = slow.begin(opening), slow.begin(opening)
+    opening = stateless((Message("user", "One"),), request_id="first / ünïcode")
+    runs, attached = slow.begin(opening, 2), slow.begin(opening, 2)
     assert [each.how for each in attached] == [BindingKind.KNOWN, BindingKind.KNOWN]
     assert [each.live for each in attached] == [each.live for each in runs]
     wait_for(lambda: all(each.live.finish for each in runs))
@@ -496,7 +505,7 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
         "Third two": BindingKind.FORKED,
     }
     for text, how in hows.items():  # both choices said the same
-        chat = StatelessRequest((*history, Message("user", text)), SHORT, request_id=f"r {text}")
+        chat = stateless((*history, Message("user", text)), request_id=f"r {text}")
         first = slow.one(chat)
         ids = slow.ids
         again = slow.one(chat)
@@ -506,7 +515,7 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
         assert again.conversation_id == first.conversation_id
         assert again.num_known_messages == first.num_known_messages == 2
         assert slow.ids == ids
-    replayed = slow.all_of(opening)
+    replayed = slow.all_of(opening, 2)
     assert [each.live.text for each in replayed] == [each.live.text for each in runs]
     with pytest.raises(InvalidArgument):
         slow.begin(replace(opening, messages=(Message("user", "Something else"),)))
@@ -526,7 +535,7 @@ def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
         talk.messages = before
     options = TurnOptions(Sampling(max_tokens=100_000 if is_running else 4, ignore_eos=True))
     last = Message("user", "Go on")
-    keyed = StatelessRequest((*talk.messages, last), options, request_id="key")
+    keyed = stateless((*talk.messages, last), options, request_id="key")
     (first,) = slow.begin(keyed) if is_running else slow.all_of(keyed)
     assert first.how is how
     ids = slow.ids
@@ -546,7 +555,7 @@ def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
 
 
 def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
-    chat = StatelessRequest((Message("user", "One"),), SHORT, request_id="r")
+    chat = stateless((Message("user", "One"),), request_id="r")
 
     async def both() -> list[list[BoundTurn]]:
         return list(await asyncio.gather(*(slow.binder.begin(chat) for _ in range(3))))
@@ -567,7 +576,7 @@ def test_an_interrupted_request_begins_again(slow: Bindings) -> None:
     talk.say("One")
     long = TurnOptions(Sampling(max_tokens=30, ignore_eos=True))
     for messages in ((Message("user", "New"),), (*talk.messages, Message("user", "Two"))):
-        chat = StatelessRequest(messages, long, request_id=f"r{len(messages)}")
+        chat = stateless(messages, long, request_id=f"r{len(messages)}")
         (bound,) = slow.begin(chat)
         slow.leave(bound)
         again = slow.one(chat)
@@ -579,10 +588,10 @@ def test_a_key_that_was_forgotten_begins_another_turn_behind_its_own_history(
     slow: Bindings,
 ) -> None:
     one = (Message("user", "One"),)
-    first = slow.one(StatelessRequest(one, SHORT, request_id="first"))
+    first = slow.one(stateless(one, request_id="first"))
     two = (*one, Message("assistant", first.live.text), Message("user", "Two"))
-    chats = [StatelessRequest(one, SHORT, request_id="first")]
-    chats += [StatelessRequest(two, SHORT, request_id=key) for key in ("appended", "forked")]
+    chats = [stateless(one, request_id="first")]
+    chats += [stateless(two, request_id=key) for key in ("appended", "forked")]
     before = [first, *(slow.one(each) for each in chats[1:])]
     assert [each.how for each in before] == ["new", "appended", "forked"]
     daemon = slow.rig.daemon
@@ -606,8 +615,7 @@ def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) 
 
     async def everybody() -> list[BoundTurn]:
         chats = [
-            StatelessRequest((*talk.messages, Message("user", f"Two {number}")), SHORT)
-            for number in range(20)
+            stateless((*talk.messages, Message("user", f"Two {number}"))) for number in range(20)
         ]
         found = await asyncio.gather(*(bindings.binder.begin(chat) for chat in chats))
         lives = [each for (each,) in found]
@@ -685,13 +693,13 @@ def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
         nonlocal is_first
         if is_first:
             is_first = False
-            chat = StatelessRequest((*shared, Message("user", "Four")), SHORT)
+            chat = stateless((*shared, Message("user", "Four")))
             others.extend(await bindings.binder.begin(chat))
             await daemon.conversations.followers.follow(others[0].live, take_nothing)
         return await begin(ask, seconds_left)
 
     monkeypatch.setattr(daemon, "begin", begin_late)
-    chat = StatelessRequest((*shared, Message("user", "Three")), SHORT, request_id=request_id)
+    chat = stateless((*shared, Message("user", "Three")), request_id=request_id)
     bound = bindings.one(chat)
     (other,) = others
     assert (bound.how, other.how) == (BindingKind.FORKED, BindingKind.FORKED)
@@ -735,7 +743,7 @@ def test_a_reply_that_cannot_be_read_is_stored_and_not_found(bindings: Bindings)
     def fails(pieces: Sequence[Piece]) -> Message:
         raise ValueError("not like that")
 
-    talk = Talk(bindings, StatelessRequest((), SHORT, reply_reader=fails))
+    talk = Talk(bindings, stateless((), chain=ChainEnd(reply_reader=fails)))
     first = talk.say("One")
     assert bindings.texts(first.conversation_id)[1] == first.live.text
     assert talk.say("Two").how is BindingKind.NEW
@@ -751,14 +759,14 @@ def test_a_long_history_is_imported(bindings: Bindings) -> None:
         Message("assistant", ""),
     ]
     messages = [Message("system", "Act."), *exchange * 300]
-    bound = bindings.one(StatelessRequest((*messages, Message("user", "Now?")), SHORT))
+    bound = bindings.one(stateless((*messages, Message("user", "Now?"))))
     assert bound.how is BindingKind.NEW
     request = pb.GetConversationRequest(conversation_id=bound.conversation_id)
     assert bindings.rig.stub.GetConversation(request).conversation.num_messages == len(messages) + 2
     reply = Message("assistant", bound.live.text)
     longer = (*messages, Message("user", "Now?"), reply, Message("user", "And?"))
-    again = bindings.one(StatelessRequest(longer, SHORT))
+    again = bindings.one(stateless(longer))
     assert (again.how, again.num_known_messages) == (BindingKind.APPENDED, len(longer) - 1)
     too_many = (Message("user", "Hi"), Message("assistant", "Yes")) * 2049
     with pytest.raises(InvalidArgument):
-        bindings.begin(StatelessRequest(too_many, SHORT))
+        bindings.begin(stateless(too_many))
