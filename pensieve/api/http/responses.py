@@ -25,7 +25,7 @@ from typing import Any
 
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
-from pensieve.api.http.idempotency import digest, key_of, key_reused
+from pensieve.api.http.idempotency import digest, key_of, key_reused, retry_key_of
 from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named, session_key
 from pensieve.api.http.response_places import (
@@ -83,7 +83,7 @@ class ResponseEndpoints:
         with named(request):
             if request.store is False:
                 return await self._unstored(exchange, by, turn)
-            key = key_of(exchange)
+            key = retry_key_of(exchange)
             answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
             async with self._daemon.arriving.alone(by.tenant, answer_id if key else ""):
                 requested = _digest_of(turn)
