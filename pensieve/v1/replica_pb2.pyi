@@ -29,13 +29,13 @@ class ForwardHttpRequest(google.protobuf.message.Message):
     body: builtins.bytes
     """The next bytes of the body."""
     @property
-    def head(self) -> Global___HttpRequestHead:
+    def head(self) -> Global___HttpRequest:
         """Comes once, and first."""
 
     def __init__(
         self,
         *,
-        head: Global___HttpRequestHead | None = ...,
+        head: Global___HttpRequest | None = ...,
         body: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["body", b"body", "head", b"head", "kind", b"kind"]) -> builtins.bool: ...
@@ -45,7 +45,7 @@ class ForwardHttpRequest(google.protobuf.message.Message):
 Global___ForwardHttpRequest: typing_extensions.TypeAlias = ForwardHttpRequest
 
 @typing.final
-class HttpRequestHead(google.protobuf.message.Message):
+class HttpRequest(google.protobuf.message.Message):
     """An HTTP request without its body."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -71,7 +71,7 @@ class HttpRequestHead(google.protobuf.message.Message):
     """Random.  The daemon that received the request may answer it itself if this one is lost, and it is one turn."""
     @property
     def headers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HttpHeader]:
-        """Without those of the connection and of the caller."""
+        """Without those of the connection and of the caller; at most 256."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class HttpRequestHead(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["client_host", b"client_host", "client_port", b"client_port", "headers", b"headers", "method", b"method", "path", b"path", "query", b"query", "retry_key", b"retry_key"]) -> None: ...
 
-Global___HttpRequestHead: typing_extensions.TypeAlias = HttpRequestHead
+Global___HttpRequest: typing_extensions.TypeAlias = HttpRequest
 
 @typing.final
 class HttpHeader(google.protobuf.message.Message):
@@ -121,13 +121,13 @@ class ForwardHttpResponse(google.protobuf.message.Message):
     body: builtins.bytes
     """The next bytes of the body."""
     @property
-    def head(self) -> Global___HttpResponseHead:
+    def head(self) -> Global___HttpResponse:
         """Comes once, and first."""
 
     def __init__(
         self,
         *,
-        head: Global___HttpResponseHead | None = ...,
+        head: Global___HttpResponse | None = ...,
         body: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["body", b"body", "head", b"head", "kind", b"kind"]) -> builtins.bool: ...
@@ -137,8 +137,8 @@ class ForwardHttpResponse(google.protobuf.message.Message):
 Global___ForwardHttpResponse: typing_extensions.TypeAlias = ForwardHttpResponse
 
 @typing.final
-class HttpResponseHead(google.protobuf.message.Message):
-    """The beginning of an HTTP answer."""
+class HttpResponse(google.protobuf.message.Message):
+    """An HTTP answer without its body."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -158,7 +158,7 @@ class HttpResponseHead(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["headers", b"headers", "status", b"status"]) -> None: ...
 
-Global___HttpResponseHead: typing_extensions.TypeAlias = HttpResponseHead
+Global___HttpResponse: typing_extensions.TypeAlias = HttpResponse
 
 @typing.final
 class FetchKvRequest(google.protobuf.message.Message):

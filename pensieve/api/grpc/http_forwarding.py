@@ -28,7 +28,6 @@ from pensieve.v1 import replica_pb2 as pb
 from pensieve.v1 import replica_pb2_grpc
 
 PIECE_BYTES = 512 << 10
-HEADERS_MAX = 256
 HEADERS_KEPT_BACK = (  # of the connection, of the caller, and of the page that the request came from
     *(b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"content-length"),
     *(b"upgrade", b"te", b"trailer", b"expect", b"host", b"origin", b"cookie"),
@@ -93,7 +92,7 @@ class HttpCall:
         ]
         headers.append(pb.HttpHeader(name=b"content-length", value=str(len(body)).encode()))
         yield pb.ForwardHttpRequest(
-            head=pb.HttpRequestHead(
+            head=pb.HttpRequest(
                 method=scope["method"],
                 path=scope["path"],
                 query=scope.get("query_string", b""),
@@ -164,27 +163,28 @@ class _Answer:
         return {"type": "http.request", "body": message.body, "more_body": True}
 
     async def send(self, event: dict[str, Any]) -> None:
-        if self._forwarded.elsewhere is not None or self.has_left.is_set():
-            return
         if event["type"] == "http.response.start":
             headers = [pb.HttpHeader(name=name, value=value) for name, value in event["headers"]]
-            head = pb.HttpResponseHead(status=event["status"], headers=headers)
-            message = pb.ForwardHttpResponse(head=head)
-        elif event["body"] or not event.get("more_body"):
-            message = pb.ForwardHttpResponse(body=event["body"])
-        else:
+            head = pb.HttpResponse(status=event["status"], headers=headers)
+            await self._write(pb.ForwardHttpResponse(head=head))
+            return
+        body = event.get("body", b"")
+        for start in range(0, len(body), PIECE_BYTES):
+            piece = body[start : start + PIECE_BYTES]
+            await self._write(pb.ForwardHttpResponse(body=piece))
+        if not event.get("more_body"):
+            await self._write(pb.ForwardHttpResponse(body=b""))
+
+    async def _write(self, message: pb.ForwardHttpResponse) -> None:
+        if self._forwarded.elsewhere is not None or self.has_left.is_set():
             return
         with contextlib.suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # it has left
             await self._context.write(message)
-        if event["type"] == "http.response.body" and event["body"] and not event.get("more_body"):
-            await self.send({"type": "http.response.body", "body": b""})
 
 
-def _scope(head: pb.HttpRequestHead, forwarded: ForwardedRequest) -> dict[str, Any]:
+def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest) -> dict[str, Any]:
     if not METHOD.fullmatch(head.method) or not head.path.startswith("/"):
         raise InvalidArgument("head", "is no request of HTTP")
-    if len(head.headers) > HEADERS_MAX:
-        raise InvalidArgument("headers", f"are more than {HEADERS_MAX}")
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

@@ -112,7 +112,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
             return None
 
         async def talk(requests: Any, context: Any) -> None:
-            answers = both(requests, context)
+            answers = both(_each_parsed(parse, requests), context)
             if isawaitable(answers):  # it writes by itself
                 await answers
                 return
@@ -121,7 +121,6 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(
             partial(guarded, talk, takes="a stream"),
-            request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
@@ -182,6 +181,11 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
         return parse(raw)
     except (DecodeError, UnicodeDecodeError, ValueError):
         raise InvalidArgument("request", "is not a message of this method") from None
+
+
+async def _each_parsed(parse: Callable[[bytes], Any], messages: Any) -> AsyncIterator[Any]:
+    async for raw in messages:
+        yield _parsed(parse, raw)
 
 
 async def abort_with(context: Any, error: PensieveError) -> None:
