@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from pensieve.api.grpc import forwarding
 from pensieve.errors import OwnedElsewhere
+from pensieve.guard.callers import Caller
 from tests.api.http.rig_http import MODEL, HttpRig
 from tests.conversations.rig_daemon import ECHO, DaemonRig, details
 from tests.history.rig_service import ServiceRig, sharing, wait_for
@@ -228,3 +230,55 @@ def test_two_daemons_that_disagree_are_an_error(
     assert "is served by one" in answer.error["message"]
     assert sent == ["one"] * 2 * forwarding.OWNERS_MAX
     assert [each.num_forwarded for each in forwarders if each] == [0, 2]
+
+
+class SlowRequest:
+    """A request whose client takes nothing of the answer until it may."""
+
+    def __init__(self) -> None:
+        self.scope = {"method": "GET", "path": "/", "headers": []}
+        self.retry_key, self.received = "", b""
+        self.goes_on = asyncio.Event()
+        self.status, self.num_bytes, self.has_ended = 0, 0, False
+
+    def pass_on_head(self, status: int, headers: Any) -> None:
+        self.status = status
+
+    async def write(self, piece: bytes) -> None:
+        await self.goes_on.wait()
+        self.num_bytes += len(piece)
+
+    async def end_bytes(self) -> None:
+        self.has_ended = True
+
+
+def test_a_client_that_takes_nothing_holds_up_the_owner(both: Both) -> None:
+    piece, num_pieces, num_sent = bytes(256 << 10), 200, 0
+
+    async def flood(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_sent
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        for _ in range(num_pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            num_sent += 1
+        await send({"type": "http.response.body", "body": b""})
+
+    both.rigs[ONE].server.http_application = lambda: flood
+    owner = OwnedElsewhere("c", "one", both.rigs[ONE].server.address)
+    request = SlowRequest()
+
+    async def forward() -> int:
+        forward_http = both.rigs[TWO].server.forward_http
+        assert forward_http is not None
+        answering = asyncio.ensure_future(forward_http(request, Caller(), owner))
+        before = -1
+        while num_sent != before:
+            before = num_sent
+            await asyncio.sleep(0.5)
+        request.goes_on.set()
+        assert await answering
+        return before
+
+    assert both.rigs[TWO].call(forward()) < num_pieces / 4
+    assert (request.status, request.has_ended) == (201, True)
+    assert request.num_bytes == num_pieces * len(piece)

@@ -23,6 +23,7 @@ from tests.loop_thread import LoopThread
 
 LEASE_SECONDS = 3.0
 ECHO_MODEL = "echo (arithmetic instead of a model)"
+LASTING = 5000  # of one that lasts until it is ended
 LONG = 400  # tokens of a turn that lasts for some seconds
 PATIENT = Retry(retries=1000, first_seconds=0.05, most_seconds=0.5)
 
@@ -164,7 +165,7 @@ def test_one_request_at_two_daemons_at_once_is_one_turn(cluster: Cluster) -> Non
 
 @pytest.mark.timeout(600)
 def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster) -> None:
-    saying = Saying(cluster.clients[0], "wrong", "r", 5000)
+    saying = Saying(cluster.clients[0], "wrong", "r", LASTING)
     assert saying.begun.wait(120)
     request = pb.CancelTurnRequest(conversation_id="wrong", request_id="r")
     answer = cluster.clients[1].call(lambda at: at.stub.CancelTurn, request, repeat=True)
@@ -185,6 +186,30 @@ def respond(cluster: Cluster, name: str, *, is_stream: bool) -> None:
     connection.close()
     assert answer.status == 200, raw
     assert "completed" in raw or "incomplete" in raw, raw
+
+
+@pytest.mark.timeout(600)
+def test_a_stream_over_http_whose_owner_is_killed_ends_with_an_error_and_the_next_one_is_served(
+    cluster: Cluster,
+) -> None:
+    cluster.clients[0].conversation("broken").ask("hello", max_tokens=8)
+    replica, door = cluster.world.replicas
+    connection = http.client.HTTPConnection(door.http_address, timeout=120)
+    body = {"model": ECHO_MODEL, "input": "more", "conversation": "broken", "stream": True}
+    body |= {"max_output_tokens": LASTING, "ignore_eos": True}
+    connection.request("POST", "/v1/responses", json.dumps(body))
+    answer = connection.getresponse()
+    while b"output_text.delta" not in answer.readline():
+        assert answer.status == 200
+    cluster.run(replica.kill())
+    try:
+        rest = answer.read().decode()
+        assert "broke off" in rest.strip().splitlines()[-1], rest[-1000:]
+        connection.close()
+        respond(cluster, "broken", is_stream=True)
+    finally:
+        cluster.run(replica.start())
+    assert cluster.texts("broken")[::2] == ["hello", "more"]
 
 
 @pytest.mark.timeout(600)
@@ -250,16 +275,18 @@ def test_a_conversation_of_a_daemon_that_nobody_reaches_is_an_error_that_names_i
 ) -> None:
     """As long as the owner is there and runs a turn; the SDK says the same again until it is not."""
     cluster.do(cluster.world.replicas[0].peer_link.refuse)
-    saying = Saying(cluster.clients[0], "apart", "r", LONG)
+    saying = Saying(cluster.clients[0], "apart", "r", LASTING)
     assert saying.begun.wait(120)
     try:
         with Client(cluster.world.addresses[1], retry=Retry(retries=0)) as client:
             with pytest.raises(OwnedElsewhere) as refused:
-                client.conversation("apart").ask("tell me more", request_id="r", max_tokens=LONG)
+                client.conversation("apart").ask("tell me more", request_id="r", max_tokens=9)
             assert refused.value.replica == "replica-0"
             assert refused.value.address == cluster.world.replicas[0].peer_link.address
     finally:
         cluster.do(cluster.world.replicas[0].peer_link.heal)
+    request = pb.CancelTurnRequest(conversation_id="apart", request_id="r")
+    cluster.clients[0].call(lambda at: at.stub.CancelTurn, request, repeat=True)
     assert saying.wait().revision == 1
 
 

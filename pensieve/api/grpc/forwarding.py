@@ -106,16 +106,13 @@ class Forwarder:
                 now = asyncio.get_running_loop().time()
                 if give_up_at is None:
                     give_up_at = now + self.patience_seconds
-                    next_owner = await self._owners.take(owner.conversation_id, tenant)
-                    if next_owner is not None and next_owner.address == owner.address:
-                        continue
                 elif now >= give_up_at:
                     raise owner from None
                 else:
-                    wait = await self._watch.owner_after(owner, tenant, LOOK_SECONDS)
-                    if not wait.is_over:
-                        continue
-                    next_owner = wait.next_owner
+                    await asyncio.sleep(LOOK_SECONDS)
+                next_owner = await self._owners.take(owner.conversation_id, tenant)
+                if next_owner is not None and next_owner.address == owner.address:
+                    continue
             if next_owner is None:
                 self.num_taken += 1
                 return False

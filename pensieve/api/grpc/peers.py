@@ -112,19 +112,6 @@ class OwnerWatch:
         """More than once does no harm."""
         self._waits.get(wait.owner.address, {}).pop(wait, None)
 
-    async def owner_after(self, owner: OwnedElsewhere, tenant: str, seconds: float) -> Wait:
-        """Wait until the owner does not own the conversation any more, but not longer than this."""
-        over = asyncio.Event()
-        wait = self.begin(owner, tenant, over.set)
-        try:
-            async with asyncio.timeout(seconds):
-                await over.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self.end(wait)
-        return wait
-
     async def close(self) -> None:
         for task in self._looking.values():
             task.cancel()
