@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -202,9 +202,8 @@ def test_two_daemons_that_disagree_are_an_error(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both.rigs[ONE].ask("c", "hello")
-    owners = [
-        OwnedElsewhere("c", rig.daemon.owners.replica, rig.server.address) for rig in both.rigs
-    ]
+    places = zip(("one", "two"), both.rigs, strict=True)
+    owners = [OwnedElsewhere("c", name, rig.server.address) for name, rig in places]
     for rig, other in zip(both.rigs, reversed(owners), strict=True):
 
         def refused(*_: Any, other: OwnedElsewhere = other, **__: Any) -> None:
@@ -236,8 +235,9 @@ class SlowRequest:
     """A request whose client takes nothing of the answer until it may."""
 
     def __init__(self) -> None:
-        self.scope = {"method": "GET", "path": "/", "headers": []}
-        self.retry_key, self.received = "", b""
+        self.scope: Mapping[str, Any] = {"method": "GET", "path": "/", "headers": []}
+        self.retry_key = ""
+        self.received: bytes | None = b""
         self.goes_on = asyncio.Event()
         self.status, self.num_bytes, self.has_ended = 0, 0, False
 

@@ -44,7 +44,9 @@ class Guarded:
         headers = {"authorization": self.bearer(name), **metadata}
         return list(
             self.rigs[at].stub.SendMessage(
-                request, metadata=[(k.replace("_", "-"), v) for k, v in headers.items()], timeout=60
+                request,
+                metadata=tuple((k.replace("_", "-"), v) for k, v in headers.items()),
+                timeout=60,
             )
         )
 
@@ -134,10 +136,10 @@ def forwarded_status(guarded: Guarded, at: int, name: str) -> int:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
         answers = stub.ForwardHttp(
             iter([replica_pb2.ForwardHttpRequest(head=head)]),
-            metadata=[
+            metadata=(
                 ("authorization", guarded.bearer(name)),
                 *((key.replace("_", "-"), value) for key, value in FORGED.items()),
-            ],
+            ),
             timeout=60,
         )
         return int(next(answers).head.status)
@@ -147,7 +149,8 @@ def test_without_a_token_nothing_is_forwarded(guarded: Guarded) -> None:
     head = replica_pb2.HttpRequest(method="GET", path="/health")
     with grpc.insecure_channel(guarded.rigs[ONE].server.address) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
-        for metadata in ([], [("authorization", f"Bearer {SECRET}!")], [(CALLER_KEY, "{}")]):
+        wrong = ("authorization", f"Bearer {SECRET}!")
+        for metadata in ((), (wrong,), ((CALLER_KEY, "{}"),)):
             with pytest.raises(grpc.RpcError) as failed:
                 next(
                     stub.ForwardHttp(
@@ -174,7 +177,9 @@ def test_a_head_that_is_no_request_is_refused(guarded: Guarded, head: Any) -> No
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
         with pytest.raises(grpc.RpcError) as failed:
             next(
-                stub.ForwardHttp(iter([first]), metadata=[("authorization", guarded.bearer("ann"))])
+                stub.ForwardHttp(
+                    iter([first]), metadata=(("authorization", guarded.bearer("ann")),)
+                )
             )
         assert code(failed) == "INVALID_ARGUMENT"
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -128,9 +127,9 @@ def sharing(
     """
     with ServiceRig(folder) as service, ExitStack() as stack:
         rigs = []
-        for name, more in zip_longest(names, each_listening, fillvalue={}):
-            data = folder / str(name)
-            places = Listening("127.0.0.1:0", data / "admin.sock", **{**listening, **dict(more)})
+        for number, name in enumerate(names):
+            data, more = folder / name, each_listening[number] if each_listening else {}
+            places = Listening("127.0.0.1:0", data / "admin.sock", **{**listening, **more})
             rig = DaemonRig(data, listening=places, history=service.link.address, **daemon)
             rigs.append(stack.enter_context(rig))
         yield service, rigs

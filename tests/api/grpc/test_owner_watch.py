@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from pensieve.api.grpc.peers import OwnerWatch, Wait
 from pensieve.errors import NotFound, OwnedElsewhere, StoreUnavailable
@@ -38,7 +39,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def begun(watch: OwnerWatch, told: list[str], *names: str) -> list[Wait]:
-    return [watch.begin(owner_of(name), "t", lambda name=name: told.append(name)) for name in names]
+    return [watch.begin(owner_of(name), "t", partial(told.append, name)) for name in names]
 
 
 def test_one_conversation_tells_that_an_owner_is_there() -> None:
