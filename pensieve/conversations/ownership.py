@@ -29,6 +29,7 @@ from pensieve.conversations.live_turn import LiveTurn, cache_key
 from pensieve.conversations.threads import Threads
 from pensieve.engine.messages import DeleteConversation
 from pensieve.errors import OwnedElsewhere, Unavailable
+from pensieve.store.records import Conversation
 from pensieve.store.remote.remote_store import RemoteStore
 
 TAKEN = "the conversation was served elsewhere meanwhile; say it again"
@@ -45,9 +46,12 @@ class OwningStore(Protocol):
     def take(self, conversation_id: str, *, tenant: str = "") -> None:
         """Claim a conversation whose owner does not answer this daemon."""
 
+    def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
+        """NotFound if there is none."""
+
 
 class Owners:
-    """Claims conversations for this daemon."""
+    """Claims conversations for this daemon; NotFound if there is no such conversation (any more)."""
 
     def __init__(self, store: OwningStore, threads: Threads) -> None:
         self.replica = store.replica
@@ -64,8 +68,12 @@ class Owners:
     async def _called(
         self, claim: Callable[..., None], conversation_id: str, tenant: str
     ) -> OwnedElsewhere | None:
+        def call() -> None:
+            claim(conversation_id, tenant=tenant)
+            self._store.get_conversation(conversation_id, tenant=tenant)
+
         try:
-            await self._threads.in_store(tenant, claim, conversation_id, tenant=tenant)
+            await self._threads.in_store(tenant, call)
         except OwnedElsewhere as owner:
             return owner
         return None

@@ -13,8 +13,10 @@ import grpc
 import pytest
 
 from pensieve.api.grpc import forwarding
+from pensieve.api.grpc.peers import LOOK_SECONDS
 from pensieve.errors import OwnedElsewhere
 from pensieve.guard.callers import Caller
+from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import MODEL, HttpRig
 from tests.conversations.rig_daemon import ECHO, DaemonRig, details
 from tests.history.rig_service import ServiceRig, sharing, wait_for
@@ -50,6 +52,28 @@ def test_a_conversation_is_deleted_at_any_daemon(both: Both) -> None:
     assert both.http[TWO].ask("DELETE", "/v1/conversations/c").status == 200
     assert both.http[ONE].ask("GET", "/v1/conversations/c").status == 404
     assert both.conversations() == 0
+
+
+def test_a_deletion_that_takes_long_is_answered_by_the_owner(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the conversation has no owner any more, since it is gone."""
+    conversations = both.rigs[ONE].daemon.conversations
+    delete = conversations.delete
+
+    async def slow(*given: Any) -> None:
+        await delete(*given)
+        await asyncio.sleep(2.5 * LOOK_SECONDS)
+
+    monkeypatch.setattr(conversations, "delete", slow)
+    both.rigs[ONE].ask("c", "hello")
+    assert both.http[TWO].ask("DELETE", "/v1/conversations/c").status == 200
+    both.rigs[ONE].ask("d", "hello")
+    request = pb.DeleteConversationRequest(conversation_id="d")
+    both.rigs[TWO].stub.DeleteConversation(request, timeout=60)
+    forwarder = both.rigs[TWO].server.forwarder
+    assert forwarder is not None
+    assert (forwarder.num_forwarded, forwarder.num_taken) == (2, 0)
 
 
 def test_a_response_is_deleted_at_any_daemon_and_leaves_no_conversation(both: Both) -> None:

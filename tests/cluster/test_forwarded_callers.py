@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ class Guarded:
         return [each["conversation_id"] for each in events if each.get("tenant") == tenant]
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    folder = tmp_path_factory.mktemp("guarded")
+@contextmanager
+def guarding(folder: Path, secret: str) -> Iterator[Guarded]:
     made = {
         "ann": callers.new_token("ann", False, "of-ann"),
         "bob": callers.new_token("bob", False, "of-bob"),
@@ -82,12 +82,18 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     listening = {
         "http": "127.0.0.1:0",
         "tokens": callers.read_tokens(file),
-        "peer_tokens": Sharing(secret=SECRET).tokens(),
-        "peer_secret": SECRET,
+        "peer_tokens": Sharing(secret=secret).tokens(),
+        "peer_secret": secret,
     }
     logs = [{"audit_log": folder / f"audit-{at}"} for at in (ONE, TWO)]
     with sharing(folder, ("one", "two"), listening, each_listening=logs) as (_, rigs):
         yield Guarded(folder, rigs, {name: token for name, (token, _) in made.items()})
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarding(tmp_path_factory.mktemp("guarded"), SECRET) as daemons:
+        yield daemons
 
 
 FORGED = {
@@ -101,13 +107,26 @@ def code(failed: pytest.ExceptionInfo[grpc.RpcError]) -> str:
 
 
 def test_a_call_is_its_callers_at_the_owner_over_both_doors(guarded: Guarded) -> None:
+    check_callers(guarded)
+
+
+def test_without_a_secret_the_clients_token_goes_along(tmp_path: Path) -> None:
+    with guarding(tmp_path, "") as daemons:
+        check_callers(daemons)
+        for name, status in (("ann", 200), ("bob", 404), ("admin", 404)):
+            assert forwarded_status(daemons, ONE, name) == status
+
+
+def check_callers(guarded: Guarded) -> None:
     guarded.send(ONE, "ann", "new")
     assert guarded.send(TWO, "ann", "c")[-1].completed.finish_reason
     body = {"model": MODEL, "input": "Hello.", "conversation": "c"}
     assert guarded.ask(TWO, "ann", "POST", "/v1/responses", body).status == 200
+    key = {"x-api-key": guarded.bearer("ann").removeprefix("Bearer ")}
+    assert guarded.http[TWO].ask("POST", "/v1/responses", body, key).status == 200
     forwarder = guarded.rigs[TWO].server.forwarder
     assert forwarder is not None
-    assert (forwarder.num_forwarded, forwarder.num_taken) == (2, 0)
+    assert (forwarder.num_forwarded, forwarder.num_taken) == (3, 0)
     with pytest.raises(grpc.RpcError) as failed:
         guarded.send(TWO, "bob", "c")
     assert code(failed) == "NOT_FOUND"

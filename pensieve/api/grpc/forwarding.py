@@ -88,8 +88,8 @@ class Forwarder:
     async def answered(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
         """Have the owner answer; return False if the conversation is ours now, and nobody has answered.
 
-        OwnedElsewhere if the owner cannot be reached and its lease holds. gRPC's error if the owner has
-        answered with one, or the answer breaks off.
+        OwnedElsewhere if the owner cannot be reached and its lease holds. NotFound if the conversation is
+        gone by then. gRPC's error if the owner has answered with one, or the answer breaks off.
         """
         self.num_forwarded += 1
         give_up_at: float | None = None
@@ -205,10 +205,8 @@ class SharedConversationService(ConversationService):
     async def CancelTurn(
         self, request: pb.CancelTurnRequest, context: Any
     ) -> pb.CancelTurnResponse:
-        assert self.daemon.owners is not None
-        owner = await self.daemon.owners.claim(request.conversation_id, caller().tenant)
-        if owner is not None:
-            raise owner
+        daemon, tenant, named = self.daemon, caller().tenant, request.conversation_id
+        await daemon.threads.in_store(tenant, daemon.store.claim, named, tenant=tenant)
         return await super().CancelTurn(request, context)
 
 
