@@ -28,7 +28,7 @@ from pensieve.api.grpc.peers import FORWARDED, LOOK_SECONDS, Metadata, OwnerWatc
 from pensieve.api.grpc.translate import DETAILS_KEY, TYPE_PREFIX
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.ownership import Owners
-from pensieve.errors import OwnedElsewhere
+from pensieve.errors import NotFound, OwnedElsewhere
 from pensieve.guard.callers import caller
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
@@ -88,8 +88,8 @@ class Forwarder:
     async def answered(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
         """Have the owner answer; return False if the conversation is ours now, and nobody has answered.
 
-        OwnedElsewhere if the owner cannot be reached and its lease holds. NotFound if the conversation is
-        gone by then. gRPC's error if the owner has answered with one, or the answer breaks off.
+        OwnedElsewhere if the owner cannot be reached and its lease holds. gRPC's error if the owner has
+        answered with one, or the answer breaks off.
         """
         self.num_forwarded += 1
         give_up_at: float | None = None
@@ -110,7 +110,7 @@ class Forwarder:
                     raise owner from None
                 else:
                     await asyncio.sleep(LOOK_SECONDS)
-                next_owner = await self._owners.take(owner.conversation_id, tenant)
+                next_owner = await _found(self._owners.take(owner.conversation_id, tenant))
                 if next_owner is not None and next_owner.address == owner.address:
                     continue
             if next_owner is None:
@@ -154,12 +154,23 @@ class Forwarder:
         """Raise what follows from an error before the answer; return if the error is the answer."""
         details = details_of(error)
         if details is not None and reason_of(details) == OwnedElsewhere.reason:
-            owner = wait.owner
-            raise NotOwner(await self._owners.claim(owner.conversation_id, wait.tenant)) from error
+            claim = self._owners.claim(wait.owner.conversation_id, wait.tenant)
+            raise NotOwner(await _found(claim)) from error
         was_not_sent = (error.details() or "").startswith(NO_CONNECTION)
         is_away = error.code() is grpc.StatusCode.UNAVAILABLE and details is None
         if is_away and (may_repeat or was_not_sent):
             raise Unreachable from error
+
+
+async def _found(claim: Awaitable[OwnedElsewhere | None]) -> OwnedElsewhere | None:
+    """Return the owner that a claim finds, None if the conversation is ours now.
+
+    A conversation that is gone has no owner: any daemon can say so, or create it again.
+    """
+    try:
+        return await claim
+    except NotFound:
+        return None
 
 
 class GrpcCall:
