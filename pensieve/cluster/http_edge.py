@@ -20,8 +20,8 @@ anywhere behind BODY_BYTES, is not found.
 **A response has the key of the request that made it**, if this proxy has passed it on (the last IDS_MAX): its
 id is in what the daemon sends back.  So responses that go on from one another (`previous_response_id`), each
 with an id of its own, stay with one replica.  Another proxy knows nothing of it and takes the id itself for
-the key: that is right, since any replica takes a conversation over, but the conversation moves when its
-client changes proxies.
+the key: that is right, since any replica forwards a request to the owner of its conversation, but it is a hop
+more.
 
 A request without a body, or with one that has been read whole, goes to the daemon past Ray (http_direct.py);
 another body's messages go on through Ray as they came.

@@ -37,7 +37,7 @@ from pensieve.conversations.housekeeping import (
 )
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
-from pensieve.conversations.ownership import SharedThreads, StaleConversations
+from pensieve.conversations.ownership import Owners, StaleConversations
 from pensieve.conversations.threads import Threads, aside
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
@@ -95,13 +95,9 @@ class Daemon:
             report=report,
             answer_seconds=self.config.answer_seconds,
         )
-        if isinstance(store, RemoteStore):
-            threads: Threads = SharedThreads(
-                store, self._loop, self.config.text_threads, events.failed
-            )
-        else:
-            threads = Threads(self._loop, self.config.text_threads, events.failed)
-        self.threads = threads
+        self.threads = Threads(self._loop, self.config.text_threads, events.failed)
+        # None of a daemon that shares its history with no other one.
+        self.owners = Owners(store, self.threads) if isinstance(store, RemoteStore) else None
         self.damage = Damage(store, self.threads, self._tell_serving)
         self.full_disk = FullDisk(store, self.threads, self._tell_serving)
         self.reader = store.reader()  # of the read thread, also while the model is loading

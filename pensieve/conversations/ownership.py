@@ -6,24 +6,21 @@ drops what it still has of the conversation, in this order: a turn that runs her
 longer knows, what the history's thread remembers, and the KV in the engine. The engine hears of it before the
 Submit of the next turn.
 
-A gRPC call that needs a conversation of another daemon is passed on to that daemon (grpc/forwarding.py). An
-HTTP call takes the conversation over instead, unless a turn of it runs there: by the time the owner is known,
-the body of the request is gone. `takes_over` says which of both the present call does.
+A call that needs a conversation of another daemon fails with OwnedElsewhere and has written nothing. The
+doors forward such calls to the owner (api/grpc/forwarding.py).
 
 A daemon that has lost its session computes turns that nobody will have. They end as soon as the daemon knows,
 with an error after which a client retries. The history refuses a turn that is about to be committed.
 
-All of it belongs to the loop but `_stale`, which the store thread calls, and `_lost`, which the connection
-calls.
+All of it belongs to the loop but `OwningStore` and `_stale`, which the store thread calls, and `_lost`,
+which the connection calls.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Protocol
 
 from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.engine_client import EngineClient
@@ -32,40 +29,54 @@ from pensieve.conversations.live_turn import cache_key
 from pensieve.conversations.threads import Threads
 from pensieve.engine.messages import DeleteConversation
 from pensieve.errors import OwnedElsewhere, Unavailable
+from pensieve.store.records import Conversation
 from pensieve.store.remote.remote_store import RemoteStore
 
-T = TypeVar("T")
-takes_over: ContextVar[bool] = ContextVar("takes_over", default=False)  # of the call that runs
 TAKEN = "the conversation was served elsewhere meanwhile; say it again"
 
 
-class SharedThreads(Threads):
-    """Threads whose store is shared: a job of another daemon's conversation may take it over."""
+class OwningStore(Protocol):
+    """A store whose conversations have owners. Used in the store's thread."""
 
-    def __init__(
-        self,
-        store: RemoteStore,
-        loop: asyncio.AbstractEventLoop,
-        text_threads: int,
-        on_failure: Callable[[BaseException], None],
-    ) -> None:
-        super().__init__(loop, text_threads, on_failure)
-        self._store = store
+    replica: str  # the name of this daemon
 
-    async def in_store(
-        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
-    ) -> T:
+    def claim(self, conversation_id: str, *, tenant: str = "") -> None:
+        """Make a conversation ours; OwnedElsewhere while the owner's lease holds."""
+
+    def take(self, conversation_id: str, *, tenant: str = "") -> None:
+        """Claim a conversation whose owner does not answer this daemon."""
+
+    def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
+        """NotFound if there is none."""
+
+
+class Owners:
+    """Claims conversations for this daemon; NotFound if there is no such conversation (any more)."""
+
+    def __init__(self, store: OwningStore, threads: Threads) -> None:
+        self.replica = store.replica
+        self._store, self._threads = store, threads
+
+    async def claim(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
+        """Claim a conversation; return the owner if another daemon's lease holds."""
+        return await self._called(self._store.claim, conversation_id, tenant)
+
+    async def take(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
+        """Claim a conversation whose owner does not answer; return the owner if its lease holds."""
+        return await self._called(self._store.take, conversation_id, tenant)
+
+    async def _called(
+        self, claim: Callable[..., None], conversation_id: str, tenant: str
+    ) -> OwnedElsewhere | None:
+        def call() -> None:
+            claim(conversation_id, tenant=tenant)
+            self._store.get_conversation(conversation_id, tenant=tenant)
+
         try:
-            return await super().in_store(tenant, function, *arguments, **named)
-        except OwnedElsewhere as elsewhere:  # and it has written nothing
-            if not takes_over.get():
-                raise
-            await self.take(elsewhere.conversation_id, tenant)
-        return await super().in_store(tenant, function, *arguments, **named)
-
-    async def take(self, conversation_id: str, tenant: str) -> None:
-        """Serve a conversation of another daemon here; OwnedElsewhere if a turn of it runs there."""
-        await super().in_store(tenant, self._store.take, conversation_id, tenant=tenant)
+            await self._threads.in_store(tenant, call)
+        except OwnedElsewhere as owner:
+            return owner
+        return None
 
 
 class StaleConversations:

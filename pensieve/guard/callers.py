@@ -4,6 +4,9 @@ With a token file, a call needs a token unless its method is open to anybody. A 
 which is compared in constant time. It names its tenant, and conversations of another tenant do not exist for
 it. A caller on the UNIX socket in the data folder is the operator.
 
+Another daemon of the cluster has a token of its own (`is_peer`). When it forwards a call, it names the
+caller, and the call is that caller's. Nobody else is believed.
+
 A peer is written as gRPC writes it: `ipv4:HOST:PORT`, `ipv6:[HOST]:PORT`, or `unix:` for the socket.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import math
 import secrets
 import tomllib
@@ -22,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN
-from pensieve.errors import ConfigError, PermissionDenied, Unauthenticated
+from pensieve.errors import ConfigError, InvalidArgument, PermissionDenied, Unauthenticated
 from pensieve.guard.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Limits
 from pensieve.store.records import ID_PATTERN
 
 KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
+WRITTEN = {"tenant": str, "admin": bool, "known": bool, "priority_max": int, "token": str}
 SHOWN_DIGITS = 12  # of a digest, where a token has no name
 LOCAL_PREFIX = "unix:"  # of a peer; with its colon, no tenant's name
 
@@ -48,6 +53,7 @@ class Token:
     limits: Limits = NO_LIMITS
     priority_max: int = PRIORITY_MAX  # of its turns; a higher one is lowered to it
     name: str = ""  # in the audit log
+    is_peer: bool = False  # of the other daemons of a cluster
 
     @property
     def shown(self) -> str:
@@ -61,6 +67,7 @@ class Caller:
     known: bool = True  # by a token, or because none is needed
     priority_max: int = PRIORITY_MAX
     token: str = field(default="", compare=False)  # as people know it
+    is_peer: bool = False  # another daemon of the cluster
 
 
 ANONYMOUS = Caller()
@@ -177,7 +184,30 @@ class KnownTokens:
             raise PermissionDenied("an admin token is needed")
         if token is None:
             return Caller("", admin)
-        return Caller(token.tenant, admin, priority_max=token.priority_max, token=token.shown)
+        return Caller(
+            token.tenant,
+            admin,
+            priority_max=token.priority_max,
+            token=token.shown,
+            is_peer=token.is_peer,
+        )
+
+
+def written_caller(by: Caller) -> str:
+    """Return a caller as daemons tell it to each other: one line of ASCII."""
+    fields = {name: getattr(by, name) for name in WRITTEN}
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def read_caller(text: str) -> Caller:
+    """Return the caller that another daemon has written; InvalidArgument if it is none."""
+    try:
+        fields = json.loads(text)
+        if {name: type(value) for name, value in fields.items()} != WRITTEN:
+            raise ValueError(text)
+    except (ValueError, AttributeError):
+        raise InvalidArgument("caller", "is not as another daemon writes it") from None
+    return Caller(**fields)
 
 
 def is_local_peer(peer: str) -> bool:

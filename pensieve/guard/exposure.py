@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ class Listening:
     metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
     peer_tokens: Sequence[Token] = ()  # of other daemons, where clients need tokens
     peers: Any = None  # credentials for calls to other daemons; None: without TLS
+    peer_secret: str = field(
+        default="", repr=False
+    )  # by which the daemons of a cluster know each other
 
 
 def check_exposure(listening: Listening) -> None:

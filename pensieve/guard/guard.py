@@ -10,6 +10,9 @@ gone. A tenant with more than `calls_max` calls is refused before the request is
 client repeats after its connection broke have twice as many. A tenant in debt has its calls begun, and its
 errors told, at a pace (limits.py).
 
+A call that another daemon forwards is authenticated, counted, admitted and audited there. Here it has its
+caller, and the limits of bodies.
+
 An answer that would be too much beside what its tenant has not read yet (`unread_bytes`) is refused. A piece
 of a stream waits; its reader is cancelled when it has waited too long (conversations/followers.py).
 
@@ -32,7 +35,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from pensieve.errors import PensieveError, QueueFull, ServerFault, whole_line
 from pensieve.guard.audit import Audit, AuditedCall
-from pensieve.guard.callers import Access, Caller, KnownTokens, Token, group_of, set_caller
+from pensieve.guard.callers import (
+    Access,
+    Caller,
+    KnownTokens,
+    Token,
+    group_of,
+    read_caller,
+    set_caller,
+)
 from pensieve.guard.client_errors import is_of_the_machine
 from pensieve.guard.limits import Allowance, Allowances
 from pensieve.guard.request_bodies import IncomingBodies, ReceivedBytes, Transport
@@ -126,12 +137,22 @@ class GuardedCall:
         self._received: ReceivedBytes | None = None
         self._is_held_to_the_end = False
 
-    async def enter(self, authorization: str | None) -> Caller:
-        """Return the caller; an error if there are too many calls, or this caller may not make this one."""
+    async def enter(
+        self,
+        authorization: str | None,
+        forwarded: Callable[[], str | None] = lambda: None,
+    ) -> Caller:
+        """Return the caller; an error if there are too many calls, or this caller may not make this one.
+
+        `forwarded` returns whose call it is, as another daemon has written it. It is asked only if the call
+        comes from another daemon.
+        """
         guard, kind, transport = self._guard, self._kind, self._transport
         self.caller = found = guard.authenticate(
             self.name, kind.access, authorization, transport.peer()
         )
+        if found.is_peer and kind.access is Access.CALLER and (by := forwarded()) is not None:
+            return self.enter_forwarded(read_caller(by))
         set_caller(found)
         if kind.is_counted:
             self._allowance = allowance = guard.allowance(found.tenant)
@@ -143,6 +164,12 @@ class GuardedCall:
                 raise exceeded
             await self._pause(allowance.seconds_to_begin(_now()))
         return found
+
+    def enter_forwarded(self, by: Caller) -> Caller:
+        """Let the caller of a forwarded call in, who was authenticated and counted at another daemon."""
+        self.caller, self._audited = by, None
+        set_caller(by)
+        return by
 
     async def body(self, *, in_pieces: bool = False) -> bytes:
         """Receive the only message of a request, or a body that comes in pieces.

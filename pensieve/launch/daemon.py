@@ -118,6 +118,7 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
         metrics=settings.metrics or "",
         peers=sharing.credentials() if settings.tls_cert is not None else None,
         peer_tokens=sharing.tokens() if settings.token_file and is_shared(settings.store) else (),
+        peer_secret=sharing.secret if is_shared(settings.store) else "",
         hand_over=is_shared(settings.store),
     )
     check_exposure(listening)
@@ -207,7 +208,7 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
         jobs = _jobs(daemon, settings.data, texts, JobsConfig(call_style=style), report)
         plugins = [JobsPlugin(jobs, daemon.config.stall_seconds)]
         server = Server(daemon, setup.listening, plugins)
-        if setup.listening.http:
+        if setup.listening.http or setup.listening.hand_over:
             serve_http(server, texts.template, style)
         return server
     except BaseException:

@@ -39,7 +39,7 @@ class Sharing:
         if not self.secret:
             return ()
         digest = hashlib.sha256(self.secret.encode()).digest()
-        return (Token(digest, admin=True, name="replicas"),)
+        return (Token(digest, admin=True, name="replicas", is_peer=True),)
 
     def credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.certificates)

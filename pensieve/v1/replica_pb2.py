@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pensieve/v1/replica.proto\x12\x0bpensieve.v1\"M\n\x0e\x46\x65tchKvRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x03\"w\n\x0f\x46\x65tchKvResponse\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x15.pensieve.v1.KvHeaderH\x00\x12#\n\x04part\x18\x02 \x01(\x0b\x32\x13.pensieve.v1.KvPartH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04kind\"r\n\x08KvHeader\x12\x35\n\x08identity\x18\x01 \x03(\x0b\x32#.pensieve.v1.KvHeader.IdentityEntry\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"q\n\x06KvPart\x12\x13\n\x0b\x66irst_chunk\x18\x01 \x01(\x03\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x0c\n\x04\x63rcs\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x03\x32X\n\x0eReplicaService\x12\x46\n\x07\x46\x65tchKv\x12\x1b.pensieve.v1.FetchKvRequest\x1a\x1c.pensieve.v1.FetchKvResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pensieve/v1/replica.proto\x12\x0bpensieve.v1\"V\n\x12\x46orwardHttpRequest\x12(\n\x04head\x18\x01 \x01(\x0b\x32\x18.pensieve.v1.HttpRequestH\x00\x12\x0e\n\x04\x62ody\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"\xa1\x01\n\x0bHttpRequest\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\r\n\x05query\x18\x03 \x01(\x0c\x12(\n\x07headers\x18\x04 \x03(\x0b\x32\x17.pensieve.v1.HttpHeader\x12\x13\n\x0b\x63lient_host\x18\x05 \x01(\t\x12\x13\n\x0b\x63lient_port\x18\x06 \x01(\r\x12\x11\n\tretry_key\x18\x07 \x01(\t\")\n\nHttpHeader\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\"X\n\x13\x46orwardHttpResponse\x12)\n\x04head\x18\x01 \x01(\x0b\x32\x19.pensieve.v1.HttpResponseH\x00\x12\x0e\n\x04\x62ody\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"H\n\x0cHttpResponse\x12\x0e\n\x06status\x18\x01 \x01(\r\x12(\n\x07headers\x18\x02 \x03(\x0b\x32\x17.pensieve.v1.HttpHeader\"M\n\x0e\x46\x65tchKvRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x03\"w\n\x0f\x46\x65tchKvResponse\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x15.pensieve.v1.KvHeaderH\x00\x12#\n\x04part\x18\x02 \x01(\x0b\x32\x13.pensieve.v1.KvPartH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04kind\"r\n\x08KvHeader\x12\x35\n\x08identity\x18\x01 \x03(\x0b\x32#.pensieve.v1.KvHeader.IdentityEntry\x1a/\n\rIdentityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"q\n\x06KvPart\x12\x13\n\x0b\x66irst_chunk\x18\x01 \x01(\x03\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x0c\n\x04\x63rcs\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x11\n\tnum_bytes\x18\x06 \x01(\x03\x32\xae\x01\n\x0eReplicaService\x12\x46\n\x07\x46\x65tchKv\x12\x1b.pensieve.v1.FetchKvRequest\x1a\x1c.pensieve.v1.FetchKvResponse0\x01\x12T\n\x0b\x46orwardHttp\x12\x1f.pensieve.v1.ForwardHttpRequest\x1a .pensieve.v1.ForwardHttpResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_KVHEADER_IDENTITYENTRY']._loaded_options = None
   _globals['_KVHEADER_IDENTITYENTRY']._serialized_options = b'8\001'
-  _globals['_FETCHKVREQUEST']._serialized_start=42
-  _globals['_FETCHKVREQUEST']._serialized_end=119
-  _globals['_FETCHKVRESPONSE']._serialized_start=121
-  _globals['_FETCHKVRESPONSE']._serialized_end=240
-  _globals['_KVHEADER']._serialized_start=242
-  _globals['_KVHEADER']._serialized_end=356
-  _globals['_KVHEADER_IDENTITYENTRY']._serialized_start=309
-  _globals['_KVHEADER_IDENTITYENTRY']._serialized_end=356
-  _globals['_KVPART']._serialized_start=358
-  _globals['_KVPART']._serialized_end=471
-  _globals['_REPLICASERVICE']._serialized_start=473
-  _globals['_REPLICASERVICE']._serialized_end=561
+  _globals['_FORWARDHTTPREQUEST']._serialized_start=42
+  _globals['_FORWARDHTTPREQUEST']._serialized_end=128
+  _globals['_HTTPREQUEST']._serialized_start=131
+  _globals['_HTTPREQUEST']._serialized_end=292
+  _globals['_HTTPHEADER']._serialized_start=294
+  _globals['_HTTPHEADER']._serialized_end=335
+  _globals['_FORWARDHTTPRESPONSE']._serialized_start=337
+  _globals['_FORWARDHTTPRESPONSE']._serialized_end=425
+  _globals['_HTTPRESPONSE']._serialized_start=427
+  _globals['_HTTPRESPONSE']._serialized_end=499
+  _globals['_FETCHKVREQUEST']._serialized_start=501
+  _globals['_FETCHKVREQUEST']._serialized_end=578
+  _globals['_FETCHKVRESPONSE']._serialized_start=580
+  _globals['_FETCHKVRESPONSE']._serialized_end=699
+  _globals['_KVHEADER']._serialized_start=701
+  _globals['_KVHEADER']._serialized_end=815
+  _globals['_KVHEADER_IDENTITYENTRY']._serialized_start=768
+  _globals['_KVHEADER_IDENTITYENTRY']._serialized_end=815
+  _globals['_KVPART']._serialized_start=817
+  _globals['_KVPART']._serialized_end=930
+  _globals['_REPLICASERVICE']._serialized_start=933
+  _globals['_REPLICASERVICE']._serialized_end=1107
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,148 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class ForwardHttpRequest(google.protobuf.message.Message):
+    """First the head, then the body."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: builtins.int
+    BODY_FIELD_NUMBER: builtins.int
+    body: builtins.bytes
+    """The next bytes of the body."""
+    @property
+    def head(self) -> Global___HttpRequest:
+        """Comes once, and first."""
+
+    def __init__(
+        self,
+        *,
+        head: Global___HttpRequest | None = ...,
+        body: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "head", b"head", "kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "head", b"head", "kind", b"kind"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["head", "body"] | None: ...
+
+Global___ForwardHttpRequest: typing_extensions.TypeAlias = ForwardHttpRequest
+
+@typing.final
+class HttpRequest(google.protobuf.message.Message):
+    """An HTTP request without its body."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    QUERY_FIELD_NUMBER: builtins.int
+    HEADERS_FIELD_NUMBER: builtins.int
+    CLIENT_HOST_FIELD_NUMBER: builtins.int
+    CLIENT_PORT_FIELD_NUMBER: builtins.int
+    RETRY_KEY_FIELD_NUMBER: builtins.int
+    method: builtins.str
+    """In capitals."""
+    path: builtins.str
+    """Decoded, without the query."""
+    query: builtins.bytes
+    """What follows the question mark."""
+    client_host: builtins.str
+    """Address of the client."""
+    client_port: builtins.int
+    """Port of the client."""
+    retry_key: builtins.str
+    """Random.  The daemon that received the request may answer it itself if this one is lost, and it is one turn."""
+    @property
+    def headers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HttpHeader]:
+        """Without those of the connection and of the caller; at most 256."""
+
+    def __init__(
+        self,
+        *,
+        method: builtins.str = ...,
+        path: builtins.str = ...,
+        query: builtins.bytes = ...,
+        headers: collections.abc.Iterable[Global___HttpHeader] | None = ...,
+        client_host: builtins.str = ...,
+        client_port: builtins.int = ...,
+        retry_key: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_host", b"client_host", "client_port", b"client_port", "headers", b"headers", "method", b"method", "path", b"path", "query", b"query", "retry_key", b"retry_key"]) -> None: ...
+
+Global___HttpRequest: typing_extensions.TypeAlias = HttpRequest
+
+@typing.final
+class HttpHeader(google.protobuf.message.Message):
+    """A header of a request or of an answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    name: builtins.bytes
+    """In small letters."""
+    value: builtins.bytes
+    """As it was sent."""
+    def __init__(
+        self,
+        *,
+        name: builtins.bytes = ...,
+        value: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "value", b"value"]) -> None: ...
+
+Global___HttpHeader: typing_extensions.TypeAlias = HttpHeader
+
+@typing.final
+class ForwardHttpResponse(google.protobuf.message.Message):
+    """First the head, then the body."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: builtins.int
+    BODY_FIELD_NUMBER: builtins.int
+    body: builtins.bytes
+    """The next bytes of the body."""
+    @property
+    def head(self) -> Global___HttpResponse:
+        """Comes once, and first."""
+
+    def __init__(
+        self,
+        *,
+        head: Global___HttpResponse | None = ...,
+        body: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "head", b"head", "kind", b"kind"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "head", b"head", "kind", b"kind"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["head", "body"] | None: ...
+
+Global___ForwardHttpResponse: typing_extensions.TypeAlias = ForwardHttpResponse
+
+@typing.final
+class HttpResponse(google.protobuf.message.Message):
+    """An HTTP answer without its body."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: builtins.int
+    HEADERS_FIELD_NUMBER: builtins.int
+    status: builtins.int
+    """The HTTP status."""
+    @property
+    def headers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HttpHeader]:
+        """In their order."""
+
+    def __init__(
+        self,
+        *,
+        status: builtins.int = ...,
+        headers: collections.abc.Iterable[Global___HttpHeader] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["headers", b"headers", "status", b"status"]) -> None: ...
+
+Global___HttpResponse: typing_extensions.TypeAlias = HttpResponse
+
+@typing.final
 class FetchKvRequest(google.protobuf.message.Message):
     """Which conversation's KV is wanted."""
 

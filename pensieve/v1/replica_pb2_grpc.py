@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ReplicaServiceStub(object):
-    """Served only where the operator wants it.  Where tokens are in use it needs one with `admin`.
+    """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
+    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
     """
 
     def __init__(self, channel):
@@ -40,16 +41,31 @@ class ReplicaServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_replica__pb2.FetchKvRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_replica__pb2.FetchKvResponse.FromString,
                 _registered_method=True)
+        self.ForwardHttp = channel.stream_stream(
+                '/pensieve.v1.ReplicaService/ForwardHttp',
+                request_serializer=pensieve_dot_v1_dot_replica__pb2.ForwardHttpRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_replica__pb2.ForwardHttpResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServiceServicer(object):
-    """Served only where the operator wants it.  Where tokens are in use it needs one with `admin`.
+    """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
+    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
     """
 
     def FetchKv(self, request, context):
         """KV of a conversation that this daemon's engine still has, from its end on, for the daemon that has the conversation
         now: a header, then parts, each followed by its bytes.  It ends where there is nothing more, and
         nothing but the header comes of a conversation that is not there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForwardHttp(self, request_iterator, context):
+        """An HTTP request that another daemon received, about a conversation that this daemon owns.  This daemon answers it as
+        if it had come to its own HTTP address.  The request is its head and then pieces of its body, and so is the answer.
+        UNAVAILABLE with the reason OWNED_ELSEWHERE: this daemon does not own the conversation, and has changed nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,6 +79,11 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     request_deserializer=pensieve_dot_v1_dot_replica__pb2.FetchKvRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_replica__pb2.FetchKvResponse.SerializeToString,
             ),
+            'ForwardHttp': grpc.stream_stream_rpc_method_handler(
+                    servicer.ForwardHttp,
+                    request_deserializer=pensieve_dot_v1_dot_replica__pb2.ForwardHttpRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_replica__pb2.ForwardHttpResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'pensieve.v1.ReplicaService', rpc_method_handlers)
@@ -72,7 +93,8 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReplicaService(object):
-    """Served only where the operator wants it.  Where tokens are in use it needs one with `admin`.
+    """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
+    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
     """
 
     @staticmethod
@@ -92,6 +114,33 @@ class ReplicaService(object):
             '/pensieve.v1.ReplicaService/FetchKv',
             pensieve_dot_v1_dot_replica__pb2.FetchKvRequest.SerializeToString,
             pensieve_dot_v1_dot_replica__pb2.FetchKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForwardHttp(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pensieve.v1.ReplicaService/ForwardHttp',
+            pensieve_dot_v1_dot_replica__pb2.ForwardHttpRequest.SerializeToString,
+            pensieve_dot_v1_dot_replica__pb2.ForwardHttpResponse.FromString,
             options,
             channel_credentials,
             insecure,

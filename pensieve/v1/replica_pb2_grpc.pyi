@@ -41,14 +41,36 @@ _ReplicaServiceFetchKvType = typing_extensions.TypeVar(
     ],
 )
 
-class ReplicaServiceStub(typing.Generic[_ReplicaServiceFetchKvType]):
-    """Served only where the operator wants it.  Where tokens are in use it needs one with `admin`."""
+_ReplicaServiceForwardHttpType = typing_extensions.TypeVar(
+    '_ReplicaServiceForwardHttpType',
+    grpc.StreamStreamMultiCallable[
+        pensieve.v1.replica_pb2.ForwardHttpRequest,
+        pensieve.v1.replica_pb2.ForwardHttpResponse,
+    ],
+    grpc.aio.StreamStreamMultiCallable[
+        pensieve.v1.replica_pb2.ForwardHttpRequest,
+        pensieve.v1.replica_pb2.ForwardHttpResponse,
+    ],
+    default=grpc.StreamStreamMultiCallable[
+        pensieve.v1.replica_pb2.ForwardHttpRequest,
+        pensieve.v1.replica_pb2.ForwardHttpResponse,
+    ],
+)
+
+class ReplicaServiceStub(typing.Generic[_ReplicaServiceFetchKvType, _ReplicaServiceForwardHttpType]):
+    """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
+    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
+    """
 
     @typing.overload
     def __init__(self: ReplicaServiceStub[
         grpc.UnaryStreamMultiCallable[
             pensieve.v1.replica_pb2.FetchKvRequest,
             pensieve.v1.replica_pb2.FetchKvResponse,
+        ],
+        grpc.StreamStreamMultiCallable[
+            pensieve.v1.replica_pb2.ForwardHttpRequest,
+            pensieve.v1.replica_pb2.ForwardHttpResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -58,6 +80,10 @@ class ReplicaServiceStub(typing.Generic[_ReplicaServiceFetchKvType]):
             pensieve.v1.replica_pb2.FetchKvRequest,
             pensieve.v1.replica_pb2.FetchKvResponse,
         ],
+        grpc.aio.StreamStreamMultiCallable[
+            pensieve.v1.replica_pb2.ForwardHttpRequest,
+            pensieve.v1.replica_pb2.ForwardHttpResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     FetchKv: _ReplicaServiceFetchKvType
@@ -66,15 +92,27 @@ class ReplicaServiceStub(typing.Generic[_ReplicaServiceFetchKvType]):
     nothing but the header comes of a conversation that is not there.
     """
 
+    ForwardHttp: _ReplicaServiceForwardHttpType
+    """An HTTP request that another daemon received, about a conversation that this daemon owns.  This daemon answers it as
+    if it had come to its own HTTP address.  The request is its head and then pieces of its body, and so is the answer.
+    UNAVAILABLE with the reason OWNED_ELSEWHERE: this daemon does not own the conversation, and has changed nothing.
+    """
+
 ReplicaServiceAsyncStub: typing_extensions.TypeAlias = ReplicaServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         pensieve.v1.replica_pb2.FetchKvRequest,
         pensieve.v1.replica_pb2.FetchKvResponse,
     ],
+    grpc.aio.StreamStreamMultiCallable[
+        pensieve.v1.replica_pb2.ForwardHttpRequest,
+        pensieve.v1.replica_pb2.ForwardHttpResponse,
+    ],
 ]
 
 class ReplicaServiceServicer(metaclass=abc.ABCMeta):
-    """Served only where the operator wants it.  Where tokens are in use it needs one with `admin`."""
+    """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
+    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
+    """
 
     @abc.abstractmethod
     def FetchKv(
@@ -85,6 +123,17 @@ class ReplicaServiceServicer(metaclass=abc.ABCMeta):
         """KV of a conversation that this daemon's engine still has, from its end on, for the daemon that has the conversation
         now: a header, then parts, each followed by its bytes.  It ends where there is nothing more, and
         nothing but the header comes of a conversation that is not there.
+        """
+
+    @abc.abstractmethod
+    def ForwardHttp(
+        self,
+        request_iterator: _MaybeAsyncIterator[pensieve.v1.replica_pb2.ForwardHttpRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[pensieve.v1.replica_pb2.ForwardHttpResponse], collections.abc.AsyncIterator[pensieve.v1.replica_pb2.ForwardHttpResponse]]:
+        """An HTTP request that another daemon received, about a conversation that this daemon owns.  This daemon answers it as
+        if it had come to its own HTTP address.  The request is its head and then pieces of its body, and so is the answer.
+        UNAVAILABLE with the reason OWNED_ELSEWHERE: this daemon does not own the conversation, and has changed nothing.
         """
 
 def add_ReplicaServiceServicer_to_server(servicer: ReplicaServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

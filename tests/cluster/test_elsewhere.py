@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import http.client
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from pensieve.api.grpc import forwarding
+from pensieve.api.grpc.peers import LOOK_SECONDS
+from pensieve.errors import OwnedElsewhere
+from pensieve.guard.callers import Caller
+from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import MODEL, HttpRig
-from tests.conversations.rig_daemon import ECHO, DaemonRig
+from tests.conversations.rig_daemon import ECHO, DaemonRig, details
 from tests.history.rig_service import ServiceRig, sharing, wait_for
 
 ONE, TWO = 0, 1
@@ -46,6 +54,28 @@ def test_a_conversation_is_deleted_at_any_daemon(both: Both) -> None:
     assert both.conversations() == 0
 
 
+def test_a_deletion_that_takes_long_is_answered_by_the_owner(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the conversation has no owner any more, since it is gone."""
+    conversations = both.rigs[ONE].daemon.conversations
+    delete = conversations.delete
+
+    async def slow(*given: Any) -> None:
+        await delete(*given)
+        await asyncio.sleep(2.5 * LOOK_SECONDS)
+
+    monkeypatch.setattr(conversations, "delete", slow)
+    both.rigs[ONE].ask("c", "hello")
+    assert both.http[TWO].ask("DELETE", "/v1/conversations/c").status == 200
+    both.rigs[ONE].ask("d", "hello")
+    request = pb.DeleteConversationRequest(conversation_id="d")
+    both.rigs[TWO].stub.DeleteConversation(request, timeout=60)
+    forwarder = both.rigs[TWO].server.forwarder
+    assert forwarder is not None
+    assert (forwarder.num_forwarded, forwarder.num_taken) == (2, 0)
+
+
 def test_a_response_is_deleted_at_any_daemon_and_leaves_no_conversation(both: Both) -> None:
     made = both.respond(ONE)
     assert (made.status, both.conversations()) == (200, 1)
@@ -55,20 +85,40 @@ def test_a_response_is_deleted_at_any_daemon_and_leaves_no_conversation(both: Bo
 
 
 def test_a_response_that_runs_at_another_daemon_is_not_said_to_have_failed(both: Both) -> None:
-    """Who runs its turn ends it; another one says so, and nothing of it is lost."""
+    """Who runs its turn ends it, wherever the request comes in."""
     more = {"background": True, "max_output_tokens": 3000, "ignore_eos": True}
     began = both.respond(ONE, **more)
     path = f"/v1/responses/{began.value['id']}"
     wait_for(lambda: both.rigs[ONE].num_live == 1)
     assert both.http[TWO].ask("GET", path).value["status"] in ("queued", "in_progress")
-    for method, where in (("POST", f"{path}/cancel"), ("DELETE", path)):
-        refused = both.http[TWO].ask(method, where)
-        assert refused.status == 503
-        assert "is served by" in refused.error["message"]
-    assert both.http[ONE].ask("GET", path).value["status"] in ("queued", "in_progress")
-    assert both.http[ONE].ask("POST", f"{path}/cancel").value["status"] == "cancelled"
-    assert both.http[TWO].ask("GET", path).value["status"] == "cancelled"
+    assert both.http[TWO].ask("POST", f"{path}/cancel").value["status"] == "cancelled"
+    assert both.http[ONE].ask("GET", path).value["status"] == "cancelled"
     assert both.http[TWO].ask("DELETE", path).status == 200
+    again = both.respond(ONE, **more).value["id"]
+    wait_for(lambda: both.rigs[ONE].num_live == 1)
+    assert both.http[TWO].ask("DELETE", f"/v1/responses/{again}").status == 200
+    wait_for(lambda: both.rigs[ONE].num_live == 0)
+    assert both.http[ONE].ask("GET", f"/v1/responses/{again}").status == 404
+
+
+def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Have owners carry calls out whose answers nobody gets; the list has the calls."""
+    sent, lost = forwarding.Forwarder._sent, list[Any]()
+
+    class Deaf:
+        def __init__(self, call: Any) -> None:
+            self.may_repeat, self.begin, self.answer = call.may_repeat, call.begin, call.answer
+
+        async def pass_on(self, message: Any) -> None:
+            """Nobody gets it."""
+
+    async def lose(self: Any, owner: OwnedElsewhere, tenant: str, call: Any) -> None:
+        lost.append(call)
+        await sent(self, owner, tenant, Deaf(call))
+        raise forwarding.Unreachable
+
+    monkeypatch.setattr(forwarding.Forwarder, "_sent", lose)
+    return lost
 
 
 def test_a_message_without_a_request_id_that_is_sent_twice_is_one_turn(
@@ -76,24 +126,32 @@ def test_a_message_without_a_request_id_that_is_sent_twice_is_one_turn(
 ) -> None:
     """The owner has had it, and cannot be reached when it answers."""
     both.rigs[ONE].ask("c", "hello", request_id="r0")
-    forwarded = forwarding.Forwarder._forwarded
-    seen: list[str] = []
-
-    async def lost(self: Any, address: str, method: str, request: Any, context: Any) -> Any:
-        seen.append(request.request_id)
-        both.rigs[ONE].ask("c", "again", request_id=request.request_id)
-        raise forwarding.Unreachable
-
-    monkeypatch.setattr(forwarding.Forwarder, "_forwarded", lost)
+    lost = lose_answers(monkeypatch)
     said = both.rigs[TWO].ask("c", "again")
-    monkeypatch.setattr(forwarding.Forwarder, "_forwarded", forwarded)
-    assert len(seen[0]) == 32
+    assert len(lost) == 1
     assert said.completed.finish_reason
     assert len(both.rigs[TWO].messages("c")) == 4
 
 
+def test_an_http_request_without_a_key_that_is_sent_twice_is_one_turn(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both.rigs[ONE].ask("c", "hello", request_id="r0")
+    lost = lose_answers(monkeypatch)
+    for number, body in enumerate(({}, {"stream": True}), 1):
+        both.rigs[ONE].ask(f"d{number}", "hello")
+        found = both.respond(TWO, conversation=f"d{number}", **body)
+        assert found.status == 200
+        assert len(lost) == number
+        assert len(both.rigs[TWO].messages(f"d{number}")) == 4
+    message = {"conversation_id": "c", "messages": [{"content": "again"}]}
+    both.http[TWO].ask("POST", f"{forwarding.PREFIX}SendMessage", message)
+    assert len(lost) == 3
+    assert len(both.rigs[TWO].messages("c")) == 4
+
+
 def test_a_response_that_is_asked_for_again_where_it_does_not_run(both: Both) -> None:
-    body = {"model": MODEL, "input": "Hello.", "background": True, "max_output_tokens": 3000}
+    body = {"model": MODEL, "input": "Hello.", "background": True, "max_output_tokens": 100}
     body["ignore_eos"] = True
     key = {"idempotency-key": "k-1"}
     began = both.http[ONE].ask("POST", "/v1/responses", body, key).value
@@ -102,6 +160,149 @@ def test_a_response_that_is_asked_for_again_where_it_does_not_run(both: Both) ->
     assert (again.value["id"], again.status) == (began["id"], 200)
     assert again.value["status"] in ("queued", "in_progress")
     streamed = both.http[TWO].ask("POST", "/v1/responses", {**body, "stream": True}, key)
-    assert streamed.status == 503
-    assert "is served by" in streamed.error["message"]
-    both.http[ONE].ask("POST", f"/v1/responses/{began['id']}/cancel")
+    assert streamed.status == 200
+    assert streamed.events[-1]["type"] == "response.incomplete"
+    assert streamed.events[-1]["response"]["id"] == began["id"]
+
+
+def first_event(answer: http.client.HTTPResponse) -> bytes:
+    line = answer.readline()
+    while not line.startswith(b"data: "):
+        line = answer.readline()
+    return line
+
+
+def test_a_chat_is_continued_where_it_is_and_streamed_as_it_comes(both: Both) -> None:
+    began = both.http[ONE].chat("Hello.")
+    name = began.headers["x-pensieve-conversation-id"]
+    reply = began.value["choices"][0]["message"]["content"]
+    messages = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": "And?"},
+    ]
+    body = {"model": MODEL, "messages": messages, "stream": True, "max_tokens": 100}
+    connection = both.http[TWO].connection()
+    connection.request("POST", "/v1/chat/completions", json.dumps({**body, "ignore_eos": True}))
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("x-pensieve-bound")) == (200, "appended")
+    assert answer.getheader("x-pensieve-conversation-id") == name
+    first_event(answer)
+    assert (both.rigs[ONE].num_live, both.rigs[TWO].num_live) == (1, 0)
+    assert answer.read().endswith(b"data: [DONE]\n\n")
+    connection.close()
+    assert len(both.rigs[ONE].messages(name)) == 4
+
+
+def test_a_client_that_leaves_ends_the_turn_at_the_owner(both: Both) -> None:
+    both.rigs[ONE].ask("c", "hello")
+    body = {"model": MODEL, "input": "Hello.", "conversation": "c", "stream": True}
+    for more in ({}, {"stream": False}):
+        connection = both.http[TWO].connection()
+        raw = json.dumps({**body, "max_output_tokens": 3000, "ignore_eos": True, **more})
+        connection.request("POST", "/v1/responses", raw)
+        wait_for(lambda: both.rigs[ONE].num_live == 1)
+        connection.close()
+        wait_for(lambda: both.rigs[ONE].num_live == 0)
+    assert both.rigs[TWO].num_live == 0
+
+
+def test_a_large_body_reaches_the_owner_and_a_refusal_comes_back(both: Both) -> None:
+    both.rigs[ONE].ask("c", "hello")
+    blank = b" " * (5 << 20)
+    changed = both.http[TWO].ask("POST", "/v1/conversations/c", b'{"metadata": {"a": "b"}}' + blank)
+    assert (changed.status, changed.value["metadata"]) == (200, {"a": "b"})
+    item = {"type": "message", "role": "user", "content": "more"}
+    path = "/v1/conversations/c/items"
+    assert both.http[TWO].ask("POST", path, {"items": [item]}).status == 200
+    last = both.http[TWO].ask("GET", f"{path}?limit=1").value["data"][0]["id"]
+    assert both.http[TWO].ask("DELETE", f"{path}/{last}").status == 200
+    first = both.http[TWO].ask("GET", f"{path}?order=asc&limit=1").value["data"][0]["id"]
+    refused = both.http[TWO].ask("DELETE", f"{path}/{first}")
+    assert refused.status == 400
+
+
+def test_two_daemons_that_disagree_are_an_error(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both.rigs[ONE].ask("c", "hello")
+    places = zip(("one", "two"), both.rigs, strict=True)
+    owners = [OwnedElsewhere("c", name, rig.server.address) for name, rig in places]
+    for rig, other in zip(both.rigs, reversed(owners), strict=True):
+
+        def refused(*_: Any, other: OwnedElsewhere = other, **__: Any) -> None:
+            raise OwnedElsewhere(other.conversation_id, other.replica, other.address)
+
+        for name in ("claim", "take", "begin_turn"):
+            monkeypatch.setattr(rig.daemon.store, name, refused)
+    forwarders = [rig.server.forwarder for rig in both.rigs]
+    sent: list[str] = []
+    carry = forwarding.Forwarder._sent
+
+    async def counted(self: Any, owner: OwnedElsewhere, *given: Any) -> None:
+        sent.append(owner.replica)
+        await carry(self, owner, *given)
+
+    monkeypatch.setattr(forwarding.Forwarder, "_sent", counted)
+    with pytest.raises(grpc.RpcError) as failed:
+        both.rigs[TWO].ask("c", "again")
+    assert details(failed.value)["ErrorInfo"].reason == "OWNED_ELSEWHERE"
+    assert sent == ["one"] * forwarding.OWNERS_MAX
+    answer = both.respond(TWO, conversation="c")
+    assert answer.status == 503
+    assert "is served by one" in answer.error["message"]
+    assert sent == ["one"] * 2 * forwarding.OWNERS_MAX
+    assert [each.num_forwarded for each in forwarders if each] == [0, 2]
+
+
+class SlowRequest:
+    """A request whose client takes nothing of the answer until it may."""
+
+    def __init__(self) -> None:
+        self.scope: Mapping[str, Any] = {"method": "GET", "path": "/", "headers": []}
+        self.retry_key = ""
+        self.received: bytes | None = b""
+        self.goes_on = asyncio.Event()
+        self.status, self.num_bytes, self.has_ended = 0, 0, False
+
+    def pass_on_head(self, status: int, headers: Any) -> None:
+        self.status = status
+
+    async def write(self, piece: bytes) -> None:
+        await self.goes_on.wait()
+        self.num_bytes += len(piece)
+
+    async def end_bytes(self) -> None:
+        self.has_ended = True
+
+
+def test_a_client_that_takes_nothing_holds_up_the_owner(both: Both) -> None:
+    piece, num_pieces, num_sent = bytes(256 << 10), 200, 0
+
+    async def flood(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_sent
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        for _ in range(num_pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            num_sent += 1
+        await send({"type": "http.response.body", "body": b""})
+
+    both.rigs[ONE].server.http_application = lambda: flood
+    owner = OwnedElsewhere("c", "one", both.rigs[ONE].server.address)
+    request = SlowRequest()
+
+    async def forward() -> int:
+        forward_http = both.rigs[TWO].server.forward_http
+        assert forward_http is not None
+        answering = asyncio.ensure_future(forward_http(request, Caller(), owner))
+        before = -1
+        while num_sent != before:
+            before = num_sent
+            await asyncio.sleep(0.5)
+        request.goes_on.set()
+        assert await answering
+        return before
+
+    assert both.rigs[TWO].call(forward()) < num_pieces / 4
+    assert (request.status, request.has_ended) == (201, True)
+    assert request.num_bytes == num_pieces * len(piece)

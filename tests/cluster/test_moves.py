@@ -1,12 +1,14 @@
 """M1 while conversations move: a real model, three daemons with one history, each request at any of them.
 
-A request over HTTP that comes to a daemon which does not have the conversation takes it over.  Its KV is
-computed again there, or brought from the daemon that had it; all that daemon still has of it from before is
-of an older epoch.  Every sampled token is the one that plain transformers says after the same tokens.
+A request that comes to a daemon which does not have the conversation is answered by the one that has it, or
+if that is out of reach, by the daemon itself.  Then KV is computed again there, or brought from the daemon
+that had the conversation; all that this daemon still has of it is of an older epoch.  Every sampled token is
+the one that plain transformers says after the same tokens.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.api.grpc import forwarding
 from pensieve.api.grpc.replica import KvFetcher
 from pensieve.client import Client
 from pensieve.conversations.daemon_config import DaemonConfig
@@ -37,11 +40,24 @@ async def hand_over(rig: DaemonRig, always: bool) -> KvReceiver:
     return fetched
 
 
+def lose_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have two of three owners be out of reach, so that the daemon which is called takes the conversation."""
+    sent, choose = forwarding.Forwarder._sent, random.Random(SEED)
+
+    async def may_send(self: Any, *given: Any) -> None:
+        if choose.randrange(3):
+            raise forwarding.Unreachable
+        await sent(self, *given)
+
+    monkeypatch.setattr(forwarding.Forwarder, "_sent", may_send)
+
+
 @pytest.mark.timeout(600 * SCALE)
 @pytest.mark.parametrize("moves_kv", [True, False], ids=["with_kv", "without"])
 def test_every_reply_is_what_plain_transformers_says_wherever_it_is_given(
-    tmp_path: Path, moves_kv: bool
+    tmp_path: Path, moves_kv: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lose_owners(monkeypatch)
     folder = write_model(tmp_path / "model", QWEN_2_5, "llama-gqa")
     done: Counter[str] = Counter()
     shape: dict[str, Any] = {"program": ENGINE, "written": TINY, "model_folder": folder}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from tests.cluster.world import Kind, World
 from tests.conversations.rig_daemon import wait_for
 from tests.loop_thread import LoopThread
 
+LEASE_SECONDS = 3.0
+ECHO_MODEL = "echo (arithmetic instead of a model)"
+LASTING = 5000  # of one that lasts until it is ended
 LONG = 400  # tokens of a turn that lasts for some seconds
 PATIENT = Retry(retries=1000, first_seconds=0.05, most_seconds=0.5)
 
@@ -29,7 +34,9 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self._loop = LoopThread()
         self.run, self.do = self._loop.run, self._loop.do
-        self.world = World(folder, Kind(num_replicas=2, lease_seconds=3.0, echo_seconds=0.01))
+        self.world = World(
+            folder, Kind(num_replicas=2, lease_seconds=LEASE_SECONDS, echo_seconds=0.01)
+        )
         self.run(self.world.__aenter__())
         self.clients = [Client(each, retry=PATIENT) for each in self.world.addresses]
 
@@ -158,7 +165,7 @@ def test_one_request_at_two_daemons_at_once_is_one_turn(cluster: Cluster) -> Non
 
 @pytest.mark.timeout(600)
 def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster) -> None:
-    saying = Saying(cluster.clients[0], "wrong", "r", 5000)
+    saying = Saying(cluster.clients[0], "wrong", "r", LASTING)
     assert saying.begun.wait(120)
     request = pb.CancelTurnRequest(conversation_id="wrong", request_id="r")
     answer = cluster.clients[1].call(lambda at: at.stub.CancelTurn, request, repeat=True)
@@ -168,22 +175,118 @@ def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster)
     assert cluster.texts("wrong") == ["tell me more", reply.text]
 
 
+def respond(cluster: Cluster, name: str, *, is_stream: bool) -> None:
+    """Through the HTTP door of the second daemon, of a client that does not repeat."""
+    address = cluster.world.replicas[1].http_address
+    connection = http.client.HTTPConnection(address, timeout=120)
+    body = {"model": ECHO_MODEL, "input": "more", "conversation": name, "stream": is_stream}
+    connection.request("POST", "/v1/responses", json.dumps(body))
+    answer = connection.getresponse()
+    raw = answer.read().decode()
+    connection.close()
+    assert answer.status == 200, raw
+    assert "completed" in raw or "incomplete" in raw, raw
+
+
+@pytest.mark.timeout(600)
+def test_a_stream_over_http_whose_owner_is_killed_ends_with_an_error_and_the_next_one_is_served(
+    cluster: Cluster,
+) -> None:
+    cluster.clients[0].conversation("broken").ask("hello", max_tokens=8)
+    replica, door = cluster.world.replicas
+    connection = http.client.HTTPConnection(door.http_address, timeout=120)
+    body = {"model": ECHO_MODEL, "input": "more", "conversation": "broken", "stream": True}
+    body |= {"max_output_tokens": LASTING, "ignore_eos": True}
+    connection.request("POST", "/v1/responses", json.dumps(body))
+    answer = connection.getresponse()
+    while b"output_text.delta" not in answer.readline():
+        assert answer.status == 200
+    cluster.run(replica.kill())
+    try:
+        rest = answer.read().decode()
+        assert "broke off" in rest.strip().splitlines()[-1], rest[-1000:]
+        connection.close()
+        respond(cluster, "broken", is_stream=True)
+    finally:
+        cluster.run(replica.start())
+    assert cluster.texts("broken")[::2] == ["hello", "more"]
+
+
+@pytest.mark.timeout(600)
+def test_a_stopped_daemons_conversations_are_served_by_another_within_its_lease_and_two_seconds(
+    cluster: Cluster,
+) -> None:
+    """It still accepts connections. Clients that do not repeat anything get their answers over both doors."""
+    first, paused = cluster.clients[0], cluster.world.replicas[0]
+    for name in ("idle-grpc", "idle-http", "idle-stream", "idle-cancel"):
+        first.conversation(name).ask("hello")
+    with Client(cluster.world.addresses[1], retry=Retry(retries=0)) as second:
+        second.conversation("idle-grpc").ask("hello")  # it was forwarded: connections are there
+        away = Saying(first, "runs", "r", LONG)
+        assert away.begun.wait(120)
+        took: dict[str, float] = {}
+        failures: list[BaseException] = []
+
+        def timed(name: str, call: Callable[[], object]) -> threading.Thread:
+            def run() -> None:
+                try:
+                    call()
+                    took[name] = time.monotonic() - began
+                except BaseException as error:
+                    failures.append(error)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        def cancel() -> None:
+            request = pb.CancelTurnRequest(conversation_id="idle-cancel", request_id="none")
+            second.call(lambda at: at.stub.CancelTurn, request, repeat=False)
+
+        def begin() -> None:
+            assert Saying(second, "runs", "r", LONG).begun.wait(120)
+
+        cluster.do(paused.pause)
+        began = time.monotonic()
+        calls = {
+            "grpc": lambda: second.conversation("idle-grpc").ask("more", max_tokens=8),
+            "http": lambda: respond(cluster, "idle-http", is_stream=False),
+            "stream": lambda: respond(cluster, "idle-stream", is_stream=True),
+            "cancel": cancel,
+            "runs": begin,
+        }
+        threads = [timed(name, call) for name, call in calls.items()]
+        try:
+            for thread in threads:
+                thread.join(60)
+        finally:
+            cluster.do(paused.go_on)
+        assert not failures, failures
+        assert took.keys() == calls.keys()
+        assert max(took.values()) < LEASE_SECONDS + 2, took
+        assert away.wait().revision == 1
+    texts = cluster.texts("idle-http")
+    assert (len(texts), texts[0], texts[2]) == (4, "hello", "more")
+
+
 @pytest.mark.timeout(600)
 def test_a_conversation_of_a_daemon_that_nobody_reaches_is_an_error_that_names_its_owner(
     cluster: Cluster,
 ) -> None:
     """As long as the owner is there and runs a turn; the SDK says the same again until it is not."""
     cluster.do(cluster.world.replicas[0].peer_link.refuse)
-    saying = Saying(cluster.clients[0], "apart", "r", LONG)
+    saying = Saying(cluster.clients[0], "apart", "r", LASTING)
     assert saying.begun.wait(120)
     try:
         with Client(cluster.world.addresses[1], retry=Retry(retries=0)) as client:
             with pytest.raises(OwnedElsewhere) as refused:
-                client.conversation("apart").ask("tell me more", request_id="r", max_tokens=LONG)
+                client.conversation("apart").ask("tell me more", request_id="r", max_tokens=9)
             assert refused.value.replica == "replica-0"
             assert refused.value.address == cluster.world.replicas[0].peer_link.address
     finally:
         cluster.do(cluster.world.replicas[0].peer_link.heal)
+    request = pb.CancelTurnRequest(conversation_id="apart", request_id="r")
+    cluster.clients[0].call(lambda at: at.stub.CancelTurn, request, repeat=True)
     assert saying.wait().revision == 1
 
 

@@ -117,9 +117,11 @@ class Replica(Part):
         self.history_link = Link(history)
         self.peer_link = Link(address, free_port())
         self.client_link = Link(address)
+        self.http_address = f"127.0.0.1:{free_port()}"
         self._arguments = [
             *("serve", "--data", str(self.data), "--replica", f"replica-{number}"),
             *("--address", address, "--announce", self.peer_link.address),
+            *("--http", self.http_address),
         ]
         super().__init__(f"replica-{number}", folder, self._arguments, kind.engine_variables)
 

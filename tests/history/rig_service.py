@@ -114,14 +114,22 @@ class ServiceRig:
 
 @contextmanager
 def sharing(
-    folder: Path, names: Sequence[str], listening: Mapping[str, Any], **daemon: Any
+    folder: Path,
+    names: Sequence[str],
+    listening: Mapping[str, Any],
+    *,
+    each_listening: Sequence[Mapping[str, Any]] = (),
+    **daemon: Any,
 ) -> Iterator[tuple[ServiceRig, list[DaemonRig]]]:
-    """A history service and daemons that share it; `listening` and `daemon` are fields of each."""
+    """A history service and daemons that share it; `listening` and `daemon` are fields of each.
+
+    `each_listening` has more fields of one after the other.
+    """
     with ServiceRig(folder) as service, ExitStack() as stack:
         rigs = []
-        for name in names:
-            data = folder / name
-            places = Listening("127.0.0.1:0", data / "admin.sock", **listening)
+        for number, name in enumerate(names):
+            data, more = folder / name, each_listening[number] if each_listening else {}
+            places = Listening("127.0.0.1:0", data / "admin.sock", **{**listening, **more})
             rig = DaemonRig(data, listening=places, history=service.link.address, **daemon)
             rigs.append(stack.enter_context(rig))
         yield service, rigs

@@ -1,178 +1,272 @@
 """Forward calls about conversations that another daemon owns.
 
     served here ──OwnedElsewhere──> forwarded to the owner ──> answered
-                                       └──the owner is unreachable──> taken over, and served here
+                                       └──its lease ran out──> claimed, and served here
 
-A conversation stays where its KV is, so a call that reaches the wrong daemon only takes longer. The forwarder
-passes bytes and errors on unchanged. A forwarded call is not forwarded again: two daemons that disagree would
-do so for ever. The answer's initial metadata name the owner, so that a client or a router can go there.
+A conversation stays where its KV is, so a call that reaches the wrong daemon only takes longer. The
+forwarder passes bytes and errors on unchanged, over both doors (http_forwarding.py has the other one). A
+forwarded call is not forwarded again: two daemons that disagree would do so for ever. The answer's initial
+metadata name the owner, so that a client or a router can go there.
+
+Until the answer begins, the owner is watched (peers.py). If it cannot be reached, the call is sent again
+until the owner's lease has run out, for PATIENCE_SECONDS at most. An answer that has begun and breaks off is
+an error to the client.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from pensieve.api.grpc.conversation import ConversationService
-from pensieve.api.grpc.translate import DETAILS_KEY
+from pensieve.api.grpc.peers import FORWARDED, LOOK_SECONDS, Metadata, OwnerWatch, Peers, Wait
+from pensieve.api.grpc.translate import DETAILS_KEY, TYPE_PREFIX
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.ownership import SharedThreads
-from pensieve.errors import OwnedElsewhere
+from pensieve.conversations.ownership import Owners
+from pensieve.errors import NotFound, OwnedElsewhere
 from pensieve.guard.callers import caller
 from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import status_pb2
 
-FORWARDED = "pensieve-forwarded"  # by whom
 HOME = "pensieve-home"  # where the conversation is served
-NOT_PASSED_ON = ("user-agent", "te", "content-type", FORWARDED)
 PREFIX = "/pensieve.v1.ConversationService/"
-BYTES_MAX = 64 << 20
-OPTIONS = (
-    ("grpc.max_receive_message_length", BYTES_MAX),
-    ("grpc.max_send_message_length", BYTES_MAX),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2000),  # how long an attempt to connect may take
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.enable_retries", 0),
-    ("grpc.keepalive_time_ms", 2000),  # a daemon that stands still is not waited for
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.ping_timeout_ms", 2000),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-CHANNELS_MAX = 256
 PASSED_ON = (
     *("SendMessage", "CancelTurn", "DeleteConversation"),
     *("RewindConversation", "WarmConversation"),
 )
 REPEATABLE = ("SendMessage", "CancelTurn", "WarmConversation")  # done twice, they are done once
 NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words before it has sent anything
+PATIENCE_SECONDS = 12.0  # with an owner that is not reached: a lease, and a little
+OWNERS_MAX = 3  # that a call is forwarded to, one after the other
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
+class ForwardedCall(Protocol):
+    """A call that can be sent to the owner of its conversation."""
+
+    may_repeat: bool  # done twice, it is done once
+
+    def begin(self, address: str, channel: grpc.aio.Channel) -> Any:
+        """Return gRPC's call to the owner."""
+
+    def answer(self, call: Any) -> AsyncIterator[Any]:
+        """Yield the messages of the answer."""
+
+    async def pass_on(self, message: Any) -> None:
+        """Pass a message of the answer on to the client."""
+
+
 class Unreachable(Exception):
-    """The owner cannot be reached, and the call may be carried out here."""
+    """The owner cannot be reached, and the call may be carried out elsewhere."""
+
+
+class NotOwner(Exception):
+    """The conversation has another owner by now."""
+
+    def __init__(self, next_owner: OwnedElsewhere | None) -> None:
+        """`next_owner`: None if the conversation is ours."""
+        super().__init__()
+        self.next_owner = next_owner
 
 
 class Forwarder:
     """Forwards calls to the owners of conversations. Runs on the event loop."""
 
-    def __init__(
-        self, daemon: Daemon, name: str, credentials: grpc.ChannelCredentials | None = None
-    ) -> None:
-        """`name` of this daemon; `credentials` where the daemons have TLS among them."""
-        self.daemon = daemon
-        assert isinstance(daemon.threads, SharedThreads)
-        self._threads = daemon.threads
+    def __init__(self, owners: Owners, peers: Peers) -> None:
+        self.peers = peers
         self.num_forwarded = 0
         self.num_taken = 0
-        self._name = name
-        self._credentials = credentials
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.patience_seconds = PATIENCE_SECONDS
+        self._owners = owners
+        self._watch = OwnerWatch(owners.claim)
 
-    async def served(self, handler: Handler, method: str, request: Any, context: Any) -> Any:
-        """Return the answer of this daemon, or of the owner of the conversation."""
-        try:
-            return await handler(request, context)
-        except OwnedElsewhere as elsewhere:
-            if _is_forwarded(context) or not elsewhere.address:
-                raise
-            owner = elsewhere
-        if isinstance(request, pb.SendMessageRequest) and not request.request_id:
-            request.request_id = f"{secrets.randbits(128):032x}"  # of two tries
-        try:
-            self.num_forwarded += 1
-            return await self._forwarded(owner.address, method, request, context)
-        except Unreachable:
-            self.num_taken += 1
-            await self._threads.take(owner.conversation_id, caller().tenant)
-            return await handler(request, context)
+    async def answered(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
+        """Have the owner answer; return False if the conversation is ours now, and nobody has answered.
+
+        OwnedElsewhere if the owner cannot be reached and its lease holds. gRPC's error if the owner has
+        answered with one, or the answer breaks off.
+        """
+        self.num_forwarded += 1
+        give_up_at: float | None = None
+        num_owners = 1
+        while True:
+            if not owner.address:
+                raise owner
+            try:
+                await self._sent(owner, tenant, call)
+                return True
+            except NotOwner as found:
+                next_owner = found.next_owner
+            except Unreachable:
+                now = asyncio.get_running_loop().time()
+                if give_up_at is None:
+                    give_up_at = now + self.patience_seconds
+                elif now >= give_up_at:
+                    raise owner from None
+                else:
+                    await asyncio.sleep(LOOK_SECONDS)
+                next_owner = await _found(self._owners.take(owner.conversation_id, tenant))
+                if next_owner is not None and next_owner.address == owner.address:
+                    continue
+            if next_owner is None:
+                self.num_taken += 1
+                return False
+            num_owners += 1
+            if num_owners > OWNERS_MAX:
+                raise next_owner
+            owner = next_owner
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
+        await self._watch.close()
+        await self.peers.close()
 
-    async def _forwarded(self, address: str, method: str, request: Any, context: Any) -> Any:
-        channel = self._channel(address)
-        is_stream = method == "SendMessage"
-        kind: Any = channel.unary_stream if is_stream else channel.unary_unary
-        call = kind(PREFIX + method)(
-            request.SerializeToString(),
-            timeout=context.time_remaining(),
-            metadata=self._metadata(context),
-        )
+    async def _sent(self, owner: OwnedElsewhere, tenant: str, forwarded: ForwardedCall) -> None:
+        """Send a call to the owner, and pass the answer on."""
+        call = forwarded.begin(owner.address, self.peers.channel(owner.address))
+        wait = self._watch.begin(owner, tenant, call.cancel)
         has_begun = False
         try:
-            if not is_stream:
-                answer = await call
-                await _say_home(context, address)
-                return getattr(pb, f"{method}Response").FromString(answer)
-            async for piece in call:
+            async for message in forwarded.answer(call):
                 if not has_begun:
-                    await _say_home(context, address)
-                has_begun = True
-                await context.write(pb.SendMessageResponse.FromString(piece))
-            return None
+                    has_begun = True
+                    self._watch.end(wait)
+                await forwarded.pass_on(message)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            if wait.is_over and not has_begun and not task.cancelling():
+                raise NotOwner(wait.next_owner) from None
+            raise
         except grpc.aio.AioRpcError as error:
-            trailing = tuple(error.trailing_metadata() or ())
-            is_ours = any(key == DETAILS_KEY for key, _ in trailing)
-            was_not_sent = (error.details() or "").startswith(NO_CONNECTION)
-            may_repeat = method in REPEATABLE or was_not_sent
-            is_away = error.code() is grpc.StatusCode.UNAVAILABLE and not is_ours
-            if is_away and not has_begun and may_repeat:
-                raise Unreachable from error
-            context.set_trailing_metadata(
-                tuple((key, value) for key, value in trailing if key == DETAILS_KEY)
-            )
-            await context.abort(error.code(), error.details() or "")
+            if not has_begun:
+                await self._failed(error, wait, forwarded.may_repeat)
+            raise
         finally:
+            self._watch.end(wait)
             call.cancel()
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            if len(self._channels) >= CHANNELS_MAX:  # daemons come and go
-                self._channels.pop(next(iter(self._channels)))
-            self._channels[address] = (
-                grpc.aio.insecure_channel(address, OPTIONS)
-                if self._credentials is None
-                else grpc.aio.secure_channel(address, self._credentials, OPTIONS)
-            )
-        return self._channels[address]
-
-    def _metadata(self, context: Any) -> tuple[tuple[str, Any], ...]:
-        given = context.invocation_metadata() or ()
-        kept = [
-            (key, value)
-            for key, value in given
-            if key not in NOT_PASSED_ON and not key.startswith((":", "grpc-"))
-        ]
-        return (*kept, (FORWARDED, self._name))
+    async def _failed(self, error: grpc.aio.AioRpcError, wait: Wait, may_repeat: bool) -> None:
+        """Raise what follows from an error before the answer; return if the error is the answer."""
+        details = details_of(error)
+        if details is not None and reason_of(details) == OwnedElsewhere.reason:
+            claim = self._owners.claim(wait.owner.conversation_id, wait.tenant)
+            raise NotOwner(await _found(claim)) from error
+        was_not_sent = (error.details() or "").startswith(NO_CONNECTION)
+        is_away = error.code() is grpc.StatusCode.UNAVAILABLE and details is None
+        if is_away and (may_repeat or was_not_sent):
+            raise Unreachable from error
 
 
-class ForwardingService(ConversationService):
+async def _found(claim: Awaitable[OwnedElsewhere | None]) -> OwnedElsewhere | None:
+    """Return the owner that a claim finds, None if the conversation is ours now.
+
+    A conversation that is gone has no owner: any daemon can say so, or create it again.
+    """
+    try:
+        return await claim
+    except NotFound:
+        return None
+
+
+class GrpcCall:
+    """A call of ConversationService."""
+
+    def __init__(self, method: str, request: Any, context: Any, metadata: Metadata) -> None:
+        self.may_repeat = method in REPEATABLE
+        self.response: Any = None  # of a method that answers once
+        self._method, self._is_stream = method, method == "SendMessage"
+        self._request, self._context, self._metadata = request, context, metadata
+        self._home = (HOME, "")
+        self._has_begun = False
+
+    def begin(self, address: str, channel: grpc.aio.Channel) -> Any:
+        self._home = (HOME, address)
+        kind: Any = channel.unary_stream if self._is_stream else channel.unary_unary
+        return kind(PREFIX + self._method)(
+            self._request.SerializeToString(),
+            timeout=self._context.time_remaining(),
+            metadata=self._metadata,
+        )
+
+    async def answer(self, call: Any) -> AsyncIterator[bytes]:
+        if self._is_stream:
+            async for message in call:
+                yield message
+        else:
+            yield await call
+
+    async def pass_on(self, message: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await self._context.send_initial_metadata((self._home,))
+        if self._is_stream:
+            await self._context.write(pb.SendMessageResponse.FromString(message))
+        else:
+            self.response = getattr(pb, f"{self._method}Response").FromString(message)
+
+
+class SharedConversationService(ConversationService):
     """The ConversationService of a daemon that shares its history with others."""
-
-    def __init__(self, forwarder: Forwarder) -> None:
-        super().__init__(forwarder.daemon)
-        for name in PASSED_ON:
-            handler = getattr(self, name)
-            setattr(self, name, partial(forwarder.served, handler, name))
 
     async def CancelTurn(
         self, request: pb.CancelTurnRequest, context: Any
     ) -> pb.CancelTurnResponse:
-        daemon, tenant = self.daemon, caller().tenant
-        await daemon.threads.in_store(
-            tenant, daemon.store.claim, request.conversation_id, tenant=tenant
-        )
+        daemon, tenant, named = self.daemon, caller().tenant, request.conversation_id
+        await daemon.threads.in_store(tenant, daemon.store.claim, named, tenant=tenant)
         return await super().CancelTurn(request, context)
 
 
-def _is_forwarded(context: Any) -> bool:
+class ForwardingService(SharedConversationService):
+    """Forwards calls over gRPC."""
+
+    def __init__(self, daemon: Daemon, forwarder: Forwarder) -> None:
+        super().__init__(daemon)
+        self._forwarder = forwarder
+        for name in PASSED_ON:
+            handler = getattr(self, name)
+            setattr(self, name, partial(self._served, handler, name))
+
+    async def _served(self, handler: Handler, method: str, request: Any, context: Any) -> Any:
+        """Return the answer of this daemon, or of the owner of the conversation."""
+        try:
+            return await handler(request, context)
+        except OwnedElsewhere as elsewhere:
+            if is_forwarded(context):
+                raise
+            owner = elsewhere
+        if isinstance(request, pb.SendMessageRequest) and not request.request_id:
+            request.request_id = f"{secrets.randbits(128):032x}"  # of two tries
+        metadata = self._forwarder.peers.metadata(context.invocation_metadata() or ())
+        call = GrpcCall(method, request, context, metadata)
+        try:
+            if await self._forwarder.answered(owner, caller().tenant, call):
+                return call.response
+        except grpc.aio.AioRpcError as error:
+            details = details_of(error)
+            context.set_trailing_metadata(() if details is None else ((DETAILS_KEY, details),))
+            await context.abort(error.code(), error.details() or "")
+        return await handler(request, context)
+
+
+def is_forwarded(context: Any) -> bool:
     return any(key == FORWARDED for key, _ in context.invocation_metadata() or ())
 
 
-async def _say_home(context: Any, address: str) -> None:
-    await context.send_initial_metadata(((HOME, address),))
+def details_of(error: grpc.aio.AioRpcError) -> bytes | None:
+    """Return the details that another daemon has given with an error; None if the error is gRPC's own."""
+    trailing: Any = error.trailing_metadata() or ()
+    found: bytes | None = next((value for key, value in trailing if key == DETAILS_KEY), None)
+    return found
+
+
+def reason_of(details: bytes) -> str:
+    info = status_pb2.ErrorInfo()
+    for each in status_pb2.Status.FromString(details).details:
+        if each.type_url == f"{TYPE_PREFIX}ErrorInfo":
+            info.ParseFromString(each.value)
+    return info.reason

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from inspect import isawaitable
 from typing import Any
 
 import grpc
@@ -23,17 +24,20 @@ from pensieve.guard.guard import CallKind, Guard, GuardedCall
 
 ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 CONVERSATION_PREFIX = "/pensieve.v1.ConversationService/"
+CALLER_KEY = "pensieve-caller"  # of a forwarded call, from another daemon
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 JOB_PREFIX = "/pensieve.v1.JobService/"
+REPLICA_PREFIX = "/pensieve.v1.ReplicaService/"
 KINDS = {
     f"{CONVERSATION_PREFIX}SendMessage": CallKind(is_repeated=True),
     f"{CONVERSATION_PREFIX}CancelTurn": CallKind(is_repeated=True),
     f"{HEALTH_PREFIX}Watch": CallKind(Access.ANYBODY, is_counted=False, is_watch=True),
+    f"{REPLICA_PREFIX}ForwardHttp": CallKind(),
 }
 KINDS_OF_SERVICES = {
     ADMIN_PREFIX: CallKind(Access.OPERATOR, is_counted=False),
     HEALTH_PREFIX: CallKind(Access.ANYBODY, is_counted=False),
-    "/pensieve.v1.ReplicaService/": CallKind(Access.REPLICA),
+    REPLICA_PREFIX: CallKind(Access.REPLICA),
 }
 ANY_METHOD = CallKind()
 DELETIONS = (
@@ -76,7 +80,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
             )
             async with call:
                 try:
-                    await call.enter(authorization)
+                    await call.enter(authorization, lambda: _forwarded_caller(details))
                     counted = CountedContext(context, call) if kind.is_counted else context
                     if takes == "one":
                         request = requests = _parsed(parse, await call.body())
@@ -103,17 +107,20 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
             if behaviour is not None:
                 guard = partial(guarded, behaviour, takes=takes)
                 return make(guard, response_serializer=handler.response_serializer)
-        both = handler.stream_stream  # reflection, the only one that there is
+        both = handler.stream_stream
         if both is None:
             return None
 
         async def talk(requests: Any, context: Any) -> None:
-            async for response in both(requests, context):
+            answers = both(_each_parsed(parse, requests), context)
+            if isawaitable(answers):  # it writes by itself
+                await answers
+                return
+            async for response in answers:
                 await context.write(response)
 
         return grpc.stream_stream_rpc_method_handler(
             partial(guarded, talk, takes="a stream"),
-            request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
@@ -146,6 +153,12 @@ def authorization_of(metadata: Any) -> str | None:
     return found if found is None or isinstance(found, str) else ""
 
 
+def _forwarded_caller(details: grpc.HandlerCallDetails) -> str | None:
+    """Return whose call this is, as another daemon has written it; None if it has not."""
+    metadata = details.invocation_metadata or ()
+    return next((str(value) for key, value in metadata if key == CALLER_KEY), None)
+
+
 def _audited(method: str, request: Any) -> AuditedCall | None:
     tenant = getattr(request, "tenant", "")
     if method.startswith(JOB_PREFIX) and method not in DELETIONS and not tenant:
@@ -168,6 +181,11 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
         return parse(raw)
     except (DecodeError, UnicodeDecodeError, ValueError):
         raise InvalidArgument("request", "is not a message of this method") from None
+
+
+async def _each_parsed(parse: Callable[[bytes], Any], messages: Any) -> AsyncIterator[Any]:
+    async for raw in messages:
+        yield _parsed(parse, raw)
 
 
 async def abort_with(context: Any, error: PensieveError) -> None:

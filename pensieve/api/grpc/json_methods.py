@@ -28,6 +28,8 @@ Json = dict[str, Any]
 class JsonCall(Protocol):
     """A call, as its door has it."""
 
+    @property
+    def retry_key(self) -> str: ...  # of a call that two daemons may carry out; else empty
     def headers(self) -> Mapping[str, str]: ...
     def concerns(self, ids: Mapping[str, str]) -> None:
         """Tell the audit log what the call is about."""
@@ -54,6 +56,8 @@ def json_methods(service: ConversationService) -> Iterator[JsonMethod]:
 def _handler_of(call: Any, kind: Any) -> Callable[[Any, JsonCall], Awaitable[Json | None]]:
     async def handler(value: Any, json_call: JsonCall) -> Json | None:
         request = _read(kind, value)
+        if isinstance(request, pb.SendMessageRequest) and not request.request_id:
+            request.request_id = json_call.retry_key
         json_call.concerns({name: getattr(request, name, "") for name in AUDITED_IDS})
         answer = await call(request, _Context(json_call))
         return None if answer is None else _written(answer)

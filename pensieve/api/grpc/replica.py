@@ -1,4 +1,4 @@
-"""ReplicaService, by which the daemons of a cluster fetch KV from each other, and its client.
+"""ReplicaService, by which the daemons of a cluster fetch KV from each other and forward HTTP requests.
 
 A part may be longer than a gRPC message should be, so its bytes follow in pieces. If the receiver takes
 nothing for `stall_seconds`, the source ends the call.
@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from pensieve.api.grpc.http_forwarding import HttpAnswers
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.hand_over import KvHeader, KvPart, KvSource, Parts
 from pensieve.errors import InvalidArgument, Unavailable
@@ -31,8 +32,9 @@ CHANNEL_OPTIONS = (
 
 
 class ReplicaService(replica_pb2_grpc.ReplicaServiceServicer):
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Daemon, http: HttpAnswers) -> None:
         self.source = KvSource(daemon)
+        self._http = http
         self._stall_seconds = daemon.config.stall_seconds
 
     async def FetchKv(  # type: ignore[override]  # of grpc's synchronous base
@@ -51,6 +53,9 @@ class ReplicaService(replica_pb2_grpc.ReplicaServiceServicer):
             async for each in parts:
                 for message in _messages(each):
                     await delivered(self._stall_seconds, context.write(message))
+
+    async def ForwardHttp(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        await self._http.answer(requests, context)
 
 
 def _messages(each: KvHeader | KvPart) -> Iterator[pb.FetchKvResponse]:

@@ -20,13 +20,20 @@ from typing import Any, Protocol
 
 import grpc
 
+from pensieve.api.forwarded import ForwardHttp
 from pensieve.api.grpc import sizes
 from pensieve.api.grpc.admin import AdminService, ServerFacts
 from pensieve.api.grpc.admin_socket import socket_address
 from pensieve.api.grpc.conversation import ConversationService
-from pensieve.api.grpc.forwarding import Forwarder, ForwardingService
+from pensieve.api.grpc.forwarding import (
+    Forwarder,
+    ForwardingService,
+    SharedConversationService,
+)
+from pensieve.api.grpc.http_forwarding import HttpAnswers, HttpForwarder
 from pensieve.api.grpc.interceptor import GuardInterceptor
 from pensieve.api.grpc.json_methods import json_methods
+from pensieve.api.grpc.peers import Peers
 from pensieve.api.grpc.reflection import HEALTH, Reflection
 from pensieve.api.grpc.replica import ReplicaService
 from pensieve.api.metrics.listener import Answers, MetricsListener
@@ -40,7 +47,6 @@ from pensieve.guard.callers import Token, caller, limits_of
 from pensieve.guard.exposure import Listening, check_exposure, is_loopback
 from pensieve.guard.guard import Guard
 from pensieve.guard.reload import Reloaded, watch_tokens
-from pensieve.store.remote.remote_store import RemoteStore
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
@@ -169,7 +175,8 @@ class Server:
         self.daemon = daemon
         self.plugins = plugins
         more = [each.service for each in plugins]
-        if listening.hand_over:
+        has_peers = listening.hand_over or daemon.owners is not None
+        if has_peers:
             more.append(REPLICA)
         self.health = Health((*SERVICES, *(each.full_name for each in more)))
         self.stopping = asyncio.Event()  # set where the end is wanted
@@ -194,12 +201,18 @@ class Server:
         )
         services: Any = _OneQueue(self._server)
         self.forwarder: Forwarder | None = None
-        conversations = ConversationService(daemon)
-        if isinstance(daemon.store, RemoteStore):
-            self.forwarder = Forwarder(daemon, daemon.store.replica, listening.peers)
-            conversations = ForwardingService(self.forwarder)
-        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(conversations, services)
-        self.json_methods = tuple(json_methods(ConversationService(daemon)))
+        self.forward_http: ForwardHttp | None = None  # for the listener of HTTP
+        # The application of the listener of HTTP, also where it does not listen.
+        self.http_application: Callable[[], Any] = _no_application
+        over_grpc = over_http = ConversationService(daemon)
+        if daemon.owners is not None:
+            peers = Peers(daemon.owners.replica, listening.peer_secret, listening.peers)
+            self.forwarder = Forwarder(daemon.owners, peers)
+            self.forward_http = HttpForwarder(self.forwarder)
+            over_grpc = ForwardingService(daemon, self.forwarder)
+            over_http = SharedConversationService(daemon)
+        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(over_grpc, services)
+        self.json_methods = tuple(json_methods(over_http))
         for plugin in plugins:
             plugin.add_service(services)
         self._scrape = Scrape(
@@ -213,8 +226,9 @@ class Server:
         )
         self.admin = AdminService(daemon, self.stopping.set, self._facts, self._scrape.text)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, services)
-        if listening.hand_over:
-            replica_pb2_grpc.add_ReplicaServiceServicer_to_server(ReplicaService(daemon), services)
+        if has_peers:
+            replica = ReplicaService(daemon, HttpAnswers(lambda: self.http_application()))
+            replica_pb2_grpc.add_ReplicaServiceServicer_to_server(replica, services)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
         daemon.events.serving.subscribe(self.health.set)
         daemon.events.failed.subscribe(self._fail)
@@ -338,6 +352,10 @@ class Server:
         if self.listening.socket is not None:
             with contextlib.suppress(FileNotFoundError):
                 self.listening.socket.unlink()
+
+
+def _no_application() -> Any:
+    raise ConfigError("this daemon has no API over HTTP")
 
 
 def certificates(

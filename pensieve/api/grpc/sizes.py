@@ -32,7 +32,9 @@ SYSTEM_PROMPT_BYTES_MAX = 1 << 20
 FEW_SHOT_BYTES_MAX = 1 << 20  # of a prefix, together
 TOOLS_MAX = 256
 TOOLS_BYTES_MAX = 256 << 10  # together
-CHUNK_BYTES_MAX = 1 << 20  # of a job's file
+CHUNK_BYTES_MAX = 1 << 20  # of a job's file, of the body of a forwarded HTTP request
+HTTP_HEAD_BYTES_MAX = 256 << 10  # of a forwarded request; more than the door accepts
+HTTP_HEADERS_MAX = 256
 METADATA_BYTES_MAX = 16 << 10
 TEMPLATE_OPTIONS_BYTES_MAX = 16 << 10
 SAMPLING_BYTES_MAX = 64 << 10
@@ -93,6 +95,18 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
         },
     ),
     "ForkConversationRequest": (SMALL_REQUEST_BYTES_MAX, {"metadata": METADATA}),
+    "ForwardHttpRequest": (
+        CHUNK_BYTES_MAX + FIELD_BYTES_MAX,
+        {"head": Limit(HTTP_HEAD_BYTES_MAX), "body": Limit(CHUNK_BYTES_MAX)},
+    ),
+    "HttpRequest": (
+        HTTP_HEAD_BYTES_MAX,
+        {
+            "path": Limit(HTTP_HEAD_BYTES_MAX),
+            "query": Limit(HTTP_HEAD_BYTES_MAX),
+            "headers": Limit(HTTP_HEAD_BYTES_MAX, HTTP_HEADERS_MAX),
+        },
+    ),
     "NewMessage": (
         TEXT_BYTES_MAX,
         {

@@ -133,6 +133,9 @@ class ConversationEndpoints:
         named: records.Message | None = None
         for attempt in range(ATTEMPTS_MAX):
             seen = await self._seen(exchange, by)
+            if seen.conversation.running_turn_id is not None:
+                await self._stored.claim(seen.conversation)
+                seen = await self._seen(exchange, by)
             refuse_running(seen.conversation)
             message, item = await self._item(exchange.values["item_id"], seen)
             if named is not None and not _is_same(message, named):

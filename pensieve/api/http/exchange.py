@@ -55,11 +55,15 @@ class Exchange:
         self.num_bytes = 0  # of the body, that were read
         self._body = bytearray()  # what was read of it
         self._has_body = False  # all of it was read
+        self.received: bytes | None = None  # the whole body, kept where it may have to be sent on
+        self.was_read_elsewhere = False  # a part of the body, piece by piece
+        self.retry_key = ""  # names the request where two daemons may come to carry it out
         self.call: GuardedCall | None = None  # None once an error is told
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
         self.begun = False  # the answer's headers are sent
         self.is_stream = False
+        self.status = 200  # of an answer in pieces
         self._watching: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # of what is sent
@@ -94,8 +98,7 @@ class Exchange:
         return self._has_body
 
     async def _read_on(self) -> None:
-        chunk = await self.read_chunk()
-        assert chunk is not None
+        chunk = await self._next_chunk()
         self.num_bytes += len(chunk)
         if self.num_bytes > BODY_BYTES_MAX:
             raise _too_large()
@@ -105,6 +108,10 @@ class Exchange:
         """Return the next piece of a body of any length; None after the last."""
         if self._has_body:
             return None
+        self.was_read_elsewhere = True
+        return await self._next_chunk()
+
+    async def _next_chunk(self) -> bytes:
         self._check_coding()
         event = await self._receive()
         if event["type"] == "http.disconnect":
@@ -150,6 +157,17 @@ class Exchange:
         self._watch()
 
     # -- the answer --
+
+    def begin_anew(self, headers: Mapping[str, str]) -> None:
+        """Forget what was prepared of an answer that has not begun; `headers` stay."""
+        self._stop_keeping()
+        self.is_stream, self.out = False, dict(headers)
+
+    def pass_on_head(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
+        """Answer with the bytes that another daemon sends; the headers are sent with the first."""
+        self.out |= dict(headers)
+        self.status = status
+        self.is_stream = self.out.get("content-type", "").startswith("text/event-stream")
 
     async def answer(self, value: Mapping[str, Any], status: int = 200) -> None:
         await self.answer_bytes(one_line(value), "application/json", status)
@@ -197,7 +215,7 @@ class Exchange:
         """Write a piece, however much the tenant's clients have still to read."""
         async with self._lock:
             if not self.begun:
-                await self._begin(200)
+                await self._begin(self.status)
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
             self._sent_at = asyncio.get_running_loop().time()
 
@@ -209,7 +227,7 @@ class Exchange:
     async def end_bytes(self) -> None:
         async with self._lock:
             if not self.begun:
-                await self._begin(200)
+                await self._begin(self.status)
             await self._send({"type": "http.response.body", "body": b""})
 
     async def end_events(self) -> None:

@@ -4,6 +4,7 @@
     caller            by a bearer token (or `x-api-key`), as over gRPC; health and version need none
     limits            of the caller's tenant: calls, requests per second, bytes on their way and unread
     endpoint          answers, or raises an error of our tree
+    owner             answers instead, if another daemon owns the conversation (OwnedElsewhere)
     the end           the call is no longer counted, whether the client took the answer or left
 
 Host is checked where callers need neither a token nor a client certificate. Without the check, a web page
@@ -24,10 +25,10 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from pensieve.api.forwarded import FORWARDED, ForwardedRequest, ForwardHttp
 from pensieve.api.http import errors
 from pensieve.api.http.exchange import Exchange, event
-from pensieve.conversations.ownership import takes_over
-from pensieve.errors import PensieveError, PermissionDenied
+from pensieve.errors import OwnedElsewhere, PensieveError, PermissionDenied
 from pensieve.guard.audit import AuditedCall
 from pensieve.guard.callers import Caller
 from pensieve.guard.guard import CallKind, Guard, GuardedCall
@@ -48,9 +49,11 @@ class Allowed:
 
 
 class Front:
-    def __init__(self, guard: Guard, allowed: Allowed) -> None:
+    def __init__(self, guard: Guard, allowed: Allowed, forward: ForwardHttp | None = None) -> None:
+        """`forward`: None of a daemon that shares its history with no other one."""
         self.guard = guard
         self.allowed = allowed
+        self.forward = forward
 
     # -- checks --
 
@@ -86,9 +89,14 @@ class Front:
             }
 
     async def body(self, exchange: Exchange) -> bytes:
-        """Return the bytes of a request; they count for its tenant until the answer begins."""
+        """Return the bytes of a request; they count for its tenant until the call ends."""
         assert exchange.call is not None
-        return await exchange.call.body(in_pieces=True)
+        if exchange.received is not None:
+            return exchange.received
+        raw = await exchange.call.body(in_pieces=True)
+        if self.forward is not None:
+            exchange.received = raw
+        return raw
 
 
 class Endpoint:
@@ -126,6 +134,7 @@ class Endpoint:
 
     async def _answer(self, exchange: Exchange) -> None:
         front = self._front
+        forwarded: ForwardedRequest | None = exchange.scope.get(FORWARDED)
         call = exchange.call = GuardedCall(
             *(front.guard, ENDPOINT, _name(exchange), exchange),
             tell=partial(self._tell, exchange),
@@ -133,17 +142,40 @@ class Endpoint:
         )
         async with call:
             exchange.check_framing()
-            front.check_place(exchange)
+            if forwarded is None:
+                front.check_place(exchange)
             if exchange.method == "OPTIONS":
                 await exchange.answer_bytes(b"", "text/plain", 204)
                 return
             by = Caller()
-            if not self._is_open:
+            if forwarded is not None:
+                by, exchange.retry_key = call.enter_forwarded(forwarded.caller), forwarded.retry_key
+            elif not self._is_open:
                 by = await call.enter(_authorization(exchange))
-                takes_over.set(True)
-            value = await self._handler(exchange, by)
+            try:
+                value = await self._handler(exchange, by)
+            except OwnedElsewhere as owner:
+                if forwarded is not None:
+                    forwarded.elsewhere = owner  # the other daemon finds another owner
+                    raise
+                value = await self._forwarded(exchange, by, owner)
             if value is not None:
                 await exchange.answer(value)
+
+    async def _forwarded(
+        self, exchange: Exchange, by: Caller, owner: OwnedElsewhere
+    ) -> Mapping[str, Any] | None:
+        """Have the owner of the conversation answer, or answer here if this daemon is the owner now."""
+        front = self._front
+        if front.forward is None or exchange.begun or exchange.was_read_elsewhere:
+            raise owner
+        await front.body(exchange)  # the handler may not have read it
+        kept = {name: value for name, value in exchange.out.items() if _is_of_place(name)}
+        exchange.begin_anew(kept)
+        if await front.forward(exchange, by, owner):
+            return None
+        exchange.begin_anew(kept)
+        return await self._handler(exchange, by)
 
     async def _tell(self, exchange: Exchange, error: PensieveError) -> None:
         body = self._error_body(error)
@@ -153,17 +185,21 @@ class Endpoint:
                 await exchange.write(event(body, "error" if "type" in body else ""))
                 await exchange.end_events()
             return
-        kept = {"vary", "request-id", "connection"}
         exchange.out = {
             name: value
             for name, value in exchange.out.items()
-            if name in kept or name.startswith("access-")
+            if name == "request-id" or _is_of_place(name)
         }
         exchange.out |= errors.retry_after(error)
         shape = errors.shape_of(error)
         if shape.status == 401:
             exchange.out["www-authenticate"] = "Bearer"
         await exchange.answer(body, shape.status)
+
+
+def _is_of_place(name: str) -> bool:
+    """Whether a header of an answer is for the place that the request came from, whatever the answer is."""
+    return name in ("vary", "connection") or name.startswith("access-")
 
 
 def _place_of(origin: str) -> str:

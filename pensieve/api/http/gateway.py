@@ -36,6 +36,10 @@ class GatewayCall:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
+    @property
+    def retry_key(self) -> str:
+        return self._exchange.retry_key
+
     def headers(self) -> Mapping[str, str]:
         return self._exchange.headers
 

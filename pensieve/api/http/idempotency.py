@@ -33,9 +33,17 @@ def key_of(exchange: Exchange) -> str:
     return exchange.headers.get("idempotency-key", "")
 
 
+def retry_key_of(exchange: Exchange) -> str:
+    """Return the client's key, or the one of a request that is forwarded; empty if there is none.
+
+    Two daemons may carry out a forwarded request, one after the other. It is one turn.
+    """
+    return key_of(exchange) or exchange.retry_key
+
+
 def request_id_of(exchange: Exchange) -> str:
     """Return the request_id for the turn of a request with a key; empty if it has none."""
-    key = key_of(exchange)
+    key = retry_key_of(exchange)
     return f"key-{digest(key)}" if key else ""
 
 

@@ -15,9 +15,11 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from pensieve.api.forwarded import ForwardHttp
 from pensieve.api.http.connections import HEAD_BYTES_MAX, IDLE_SECONDS, protocol
 from pensieve.api.http.front import Allowed, Front, own_names
 from pensieve.api.http.gateway import GatewayMethod
@@ -49,6 +51,8 @@ class GuardedServer(Protocol):
     listening: Listening
     plugins: Sequence[Plugin]
     beside: list[Any]  # listeners that open and close with the server
+    forward_http: ForwardHttp | None  # to the daemon that owns a conversation
+    http_application: Callable[[], Any]  # answers what other daemons forward
 
     @property
     def json_methods(self) -> Iterable[GatewayMethod]: ...
@@ -57,19 +61,27 @@ class GuardedServer(Protocol):
 def serve_http(
     server: GuardedServer, template: ChatTemplate, style: CallStyle | None = None
 ) -> None:
-    """Have the server listen for HTTP, too; `style` is how the model writes calls of tools."""
+    """Have the server listen for HTTP, too, if it has an address for it, and answer forwarded requests.
+
+    `style` is how the model writes calls of tools.
+    """
     listening = server.listening
     host = listening.http.rpartition(":")[0]
     is_open = not listening.tokens and listening.tls_client_ca is None
     named = frozenset(each.lower() for each in listening.http_hosts)
     hosts = own_names(host) | named if is_open else frozenset({"*"})
     is_local = is_loopback(host) and not listening.tokens
-    front = Front(server.guard, Allowed(hosts, listening.http_origins, is_local))
+    allowed = Allowed(hosts, listening.http_origins, is_local)
+    front = Front(server.guard, allowed, server.forward_http)
 
+    @cache
     def make() -> Any:
         methods, plugins = server.json_methods, server.plugins
         return application(front, server.daemon, template, style, methods, plugins)
 
+    server.http_application = make
+    if not listening.http:
+        return
     server.beside.append(HttpListener(listening, make, server.guard.audit.certificate_reloaded))
 
 

@@ -225,6 +225,9 @@ class ResponsePlaces:
         start, new, pending = await self._end_of_conversation(new)
         conversation = start.conversation
         if conversation.running_turn_id is not None:
+            conversation = await self._stored.claim(conversation)
+            if conversation.running_turn_id is None:  # it was another daemon's, which is gone
+                raise StaleRevision(start.revision, conversation.revision)
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
         _check_outputs(new, start.calls)

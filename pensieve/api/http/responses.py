@@ -25,7 +25,7 @@ from typing import Any
 
 from pensieve.api.http.errors import shape_of
 from pensieve.api.http.exchange import Exchange, query_of
-from pensieve.api.http.idempotency import digest, key_of, key_reused
+from pensieve.api.http.idempotency import digest, key_of, key_reused, retry_key_of
 from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.http.response_places import (
@@ -83,7 +83,9 @@ class ResponseEndpoints:
         with named(request):
             if request.store is False:
                 return await self._unstored(exchange, new)
-            known = await self._daemon.threads.whole(self._begun_or_known(new, key_of(exchange)))
+            known = await self._daemon.threads.whole(
+                self._begun_or_known(new, retry_key_of(exchange))
+            )
             if not isinstance(known, RunningResponse):
                 if request.stream and known["status"] not in ENDED:  # it streams where it runs
                     await self._stored.require_here(known["id"], by.tenant)

@@ -168,8 +168,17 @@ class StoredConversations:
         """Raise OwnedElsewhere if its turn runs at another daemon, which alone can end it."""
         found = await self.response(response_id, tenant)
         if found is not None and await self.runs(found):
-            named = found.conversation_id
-            await self._threads.in_store(tenant, self._store.claim, named, tenant=tenant)
+            with contextlib.suppress(NotFound):
+                await self.claim(await self.conversation(found.conversation_id, tenant))
+
+    async def claim(self, conversation: records.Conversation) -> records.Conversation:
+        """Claim a conversation where a turn runs, and return it as it is then.
+
+        OwnedElsewhere if another daemon runs the turn.
+        """
+        tenant, named = conversation.tenant, conversation.conversation_id
+        await self._threads.in_store(tenant, self._store.claim, named, tenant=tenant)
+        return await self.conversation(named, tenant)
 
     async def save(self, response: StoredResponse) -> None:
         await self._threads.whole(

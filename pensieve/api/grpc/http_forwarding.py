@@ -1,0 +1,202 @@
+"""Forward HTTP requests about conversations that another daemon owns, and answer those of other daemons.
+
+    client ──HTTP──> HttpForwarder ──ForwardHttp──> HttpAnswers ──> the owner's ASGI application
+                     counts, audits                 runs the turn
+
+The daemon that received the request has authenticated the caller, counted the call and read the body. It
+sends all of that, without the client's token, and passes the answer on piece by piece: a slow client holds
+up the owner. When the client leaves, the call is cancelled, and the owner's application sees a disconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from pensieve.api.forwarded import FORWARDED, ForwardedRequest, HttpRequest
+from pensieve.api.grpc.forwarding import Forwarder
+from pensieve.api.grpc.peers import Metadata
+from pensieve.errors import InvalidArgument, OwnedElsewhere, Unavailable
+from pensieve.guard.callers import Caller, caller
+from pensieve.v1 import replica_pb2 as pb
+from pensieve.v1 import replica_pb2_grpc
+
+PIECE_BYTES = 512 << 10
+HEADERS_KEPT_BACK = (  # of the connection, of the caller, and of the page that the request came from
+    *(b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"content-length"),
+    *(b"upgrade", b"te", b"trailer", b"expect", b"host", b"origin", b"cookie"),
+)
+TOKENS = (b"authorization", b"x-api-key")
+ANSWER_KEPT_BACK = ("connection", "transfer-encoding")
+METHOD = re.compile("[A-Z]{1,16}")
+NOT_REPEATABLE = ("/items", "/RewindConversation", "/DeleteConversation")  # ends of paths
+
+
+class HttpForwarder:
+    """Runs on the event loop of the daemon that received a request."""
+
+    def __init__(self, forwarder: Forwarder) -> None:
+        self._forwarder = forwarder
+
+    async def __call__(self, request: HttpRequest, by: Caller, owner: OwnedElsewhere, /) -> bool:
+        """Have the owner answer; return False if this daemon is the owner now and answers by itself."""
+        request.retry_key = request.retry_key or secrets.token_hex(16)
+        call = HttpCall(request, self._forwarder.peers.metadata(_tokens(request)))
+        try:
+            return await self._forwarder.answered(owner, by.tenant, call)
+        except grpc.aio.AioRpcError as error:
+            name = error.code().name
+            raise Unavailable(
+                f"{owner.replica} at {owner.address} broke off: {name} {error.details()}"
+            ) from error
+
+
+class HttpCall:
+    """A call of ForwardHttp."""
+
+    def __init__(self, request: HttpRequest, metadata: Metadata) -> None:
+        self.may_repeat = not request.scope["path"].endswith(NOT_REPEATABLE)
+        self._request, self._metadata = request, metadata
+
+    def begin(self, address: str, channel: grpc.aio.Channel) -> Any:
+        stub = replica_pb2_grpc.ReplicaServiceStub(channel)
+        return stub.ForwardHttp(self._messages(), metadata=self._metadata)
+
+    def answer(self, call: Any) -> AsyncIterator[pb.ForwardHttpResponse]:
+        messages: AsyncIterator[pb.ForwardHttpResponse] = aiter(call)
+        return messages
+
+    async def pass_on(self, message: pb.ForwardHttpResponse) -> None:
+        if message.HasField("head"):
+            headers = [(each.name.decode(), each.value.decode()) for each in message.head.headers]
+            kept = [each for each in headers if each[0] not in ANSWER_KEPT_BACK]
+            self._request.pass_on_head(message.head.status, kept)
+        elif message.body:
+            await self._request.write(message.body)
+        else:
+            await self._request.end_bytes()
+
+    async def _messages(self) -> AsyncIterator[pb.ForwardHttpRequest]:
+        scope, body = self._request.scope, self._request.received or b""
+        host, port = scope.get("client") or ("", 0)
+        headers = [
+            pb.HttpHeader(name=name, value=value)
+            for name, value in scope["headers"]
+            if name not in HEADERS_KEPT_BACK and name not in TOKENS
+        ]
+        headers.append(pb.HttpHeader(name=b"content-length", value=str(len(body)).encode()))
+        yield pb.ForwardHttpRequest(
+            head=pb.HttpRequest(
+                method=scope["method"],
+                path=scope["path"],
+                query=scope.get("query_string", b""),
+                headers=headers,
+                client_host=host,
+                client_port=port,
+                retry_key=self._request.retry_key,
+            )
+        )
+        for start in range(0, len(body), PIECE_BYTES):
+            yield pb.ForwardHttpRequest(body=body[start : start + PIECE_BYTES])
+
+
+def _tokens(request: HttpRequest) -> list[tuple[str, str]]:
+    """Return the client's token as gRPC has it, for daemons that do not know each other."""
+    given = {name: value.decode("latin-1") for name, value in request.scope["headers"]}
+    if authorization := given.get(b"authorization"):
+        return [("authorization", authorization)]
+    if key := given.get(b"x-api-key"):
+        return [("authorization", f"Bearer {key}")]
+    return []
+
+
+class HttpAnswers:
+    """Answers requests that other daemons forward. Runs on the event loop of the owner."""
+
+    def __init__(self, application: Callable[[], Any]) -> None:
+        """`application` returns the daemon's ASGI application."""
+        self._application = application
+
+    async def answer(self, requests: Any, context: Any) -> None:
+        messages = aiter(requests)
+        head = await anext(messages, None)
+        if head is None or not head.HasField("head"):
+            raise InvalidArgument("head", "is missing: the first message has it")
+        forwarded = ForwardedRequest(caller(), head.head.retry_key)
+        answer = _Answer(messages, context, forwarded)
+        application = self._application()
+        running = asyncio.get_running_loop().create_task(
+            application(_scope(head.head, forwarded), answer.receive, answer.send)
+        )
+        try:
+            await asyncio.wait({running})
+        finally:  # also if the other daemon cancels the call, since its client has left
+            answer.has_left.set()
+            await asyncio.wait({running})
+        running.result()
+        if forwarded.elsewhere is not None:
+            raise forwarded.elsewhere
+
+
+class _Answer:
+    """An ASGI server's side of one request."""
+
+    def __init__(self, messages: Any, context: Any, forwarded: ForwardedRequest) -> None:
+        self.has_left = asyncio.Event()  # the client
+        self._messages, self._context, self._forwarded = messages, context, forwarded
+        self._has_body = False  # all of it was received
+
+    async def receive(self) -> dict[str, Any]:
+        if self._has_body:
+            await self.has_left.wait()
+            return {"type": "http.disconnect"}
+        message = await anext(self._messages, None)
+        if message is None:
+            self._has_body = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        return {"type": "http.request", "body": message.body, "more_body": True}
+
+    async def send(self, event: dict[str, Any]) -> None:
+        if event["type"] == "http.response.start":
+            headers = [pb.HttpHeader(name=name, value=value) for name, value in event["headers"]]
+            head = pb.HttpResponse(status=event["status"], headers=headers)
+            await self._write(pb.ForwardHttpResponse(head=head))
+            return
+        body = event.get("body", b"")
+        for start in range(0, len(body), PIECE_BYTES):
+            piece = body[start : start + PIECE_BYTES]
+            await self._write(pb.ForwardHttpResponse(body=piece))
+        if not event.get("more_body"):
+            await self._write(pb.ForwardHttpResponse(body=b""))
+
+    async def _write(self, message: pb.ForwardHttpResponse) -> None:
+        if self._forwarded.elsewhere is not None or self.has_left.is_set():
+            return
+        with contextlib.suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # it has left
+            await self._context.write(message)
+
+
+def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest) -> dict[str, Any]:
+    if not METHOD.fullmatch(head.method) or not head.path.startswith("/"):
+        raise InvalidArgument("head", "is no request of HTTP")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": head.method,
+        "path": head.path,
+        "raw_path": b"",
+        "root_path": "",
+        "query_string": head.query,
+        "headers": [(each.name, each.value) for each in head.headers],
+        "client": (head.client_host or "unknown", head.client_port),
+        "server": None,
+        FORWARDED: forwarded,
+    }

@@ -1,0 +1,147 @@
+"""Connections to the other daemons that share the history, and whether they are still there.
+
+A stopped process still accepts connections. So while a forwarded call waits for its answer, `OwnerWatch`
+tries to claim the conversation, once a second. The claim is refused as long as the owner's lease holds. Many
+calls may wait for one owner: the first of them is enough to see that the owner is there.
+
+All of it runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+import grpc
+
+from pensieve.api.grpc.interceptor import CALLER_KEY
+from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, whole_line
+from pensieve.guard.callers import caller, written_caller
+
+log = logging.getLogger("pensieve")
+FORWARDED = "pensieve-forwarded"  # by whom
+NOT_PASSED_ON = ("user-agent", "te", "content-type", FORWARDED, CALLER_KEY)
+LOOK_SECONDS = 1.0
+BYTES_MAX = 64 << 20
+CHANNELS_MAX = 256
+OPTIONS = (
+    ("grpc.max_receive_message_length", BYTES_MAX),
+    ("grpc.max_send_message_length", BYTES_MAX),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # how long an attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),
+    ("grpc.keepalive_time_ms", 2000),  # a daemon that stands still is not waited for
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.bdp_probe", 0),  # a reader that is slow holds up the owner, not our memory
+)
+Metadata = tuple[tuple[str, str | bytes], ...]
+Claim = Callable[[str, str], Awaitable[OwnedElsewhere | None]]  # of a conversation and a tenant
+
+
+class Peers:
+    """Channels to the other daemons, by address, and the metadata of forwarded calls."""
+
+    def __init__(
+        self, name: str, secret: str = "", credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        """`name` of this daemon; `credentials` where the daemons have TLS among them.
+
+        Without a `secret` the daemons do not know each other, and the client's own token goes along.
+        """
+        self._name, self._secret, self._credentials = name, secret, credentials
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            if len(self._channels) >= CHANNELS_MAX:  # daemons come and go
+                self._channels.pop(next(iter(self._channels)))
+            self._channels[address] = (
+                grpc.aio.insecure_channel(address, OPTIONS)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, OPTIONS)
+            )
+        return self._channels[address]
+
+    def metadata(self, given: Iterable[tuple[str, str | bytes]]) -> Metadata:
+        """Return the metadata of a client's call for the owner, with the caller's identity."""
+        hidden = (*NOT_PASSED_ON, "authorization") if self._secret else NOT_PASSED_ON
+        kept = [
+            (key, value)
+            for key, value in given
+            if key not in hidden and not key.startswith((":", "grpc-"))
+        ]
+        kept.append((FORWARDED, self._name))
+        if self._secret:
+            kept.append(("authorization", f"Bearer {self._secret}"))
+            kept.append((CALLER_KEY, written_caller(caller())))
+        return tuple(kept)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+
+class Wait:
+    """A call that waits for the answer of a conversation's owner."""
+
+    def __init__(self, owner: OwnedElsewhere, tenant: str, tell: Callable[[], object]) -> None:
+        """`tell` is called once the owner does not own the conversation any more."""
+        self.owner, self.tenant, self.tell = owner, tenant, tell
+        self.is_over = False  # the owner does not own it any more
+        self.next_owner: OwnedElsewhere | None = None  # None if that is over: it is ours now
+
+
+class OwnerWatch:
+    def __init__(self, claim: Claim, look_seconds: float = LOOK_SECONDS) -> None:
+        self._claim, self._look_seconds = claim, look_seconds
+        self._waits: dict[str, dict[Wait, None]] = {}  # by the owner's address, the oldest first
+        self._looking: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, owner: OwnedElsewhere, tenant: str, tell: Callable[[], object]) -> Wait:
+        wait, address = Wait(owner, tenant, tell), owner.address
+        self._waits.setdefault(address, {})[wait] = None
+        if address not in self._looking:
+            self._looking[address] = asyncio.get_running_loop().create_task(self._look(address))
+        return wait
+
+    def end(self, wait: Wait) -> None:
+        """More than once does no harm."""
+        self._waits.get(wait.owner.address, {}).pop(wait, None)
+
+    async def close(self) -> None:
+        for task in self._looking.values():
+            task.cancel()
+        await asyncio.gather(*self._looking.values(), return_exceptions=True)
+
+    async def _look(self, address: str) -> None:
+        waits = self._waits[address]
+        try:
+            while True:
+                await asyncio.sleep(self._look_seconds)
+                if not waits:
+                    return
+                for wait in tuple(waits):
+                    if wait in waits and await self._is_there(wait):
+                        break
+        finally:
+            del self._looking[address], self._waits[address]
+
+    async def _is_there(self, wait: Wait) -> bool:
+        """Return whether the owner is there; tell the call if it does not own the conversation any more."""
+        try:
+            found = await self._claim(wait.owner.conversation_id, wait.tenant)
+        except NotFound:
+            return False  # another call's conversation may tell
+        except PensieveError as error:
+            log.warning("owners of conversations cannot be read: %s", whole_line(error))
+            return True
+        if found is not None and found.address == wait.owner.address:
+            return True
+        self.end(wait)
+        wait.is_over, wait.next_owner = True, found
+        wait.tell()
+        return False

@@ -1,0 +1,97 @@
+"""Whether owners of conversations are still there, as calls that wait for them see it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from pensieve.api.grpc.peers import OwnerWatch, Wait
+from pensieve.errors import NotFound, OwnedElsewhere, StoreUnavailable
+
+LOOK_SECONDS = 0.01
+
+
+class Claims:
+    """What a store says to claims, by conversation; None: it is claimed."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answers: dict[str, OwnedElsewhere | Exception | None] = {}
+
+    async def claim(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
+        assert tenant == "t"
+        self.asked.append(conversation_id)
+        found = self.answers.get(conversation_id, owner_of(conversation_id))
+        if isinstance(found, OwnedElsewhere) or found is None:
+            return found
+        raise found
+
+
+def owner_of(name: str, replica: str = "one") -> OwnedElsewhere:
+    return OwnedElsewhere(name, replica, f"{replica}:1")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+def begun(watch: OwnerWatch, told: list[str], *names: str) -> list[Wait]:
+    return [watch.begin(owner_of(name), "t", partial(told.append, name)) for name in names]
+
+
+def test_one_conversation_tells_that_an_owner_is_there() -> None:
+    async def run() -> None:
+        claims, told = Claims(), list[str]()
+        watch = OwnerWatch(claims.claim, LOOK_SECONDS)
+        waits = begun(watch, told, "a", "b", "c")
+        await until(lambda: len(claims.asked) >= 5)
+        assert set(claims.asked) == {"a"}
+        assert told == []
+        watch.end(waits[0])
+        watch.end(waits[0])
+        await until(lambda: "b" in claims.asked)
+        for wait in waits:
+            watch.end(wait)
+        await until(lambda: not watch._looking)
+        begun(watch, told, "d")  # it looks again
+        await until(lambda: "d" in claims.asked)
+        await watch.close()
+
+    asyncio.run(run())
+
+
+def test_every_call_is_told_once_its_owner_is_gone_or_another_one() -> None:
+    async def run() -> None:
+        claims, told = Claims(), list[str]()
+        watch = OwnerWatch(claims.claim, LOOK_SECONDS)
+        waits = begun(watch, told, "a", "b", "c", "d")
+        claims.answers = {"a": None, "b": owner_of("b", "two"), "c": NotFound("it is deleted")}
+        await until(lambda: len(told) == 2)
+        assert told == ["a", "b"]
+        assert [each.is_over for each in waits] == [True, True, False, False]
+        next_owner = waits[1].next_owner
+        assert waits[0].next_owner is None
+        assert next_owner is not None
+        assert next_owner.replica == "two"
+        assert claims.asked[:4] == ["a", "b", "c", "d"]
+        await watch.close()
+
+    asyncio.run(run())
+
+
+def test_a_history_that_is_away_tells_nothing() -> None:
+    async def run() -> None:
+        claims, told = Claims(), list[str]()
+        watch = OwnerWatch(claims.claim, LOOK_SECONDS)
+        claims.answers = {"a": StoreUnavailable("it is away")}
+        begun(watch, told, "a", "b")
+        await until(lambda: len(claims.asked) >= 3)
+        assert (set(claims.asked), told) == ({"a"}, [])
+        claims.answers = {"a": None, "b": None}
+        await until(lambda: told == ["a", "b"])
+        await watch.close()
+
+    asyncio.run(run())
