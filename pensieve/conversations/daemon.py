@@ -47,7 +47,7 @@ from pensieve.engine import messages as box
 from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.guard.limits import Allowance, Limits
 from pensieve.sampling import Sampling
-from pensieve.store.remote.remote_store import RemoteStore, Store
+from pensieve.store.conversation_store import ConversationStore
 
 log = logging.getLogger("pensieve")
 turn_log = logging.getLogger(
@@ -64,7 +64,7 @@ LOADING = "the model is loading; try again in a moment"
 class Daemon:
     def __init__(
         self,
-        store: Store,
+        store: ConversationStore,
         texts: Texts,
         program: EngineProgram,
         config: DaemonConfig | None = None,
@@ -95,7 +95,7 @@ class Daemon:
             report=report,
             answer_seconds=self.config.answer_seconds,
         )
-        if isinstance(store, RemoteStore):
+        if store.is_shared:
             threads: Threads = SharedThreads(
                 store, self._loop, self.config.text_threads, events.failed
             )
@@ -150,7 +150,7 @@ class Daemon:
             self.config,
             self._sources,
         )
-        if isinstance(store, RemoteStore):
+        if store.is_shared:
             StaleConversations(store, history, of, self.threads, self.engine)
         if self.config.keep_warm_seconds:
             of.prefixes.keep_warm(

@@ -32,7 +32,7 @@ from pensieve.conversations.live_turn import LiveTurn, cache_key
 from pensieve.conversations.threads import Threads
 from pensieve.engine.messages import DeleteConversation
 from pensieve.errors import OwnedElsewhere, Unavailable
-from pensieve.store.remote.remote_store import RemoteStore
+from pensieve.store.conversation_store import ConversationStore
 
 T = TypeVar("T")
 takes_over: ContextVar[bool] = ContextVar("takes_over", default=False)  # of the call that runs
@@ -44,7 +44,7 @@ class SharedThreads(Threads):
 
     def __init__(
         self,
-        store: RemoteStore,
+        store: ConversationStore,
         loop: asyncio.AbstractEventLoop,
         text_threads: int,
         on_failure: Callable[[BaseException], None],
@@ -73,7 +73,7 @@ class StaleConversations:
 
     def __init__(
         self,
-        store: RemoteStore,
+        store: ConversationStore,
         history: History,
         conversations: Conversations,
         threads: Threads,

@@ -7,6 +7,7 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import grpc
 
@@ -20,7 +21,7 @@ from pensieve.history.connection import Connection, Replica
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.records import ID_PATTERN
-from pensieve.store.remote.remote_store import RemoteStore, Store
+from pensieve.store.remote.remote_store import RemoteStore
 
 SCHEMES = ("history://", "historys://")
 
@@ -65,7 +66,7 @@ def is_shared(url: str | None) -> bool:
     return (url or "").startswith(SCHEMES)
 
 
-def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> Store:
+def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> ConversationStore:
     """What `--store` says."""
     if not is_shared(url):
         return ConversationStore.open(data, holder, url=url)
@@ -84,13 +85,13 @@ def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> Store:
     except BaseException:
         folder.close(clean=not folder.stopped_unclean)
         raise
-    return RemoteStore(connection, folder, replica)
+    return cast(ConversationStore, RemoteStore(connection, folder, replica))
 
 
 def announce(server: Server, announced: str = "") -> None:
     """Tell the other daemons where this one is, once it listens."""
     store = server.daemon.store
-    if isinstance(store, RemoteStore):
+    if store.is_shared:
         http = next((each.url.partition("://")[2] for each in server.beside), "")
         addresses = (announced or server.address, http, server.metrics_address)
         host = announced.rpartition(":")[0]
@@ -105,7 +106,7 @@ def _at(host: str, address: str) -> str:
 def fetch_kv(server: Server, sharing: Sharing) -> None:
     """Have it fetch KV of conversations that other daemons had, once its engine is there."""
     daemon = server.daemon
-    if isinstance(daemon.store, RemoteStore):
+    if daemon.store.is_shared:
         fetcher = KvFetcher(sharing.secret, server.listening.peers)
         daemon.events.begun.subscribe(KvReceiver(daemon, fetcher.fetch).turn_begun)
 
@@ -113,7 +114,7 @@ def fetch_kv(server: Server, sharing: Sharing) -> None:
 def drain(server: Server) -> None:
     """Let the other daemons have its conversations, one by one as their turns end."""
     store = server.daemon.store
-    if isinstance(store, RemoteStore):
+    if store.is_shared:
         store.drain()
 
 

@@ -233,6 +233,13 @@ def insert_numbered(
     return int(number)
 
 
+def database_clock(conn: Connection) -> str:
+    """SQL of the seconds since 1970 by the clock of the database's host."""
+    if isinstance(conn, ServerSession):
+        return "extract(epoch FROM clock_timestamp())::float8"
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
 @lru_cache
 def _insertion(table: str, columns: tuple[str, ...]) -> str:
     marks = ", ".join("?" * len(columns))

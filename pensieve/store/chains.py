@@ -93,7 +93,7 @@ class Chains:
         for message in messages:
             for holder in _holders(conn, message):
                 turn_id = holder.running_turn_id
-                is_idle = turn_id is None or self._transactions.is_dead(turn_id)
+                is_idle = turn_id is None or self._transactions.is_dead(conn, turn_id)
                 if is_of_session and holder.is_head and is_idle:
                     return holder, True
                 others.append(holder)

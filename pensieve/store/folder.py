@@ -59,6 +59,7 @@ class DataFolder:
         self.path = path
         self.holder = holder
         self.stopped_unclean = bool(before)  # the last holder that had the history did not close it
+        self.is_shared = False  # whether other daemons may have its history open, too
         self._before = before
         self.is_open_to_others = _is_open_to_others(path)
         self._lock: int | None = lock

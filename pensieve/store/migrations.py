@@ -16,9 +16,10 @@ The tables:
     prefixes        which conversations are declared prefixes (declared_prefixes.py)
     chains          digests by which a history that a client sends is found again (chains.py)
     responses       which turns of a conversation are responses that clients may fetch (responses.py)
-    sessions        daemons that share the history (owners.py); of a daemon that has it alone there are none
+    sessions        daemons that have the history open (owners.py)
     owners          which of them may write to a conversation, and since which epoch
     epochs          one row: the last number that a session or an epoch has got
+    housekeeping    one row: the session that cleans up (housekeeper.py)
 
 A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
 replayed.  Both are indexed, so whether anything holds a message is a lookup, and there is no reference
@@ -199,6 +200,15 @@ STEPS: Steps = {
         "DELETE FROM chains WHERE length(session) = 7",
         "CREATE INDEX turns_idempotency_key ON turns (idempotency_key)"
         " WHERE idempotency_key IS NOT NULL",
+    ),
+    "m010_leases": (
+        # Daemons open the database themselves; `folder` is the name of a daemon's data folder.
+        "ALTER TABLE sessions ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE sessions ADD COLUMN lease_until REAL",
+        "ALTER TABLE sessions ADD COLUMN is_draining INTEGER NOT NULL DEFAULT 0",
+        "DROP INDEX owners_session",
+        "CREATE TABLE housekeeping (session INTEGER NOT NULL, epoch INTEGER NOT NULL) STRICT",
+        "INSERT INTO housekeeping (session, epoch) VALUES (0, 0)",
     ),
 }
 

@@ -302,7 +302,6 @@ INDEXES = (
     Index("responses", "sqlite_autoindex_responses_1", ("key",), "key > x''"),
     Index("responses", "responses_conversation", ("conversation",), "conversation > 0"),
     Index("responses", "responses_body", ("body",), "body IS NOT 0"),
-    Index("owners", "owners_session", ("session",), "session IS NOT 0"),
 )
 LINKS_NOT_FOUND = """
     SELECT position FROM history r WHERE conversation = ? AND NOT EXISTS (
@@ -315,6 +314,7 @@ SMALL_TABLES = (
     "prefixes",
     "sessions",
     "epochs",
+    "housekeeping",
     "sqlite_sequence",
     "sqlite_schema",
     "_sqlite_migrations",
@@ -364,9 +364,20 @@ def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) ->
     return last
 
 
+def _owners(conn: Connection, after: int, problems: list[str]) -> int | None:
+    """Read them; they have no index."""
+    last: int | None = conn.execute(
+        "SELECT max(conversation), sum(session), sum(epoch) FROM (SELECT * FROM owners"
+        " WHERE conversation > ? ORDER BY conversation LIMIT ?)",
+        (after, ROWS),
+    ).fetchone()[0]
+    return last
+
+
 WALKS: tuple[Walk, ...] = (
     _conversations,
     look_at_bodies,
+    _owners,
     *(partial(_indexed, index) for index in INDEXES),
     partial(read_tables, SMALL_TABLES),
 )

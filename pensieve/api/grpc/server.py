@@ -40,7 +40,6 @@ from pensieve.guard.callers import Token, caller, limits_of
 from pensieve.guard.exposure import Listening, check_exposure, is_loopback
 from pensieve.guard.guard import Guard
 from pensieve.guard.reload import Reloaded, watch_tokens
-from pensieve.store.remote.remote_store import RemoteStore
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
@@ -195,7 +194,7 @@ class Server:
         services: Any = _OneQueue(self._server)
         self.forwarder: Forwarder | None = None
         conversations = ConversationService(daemon)
-        if isinstance(daemon.store, RemoteStore):
+        if daemon.store.is_shared:
             self.forwarder = Forwarder(daemon, daemon.store.replica, listening.peers)
             conversations = ForwardingService(self.forwarder)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(conversations, services)
