@@ -1,4 +1,4 @@
-"""The store of a daemon: its own, or that of a history service."""
+"""The store of a daemon: its own, one that daemons share, or that of a history service."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from pensieve.store.records import ID_PATTERN
 from pensieve.store.remote.remote_store import RemoteStore
 
 SCHEMES = ("history://", "historys://")
+SQLITE = "sqlite://"
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,15 @@ def sharing_of(settings: Settings) -> Sharing:
 
 
 def is_shared(url: str | None) -> bool:
-    return (url or "").startswith(SCHEMES)
+    """Whether several daemons may have it."""
+    return (url or "").startswith((*SCHEMES, SQLITE))
 
 
 def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> ConversationStore:
     """What `--store` says."""
-    if not is_shared(url):
-        return ConversationStore.open(data, holder, url=url)
+    if not url.startswith(SCHEMES):
+        replica = sharing.replica or (replica_name(data) if is_shared(url) else "")
+        return ConversationStore.open(data, holder, url=url, replica=replica)
     folder = DataFolder.open(data, holder, has_database=False)
     try:
         replica = sharing.replica or replica_name(data)

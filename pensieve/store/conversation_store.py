@@ -28,6 +28,7 @@ open their own read-only connection and may run in another.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -35,7 +36,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pensieve.errors import InvalidArgument, NotFound, PrefixTaken
+from pensieve.errors import InvalidArgument, NotFound, PensieveError, PrefixTaken
 from pensieve.store import conversation_rows, message_rows, turn_rows
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, Backend, ScrubSteps
 from pensieve.store.bodies import bytes_of_tenant
@@ -44,10 +45,12 @@ from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.conversation_changes import ConversationChanges, pending_json, take_pending
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.declared_prefixes import PrefixStore
-from pensieve.store.folder import DataFolder
+from pensieve.store.folder import DataFolder, daemon_identity
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
-from pensieve.store.owners import Opening, Owners
+from pensieve.store.housekeeper import Housekeeper
+from pensieve.store.leases import Leases
+from pensieve.store.owners import LEASE_SECONDS, Opening, Owners
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
     PREFIX_MARK,
@@ -70,6 +73,7 @@ from pensieve.store.records import (
 )
 from pensieve.store.replica_sessions import ReplicaSessions
 from pensieve.store.responses import ResponseStore, StoredResponse, put_response
+from pensieve.store.shared_file import SQLITE_SCHEME, open_shared
 from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
@@ -90,8 +94,11 @@ class ConversationStore:
         url: str = "",
         replica: str = "",
         keep_running: bool = False,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`url` is the address of a PostgreSQL database; without it the history is in the folder.
+        """`url` is the address of a PostgreSQL database, or of a file of SQLite that several daemons open.
+
+        Without it the history is in the folder, and nobody else has it.
 
         `replica` is the name of this daemon among those that share the history.  With `keep_running` other
         processes compute the turns, and those that run are not interrupted.
@@ -99,18 +106,21 @@ class ConversationStore:
         self.folder = folder
         self.now = now
         times = busy_timeout_seconds, compact_bytes_min, statement_seconds
-        self._backend = open_backend(folder, url, driver, *times)
+        housekeeper = Housekeeper(is_ours=not url.startswith(SQLITE_SCHEME))
+        self._backend = open_backend(folder, url, driver, *times, housekeeper, lease_seconds)
         self._writer = self._backend.writer
         self._transactions = StoreTransactions(self._writer, now)
         self.group = self._transactions.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
-        self.forgetting = Forgetting(self._transactions)
+        self.forgetting = Forgetting(self._transactions, housekeeper)
         self.owners = Owners(self._transactions, now)
         self.prefixes = PrefixStore(self._transactions, self.owners, now)
-        self.chains = Chains(self._transactions)
+        self.chains = Chains(self._transactions, housekeeper)
         self.responses = ResponseStore(self._transactions, self.erasure)
         self.changes = ConversationChanges(self._transactions, self.owners, self.erasure, now)
         self.replica = replica
+        self.housekeeper = housekeeper
+        self._leases: Leases | None = None
         self.replica_sessions = ReplicaSessions(self._transactions, now)
         try:
             if keep_running:
@@ -118,14 +128,28 @@ class ConversationStore:
                 interrupted = self._transactions.interrupt_dead()
             else:
                 opening = Opening(replica)
+                if self.is_shared:
+                    opening = Opening(replica, daemon_identity(folder.path), lease_seconds)
                 interrupted = self.erasure.in_reserve(lambda: self.owners.opened(opening))
+                self._share()
             self.erasure.resume()
             self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
             self.marks = self._backend.marks
             self.integrity_check_due = self.marks.is_check_due
         except BaseException:
+            if self._leases is not None:
+                self._leases.close()
             self._backend.give_up()
             raise
+
+    def _share(self) -> None:
+        """Let other daemons open the history, if they may, and renew the lease from now on."""
+        self._backend.share()
+        if self.is_shared:
+            self._leases = Leases(
+                self._backend.beside(), self.owners, self.housekeeper, self.erasure.tidy
+            )
+            self._leases.start()
 
     @classmethod
     def open(cls, path: Path, holder: str, **options: Any) -> ConversationStore:
@@ -143,12 +167,21 @@ class ConversationStore:
             raise
 
     def close(self) -> None:
-        """Checkpoint, close and release the folder; a second call does nothing."""
+        """Checkpoint, close and release the folder; a second call does nothing.
+
+        Other daemons that have the history open may have our conversations at once.
+        """
         clean = False
+        leases, self._leases = self._leases, None
         try:
+            if leases is not None:
+                leases.close()
+                with contextlib.suppress(PensieveError):  # else the lease expires
+                    self.owners.end()
             self._backend.close()
             clean = not self.integrity_check_due
         finally:
+            self._backend.release(clean=clean)
             self.folder.close(clean)
 
     def __enter__(self) -> ConversationStore:
@@ -456,7 +489,12 @@ class ConversationStore:
     @property
     def is_shared(self) -> bool:
         """Whether other daemons may have the history open, too."""
-        return self.folder.is_shared
+        return self._backend.is_shared
+
+    @property
+    def keeps_house(self) -> bool:
+        """Whether this daemon cleans up the history (housekeeper.py); any thread may ask."""
+        return self.housekeeper.is_ours
 
     @property
     def came_from(self) -> MutableMapping[tuple[str, str], str]:
@@ -582,12 +620,14 @@ def open_backend(
     busy_timeout_seconds: float,
     compact_bytes_min: int,
     statement_seconds: float,
+    housekeeper: Housekeeper | None = None,
+    lease_seconds: float = LEASE_SECONDS,
 ) -> Backend:
-    """Of the address of a PostgreSQL database, or of the data folder where there is none.
+    """Of the address of a PostgreSQL database, of a shared file of SQLite, or of the data folder without one.
 
     The first use opens it.
     """
-    if url:
+    if url and not url.startswith(SQLITE_SCHEME):
         from pensieve.store.postgres.backend import PostgresBackend
         from pensieve.store.postgres.connection import Address
 
@@ -597,10 +637,14 @@ def open_backend(
     from pensieve.store.connection import preferred_driver
     from pensieve.store.sqlite_backend import SqliteBackend
 
+    driver = driver or preferred_driver
     return SqliteBackend(
         folder,
-        driver or preferred_driver,
+        driver,
         busy_timeout_seconds,
         compact_bytes_min,
         statement_seconds,
+        housekeeper or Housekeeper(is_ours=True),
+        open_shared(url, driver) if url else None,
+        lease_seconds,
     )

@@ -219,10 +219,11 @@ def migrate(
     steps: Steps = STEPS,
     application_id: int = APPLICATION_ID,
     last_resort: str = LAST_RESORT,
+    is_alone: bool = True,
 ) -> None:
     """Bring the database at `path` to the newest schema; raises StoreError if that is not possible.
 
-    `last_resort` is what its owner may do with one of a newer schema.
+    `last_resort` is what its owner may do with one of a newer schema.  `is_alone`: nobody else has it open.
     """
     migrations = Migrations("pensieve")
     for number, (name, statements) in enumerate(steps.items(), 1):
@@ -239,6 +240,11 @@ def migrate(
         )
     if version == len(steps):
         return
+    if not is_alone:
+        raise StoreError(
+            f"{path} has schema version {version} and this Pensieve needs version {len(steps)}, but"
+            " daemons of an older Pensieve have it open; stop all of them, then start this one"
+        )
     if version:
         _back_up(db, path, version)
     migrations.apply(db)

@@ -91,6 +91,17 @@ class Owners:
         # Addresses of daemons that may still have KV of a conversation, by (tenant, conversation_id).
         self.came_from: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._declared: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._opening = Opening()
+        self._places = ("", "", "")
+
+    @property
+    def session(self) -> int:
+        """Ours; NOBODY where other processes compute the turns."""
+        return self._transactions.session
+
+    @property
+    def lease_seconds(self) -> float:
+        return self._opening.lease_seconds or 0.0
 
     # -- sessions --
 
@@ -110,26 +121,45 @@ class Owners:
             interrupted = sorted(turn for (turn,) in conn.execute(ABANDONED).fetchall())
             for turn_id in interrupted:
                 turn_rows.interrupt_turn(conn, turn_id, self._now())
-            session = _next_number(conn)
-            conn.execute(
-                "INSERT INTO sessions (session, replica, folder, address, http_address,"
-                " metrics_address, is_draining, last_call, opened_at, lease_until)"
-                f" VALUES (?, ?, ?, '', '', '', 0, 0, ?, {clock} + ?)",
-                (
-                    *(session, opening.replica, opening.folder),
-                    *(self._now(), opening.lease_seconds),
-                ),
-            )
+            session = next_number(conn)
+            self._opening = opening
+            self._insert(conn, session)
         self._transactions.session = session
         return interrupted
 
+    def renew(self, conn: Connection) -> None:
+        """Our lease, in a transaction of the thread of leases.
+
+        A session that others have ended is there again: what it has lost is another session's by now.
+        """
+        renewed = conn.execute(
+            f"UPDATE sessions SET lease_until = {database_clock(conn)} + ? WHERE session = ?"
+            " RETURNING 1",
+            (self._opening.lease_seconds, self.session),
+        ).fetchall()
+        if not renewed:
+            self._insert(conn, self.session)
+
+    def _insert(self, conn: Connection, session: int) -> None:
+        opening = self._opening
+        conn.execute(
+            "INSERT INTO sessions (session, replica, folder, address, http_address, metrics_address,"
+            " is_draining, last_call, opened_at, lease_until)"
+            f" VALUES (?, ?, ?, ?, ?, ?, 0, 0, ?, {database_clock(conn)} + ?)",
+            (
+                *(session, opening.replica, opening.folder, *self._places),
+                *(self._now(), opening.lease_seconds),
+            ),
+        )
+
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
         """Tell the other daemons where this one is reached."""
+        self._places = address, http_address, metrics_address
         with self._transactions.writing() as conn:
             conn.execute(
                 "UPDATE sessions SET address = ?, http_address = ?, metrics_address = ?"
                 " WHERE session = ?",
-                (address, http_address, metrics_address, self._transactions.session),
+                (*self._places, self._transactions.session),
             )
 
     def drain(self) -> None:
@@ -245,7 +275,7 @@ class Owners:
             "INSERT INTO owners (conversation, session, epoch) VALUES (?, ?, ?)"
             " ON CONFLICT (conversation) DO UPDATE"
             " SET session = excluded.session, epoch = excluded.epoch",
-            (number, self._transactions.session, _next_number(conn)),
+            (number, self._transactions.session, next_number(conn)),
         )
 
     # -- calls --
@@ -316,7 +346,7 @@ def _owner_number(conn: Connection, number: int) -> int | None:
     return None if row is None else int(row[0])
 
 
-def _next_number(conn: Connection) -> int:
+def next_number(conn: Connection) -> int:
     """A number that no session and no epoch has had."""
     statement = "UPDATE epochs SET last = last + 1 RETURNING last"
     if isinstance(conn, ServerSession):

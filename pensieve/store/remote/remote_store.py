@@ -216,6 +216,7 @@ class RemoteStore:
     """Used from one thread at a time, but for what `reader` returns."""
 
     is_shared = True
+    keeps_house = True
 
     def __init__(self, caller: Caller, folder: DataFolder, replica: str = "") -> None:
         """`folder` is the daemon's own, for all but the history; `replica` is its name."""
