@@ -98,8 +98,8 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
     if settings.backup is not None and settings.store:
         raise InvalidArgument(
             "backup",
-            "is for a history in the data folder; PostgreSQL has backups of its own, a shared file is backed up "
-            "with `sqlite3 FILE .backup`, and `pensieve history` takes the flag",
+            "is for a history in the data folder; PostgreSQL has backups of its own, `sqlite3 FILE .backup` "
+            "copies a file that daemons share, and `pensieve history` takes the flag",
         )
     sharing = sharing_of(settings)
     listening = Listening(
