@@ -33,10 +33,10 @@ from pensieve.conversations.threads import Threads
 from pensieve.engine.messages import DeleteConversation
 from pensieve.errors import OwnedElsewhere, Unavailable
 from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.transactions import TAKEN
 
 T = TypeVar("T")
 takes_over: ContextVar[bool] = ContextVar("takes_over", default=False)  # of the call that runs
-TAKEN = "the conversation was served elsewhere meanwhile; say it again"
 
 
 class SharedThreads(Threads):

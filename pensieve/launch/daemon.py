@@ -236,7 +236,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
     drain_seconds = 0.0
     try:
         address = await server.listen()
-        announce(server, setup.sharing.announced)
+        await announce(server, setup.sharing.announced)
         starting = loop.create_task(daemon.start())
         stopping = loop.create_task(server.stopping.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -256,7 +256,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             _kill(daemon.engine.pid)
             starting.cancel()
         hooks.stopping()
-        drain(server)
+        await drain(server)
         if server.failure is not None:
             drain_seconds = 0.0
             raise ServerFault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import socket
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pensieve.api.grpc.replica import KvFetcher
 from pensieve.api.grpc.server import Server
 from pensieve.config import Settings, read_secret
 from pensieve.conversations.hand_over import KvReceiver
-from pensieve.errors import ConfigError, InvalidArgument
+from pensieve.errors import ConfigError, InvalidArgument, PensieveError
 from pensieve.guard.callers import Token
 from pensieve.history.connection import Connection, Replica
 from pensieve.store.conversation_store import ConversationStore
@@ -23,6 +24,7 @@ from pensieve.store.folder import DataFolder
 from pensieve.store.records import ID_PATTERN
 from pensieve.store.remote.remote_store import RemoteStore
 
+log = logging.getLogger("pensieve")
 SCHEMES = ("history://", "historys://")
 SQLITE = "sqlite://"
 
@@ -91,14 +93,15 @@ def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> Conversat
     return cast(ConversationStore, RemoteStore(connection, folder, replica))
 
 
-def announce(server: Server, announced: str = "") -> None:
+async def announce(server: Server, announced: str = "") -> None:
     """Tell the other daemons where this one is, once it listens."""
     store = server.daemon.store
     if store.is_shared:
         http = next((each.url.partition("://")[2] for each in server.beside), "")
         addresses = (announced or server.address, http, server.metrics_address)
         host = announced.rpartition(":")[0]
-        store.announce(*(_at(host, each) for each in addresses))
+        places = [_at(host, each) for each in addresses]
+        await server.daemon.threads.in_store("", store.announce, *places)
 
 
 def _at(host: str, address: str) -> str:
@@ -114,11 +117,14 @@ def fetch_kv(server: Server, sharing: Sharing) -> None:
         daemon.events.begun.subscribe(KvReceiver(daemon, fetcher.fetch).turn_begun)
 
 
-def drain(server: Server) -> None:
+async def drain(server: Server) -> None:
     """Let the other daemons have its conversations, one by one as their turns end."""
     store = server.daemon.store
     if store.is_shared:
-        store.drain()
+        try:
+            await server.daemon.threads.in_store("", store.drain)
+        except PensieveError as error:  # they have them when this one has ended
+            log.warning("the other daemons could not be told that this one ends: %s", error)
 
 
 def replica_name(data: Path) -> str:

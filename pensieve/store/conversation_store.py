@@ -36,7 +36,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pensieve.errors import InvalidArgument, NotFound, PensieveError, PrefixTaken
+from pensieve.errors import InvalidArgument, NotFound, PensieveError, PrefixTaken, Unavailable
 from pensieve.store import conversation_rows, message_rows, turn_rows
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, Backend, ScrubSteps
 from pensieve.store.bodies import bytes_of_tenant
@@ -74,7 +74,7 @@ from pensieve.store.records import (
 from pensieve.store.replica_sessions import ReplicaSessions
 from pensieve.store.responses import ResponseStore, StoredResponse, put_response
 from pensieve.store.shared_file import SQLITE_SCHEME, open_shared
-from pensieve.store.transactions import StoreTransactions
+from pensieve.store.transactions import TAKEN, StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -398,7 +398,7 @@ class ConversationStore:
 
         A `response` is stored with that revision.  The call may be repeated after an error: a turn is not
         committed twice.  With an `attempt`, NotFound if the turn was begun again since: the late end of one
-        attempt must not end the next.
+        attempt must not end the next.  Unavailable if another daemon has claimed the conversation.
         """
         is_cancelled = finish_reason == StoredTurnState.CANCELLED.value
         state = StoredTurnState.CANCELLED if is_cancelled else StoredTurnState.COMPLETED
@@ -406,10 +406,12 @@ class ConversationStore:
             check_text([reply])
             now = self.now()
             progress = turn_rows.require_progress(conn, turn_id)
-            self._transactions.refuse_late(turn_id, attempt, progress)
+            is_ours = self._transactions.may_end(turn_id, attempt, progress)
             number, found, made, revision, tenant, end, _, _, messages = progress
             if found is state and made is not None:
                 return made
+            if not is_ours:
+                raise Unavailable(TAKEN)
             if found is not StoredTurnState.RUNNING:
                 raise NotFound(f"turn {turn_id} no longer runs, it is {found}")
             revision += 1
@@ -430,17 +432,22 @@ class ConversationStore:
         """End a turn that the engine could not finish; its messages stay out of the history."""
         with self._transactions.ending(turn_id) as conn:
             fence = turn_rows.require_fence(conn, turn_id)
-            self._transactions.refuse_late(turn_id, attempt, fence)
+            is_ours = self._transactions.may_end(turn_id, attempt, fence)
             if fence.state is StoredTurnState.RUNNING:
+                if not is_ours:
+                    raise Unavailable(TAKEN)
                 turn_rows.fail_turn(conn, turn_id, failure, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
     def interrupt_turn(self, turn_id: int, attempt: int = 0) -> StoredTurn:
-        """End a turn that no client waits for any more; its messages stay out of the history."""
+        """End a turn that no client waits for any more; its messages stay out of the history.
+
+        One that another daemon computes by now goes on.
+        """
         with self._transactions.ending(turn_id) as conn:
             fence = turn_rows.require_fence(conn, turn_id)
-            self._transactions.refuse_late(turn_id, attempt, fence)
-            if fence.state is StoredTurnState.RUNNING:
+            is_ours = self._transactions.may_end(turn_id, attempt, fence)
+            if is_ours and fence.state is StoredTurnState.RUNNING:
                 turn_rows.interrupt_turn(conn, turn_id, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 

@@ -15,7 +15,7 @@ Rules:
 * A conversation belongs to the daemon that made it. So a conversation that somebody else deleted and made
   again is never taken for the one that it was.
 * A claim interrupts the turn that runs for the owner before. That owner cannot end its turn any more
-  (`StoreTransactions.refuse_late`).
+  (`StoreTransactions.may_end`).
 * A claim that takes a conversation from another session calls `on_stale` in its transaction: what the engine
   has of the conversation may be outdated. It is called even if the commit fails, since a commit may get
   through in spite of an error. The engine then only drops KV that it might have kept.

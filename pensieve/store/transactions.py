@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 
 NOBODY = 0  # no session
+TAKEN = "the conversation was served elsewhere meanwhile; say it again"
 ENDED_MAX = 10_000  # many more than end while a reader has a snapshot
 
 
@@ -91,7 +92,7 @@ class StoreTransactions:
     def ending(self, turn_id: int) -> Iterator[Connection]:
         """The transaction that ends a turn, which is not live afterwards, even if the write failed.
 
-        It calls `refuse_late`.
+        It asks `may_end`.
         """
         was_live = turn_id in self._live
         self._live.add(turn_id)  # also when an earlier attempt to end it has failed
@@ -110,18 +111,16 @@ class StoreTransactions:
             if not (self._late == turn_id and was_live):
                 self._live.discard(turn_id)
 
-    def refuse_late(self, turn_id: int, attempt: int, fence: TurnFence | TurnProgress) -> None:
-        """Raise NotFound, and the turn is what it was, unless this attempt of it may be ended by us.
+    def may_end(self, turn_id: int, attempt: int, fence: TurnFence | TurnProgress) -> bool:
+        """Whether the turn is ours to end; no other daemon has claimed its conversation.
 
-        It may not if the turn was begun again since, or if it runs for another daemon that has claimed the
-        conversation.  `attempt` 0: any.
+        NotFound, and the turn is what it was, if it was begun again since this attempt (0: any).
         """
         is_ours = self.session in (NOBODY, fence.owner)
         if attempt and attempt != fence.attempt:
             self._late = turn_id if is_ours else NOBODY
             raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
-        if fence.state is StoredTurnState.RUNNING and not is_ours:
-            raise NotFound(f"another daemon has the conversation of turn {turn_id}")
+        return is_ours
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:

@@ -124,7 +124,7 @@ class DaemonRig:
         if listening.http:
             serve_http(self.server, texts.template, style_of(texts.template))
         await self.server.listen()
-        announce(self.server)
+        await announce(self.server)
         await self.daemon.start()
         self.owners.watch_daemon(self.daemon)
 

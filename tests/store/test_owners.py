@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.errors import NotFound
+from pensieve.errors import NotFound, Unavailable
 from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn, StoredTurnState
 from pensieve.store.records import NewPrefix
 from tests.store.faulty import writer_of
@@ -75,19 +75,24 @@ def test_a_turn_is_ended_only_by_the_owner_of_its_conversation(store: Conversati
         create(store, name)
     running = begin(store, "cup", "r1", "hi", 1)
     own_elsewhere(store, "cup")
-    with pytest.raises(NotFound):
+    with pytest.raises(Unavailable, match="served elsewhere"):
         store.finish_turn(running, reply("late", 9), "stop", {}, attempt=1)
     with writer_of(store).writing() as conn:  # as if the other daemon had begun it again
         conn.execute(
             "UPDATE turns SET state = 'running', attempts = 2 WHERE turn_id = ?", (running,)
         )
-    for attempt in (0, 1, 2):
-        with pytest.raises(NotFound):
+    for attempt in (0, 2):
+        with pytest.raises(Unavailable, match="served elsewhere"):
             store.finish_turn(running, reply("late", 9), "stop", {}, attempt=attempt)
-        with pytest.raises(NotFound):
+        with pytest.raises(Unavailable, match="served elsewhere"):
             store.fail_turn(running, "NAN_LOGITS", attempt)
+        store.interrupt_turn(running, attempt)
+    for end in (store.fail_turn, store.finish_turn):
+        given = ("x",) if end == store.fail_turn else (reply("late", 9), "stop", {})
         with pytest.raises(NotFound):
-            store.interrupt_turn(running, attempt)
+            end(running, *given, attempt=1)  # type: ignore[operator]
+    with pytest.raises(NotFound):
+        store.interrupt_turn(running, 1)
     assert rows(store, "SELECT state FROM turns") == [("running",)]
     assert list(store.log("cup")) == []
 

@@ -136,8 +136,8 @@ def test_the_late_end_of_a_turn_is_refused(start: Start, path: Path) -> None:
     a.stop()
     wait_until(lambda: took(b, "begin", "tea", "r1", 2))
     a.go_on()
-    for late in (attempt, 0):
-        assert a("finish", turn_id, late, 99)[1] == "NotFound"
+    for late, error in ((attempt, "NotFound"), (0, "Unavailable"), (attempt + 1, "Unavailable")):
+        assert a("finish", turn_id, late, 99)[1] == error
     assert b("log", "tea") == [1]
     assert b("finish", turn_id, attempt + 1, 7) == 1
     assert a("finish", turn_id, attempt, 99)[1] == "NotFound"
