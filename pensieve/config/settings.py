@@ -275,8 +275,9 @@ class Settings:
     store: str | None = _setting(  # with its password, if it has one
         store_url,
         "",
-        "where else the history is: postgresql://USER@HOST/NAME (docs/postgresql.md), or history://HOST:PORT "
-        "of a `pensieve history` that several daemons share (historys:// with TLS)",
+        "where else the history is: postgresql://USER@HOST/NAME (docs/postgresql.md), sqlite:///FILE that "
+        "several daemons of this host share, or history://HOST:PORT of a `pensieve history` that several "
+        "daemons share (historys:// with TLS)",
         "URL",
         of=(ENGINE, HISTORY),
         group="history",

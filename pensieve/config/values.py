@@ -135,20 +135,23 @@ STORE_URL = re.compile(
 
 
 HISTORY_URL = re.compile(r"historys?://(?:[A-Za-z0-9_.-]+|\[[0-9a-fA-F:.%]*\]):[0-9]{1,5}")
+SQLITE_URL = re.compile(r"sqlite://(/[^/?#\s]+)+")
 
 
 def store_url(text: str) -> str:
     """Of a database, with special letters of names and passwords percent-encoded; or of a history service."""
-    if not STORE_URL.fullmatch(text) and not HISTORY_URL.fullmatch(text):
+    if not any(each.fullmatch(text) for each in (STORE_URL, HISTORY_URL, SQLITE_URL)):
         raise ValueError(
-            "is an address such as postgresql://user@host/name, with special letters percent-encoded, or "
-            "history://host:port"
+            "is an address such as postgresql://user@host/name, with special letters percent-encoded, "
+            "sqlite:///path/of/a/file, or history://host:port"
         )
     return text
 
 
 def shown_store(url: str) -> str:
     """Where a history is, without user, password and options: the same for all that share it; "" for none."""
+    if SQLITE_URL.fullmatch(url):
+        return url
     scheme, _, rest = url.partition("://")
     place = rest.partition("?")[0].rpartition("@")[2]
     scheme = "postgresql" if scheme == "postgres" else scheme

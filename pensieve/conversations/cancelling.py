@@ -20,7 +20,7 @@ from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.threads import Threads
 from pensieve.errors import StoreError, StoreUnavailable
-from pensieve.store.remote.remote_store import Reader
+from pensieve.store.history_reader import HistoryReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,10 @@ class CancelResult(NamedTuple):
 
 
 async def cancel_turn(
-    conversations: Conversations | None, reader: Reader, threads: Threads, cancel: CancelRequest
+    conversations: Conversations | None,
+    reader: HistoryReader,
+    threads: Threads,
+    cancel: CancelRequest,
 ) -> CancelResult:
     """End a turn; returns when it has ended.  NotFound if there is no such conversation.
 
@@ -75,7 +78,7 @@ def _live(conversations: Conversations, cancel: CancelRequest) -> LiveTurn | Non
     return live
 
 
-async def _stored_finish(reader: Reader, threads: Threads, cancel: CancelRequest) -> str:
+async def _stored_finish(reader: HistoryReader, threads: Threads, cancel: CancelRequest) -> str:
     """Why the reply of a turn that does not run ended, if it is in the history."""
     tenant, conversation_id = cancel.tenant, cancel.conversation_id
     await threads.in_reader(tenant, reader.get_conversation, conversation_id, tenant=tenant)

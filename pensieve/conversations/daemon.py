@@ -47,7 +47,7 @@ from pensieve.engine import messages as box
 from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.guard.limits import Allowance, Limits
 from pensieve.sampling import Sampling
-from pensieve.store.remote.remote_store import RemoteStore, Store
+from pensieve.store.conversation_store import ConversationStore
 
 log = logging.getLogger("pensieve")
 turn_log = logging.getLogger(
@@ -64,7 +64,7 @@ LOADING = "the model is loading; try again in a moment"
 class Daemon:
     def __init__(
         self,
-        store: Store,
+        store: ConversationStore,
         texts: Texts,
         program: EngineProgram,
         config: DaemonConfig | None = None,
@@ -97,7 +97,7 @@ class Daemon:
         )
         self.threads = Threads(self._loop, self.config.text_threads, events.failed)
         # None of a daemon that shares its history with no other one.
-        self.owners = Owners(store, self.threads) if isinstance(store, RemoteStore) else None
+        self.owners = Owners(store, self.threads) if store.is_shared else None
         self.damage = Damage(store, self.threads, self._tell_serving)
         self.full_disk = FullDisk(store, self.threads, self._tell_serving)
         self.reader = store.reader()  # of the read thread, also while the model is loading
@@ -109,7 +109,7 @@ class Daemon:
             store.scrub(),
             self.threads,
             self.config.scrub_seconds,
-            lambda: store.erasure.pending,
+            lambda: store.erasure.pending or not store.keeps_house,
             self.damage.found,
         )
         of = self.config
@@ -146,7 +146,7 @@ class Daemon:
             self.config,
             self._sources,
         )
-        if isinstance(store, RemoteStore):
+        if store.is_shared:
             StaleConversations(store, history, of, self.threads, self.engine)
         if self.config.keep_warm_seconds:
             of.prefixes.keep_warm(

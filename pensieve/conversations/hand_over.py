@@ -40,7 +40,6 @@ from pensieve.conversations.transfer_times import TransferTimes, WantedKv, gain_
 from pensieve.engine.hand_over import NO_PAGES, RUNS, digest_of
 from pensieve.engine.messages import TOKEN_BYTES, ExportKv, ImportKv, KvExported, OpenImport
 from pensieve.errors import NotFound, PensieveError, Unavailable, whole_line
-from pensieve.store.remote.remote_store import RemoteStore
 
 log = logging.getLogger("pensieve")
 PART_BYTES = 2 << 20
@@ -163,7 +162,7 @@ class KvReceiver:
     async def turn_begun(self, live: LiveTurn) -> None:
         """Bring KV of a conversation that another daemon had until now, if computing it takes longer."""
         store, named = self._daemon.store, (live.tenant, live.conversation_id)
-        address = store.came_from.pop(named, "") if isinstance(store, RemoteStore) else ""
+        address = store.came_from.pop(named, "")
         if address:
             await self.pull(address, *named)
 

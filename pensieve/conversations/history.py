@@ -69,8 +69,8 @@ from pensieve.errors import (
 from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.store.conversation_changes import LastDeleted
+from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.declared_prefixes import stored_id
-from pensieve.store.remote.remote_store import Store
 from pensieve.text import ChatTemplate, Tokenizer
 
 UNNUMBERED = 0  # the loop numbers what it puts
@@ -99,7 +99,7 @@ class Deleted(NamedTuple):
 class History:
     def __init__(
         self,
-        store: Store,
+        store: ConversationStore,
         texts: Texts,
         *,
         context_max: int,
@@ -520,7 +520,7 @@ class PrefixHistory:
 
     def __init__(
         self,
-        store: Store,
+        store: ConversationStore,
         fingerprint: str,
         outdated: Callable[[records.Conversation], OutdatedTokens],
         check_storage: Callable[[str], None],

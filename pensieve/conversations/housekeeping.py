@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pensieve.conversations.threads import Threads, aside
 from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreCorrupt
 from pensieve.store.backend import ErasureSteps, ScrubSteps
-from pensieve.store.remote.remote_store import Store
+from pensieve.store.conversation_store import ConversationStore
 
 log = logging.getLogger("pensieve")
 NOBODY = "/housekeeping"  # no tenant has this name
@@ -76,7 +76,7 @@ async def erased(finish: Callable[[], None], threads: Threads) -> None:
 
 
 def start_forgetting(
-    store: Store,
+    store: ConversationStore,
     threads: Threads,
     now: Callable[[], float],
     *,
@@ -151,7 +151,9 @@ class Scrubbing:
 class Damage:
     """Whether the history is damaged; a check that finds nothing ends it."""
 
-    def __init__(self, store: Store, threads: Threads, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, store: ConversationStore, threads: Threads, changed: Callable[[], None]
+    ) -> None:
         before = "it was when it was looked at before"
         self.problems: tuple[str, ...] = (before,) if store.marks.is_damaged else ()
         self._store, self._threads, self._changed = store, threads, changed
@@ -199,7 +201,9 @@ class Damage:
 class FullDisk:
     """Whether the disk of the history is full: any write may find that, and a small one that it is over."""
 
-    def __init__(self, store: Store, threads: Threads, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, store: ConversationStore, threads: Threads, changed: Callable[[], None]
+    ) -> None:
         self.is_full = False
         self._store, self._threads, self._changed = store, threads, changed
         store.figures.watch(on_full=self._report)

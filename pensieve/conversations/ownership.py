@@ -29,10 +29,9 @@ from pensieve.conversations.live_turn import cache_key
 from pensieve.conversations.threads import Threads
 from pensieve.engine.messages import DeleteConversation
 from pensieve.errors import OwnedElsewhere, Unavailable
+from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.records import Conversation
-from pensieve.store.remote.remote_store import RemoteStore
-
-TAKEN = "the conversation was served elsewhere meanwhile; say it again"
+from pensieve.store.transactions import TAKEN
 
 
 class OwningStore(Protocol):
@@ -84,7 +83,7 @@ class StaleConversations:
 
     def __init__(
         self,
-        store: RemoteStore,
+        store: ConversationStore,
         history: History,
         conversations: Conversations,
         threads: Threads,

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pensieve.store.owners import Session
+from pensieve.store.replica_sessions import Session
 from pensieve.v1 import history_pb2 as pb
 
 BREAK_SECONDS_MAX = 3.0  # that a stream takes to come back, at most

@@ -34,11 +34,11 @@ from pensieve.history.connection import PROTOCOL_VERSION
 from pensieve.history.presence import Presence, Present
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.history_reader import HistoryReader
-from pensieve.store.owners import NOBODY, Session
 from pensieve.store.records import ID_PATTERN
 from pensieve.store.remote import wire
 from pensieve.store.remote.calls import Call, Calls, Outcome
 from pensieve.store.remote.methods import METHODS, Kind
+from pensieve.store.replica_sessions import NOBODY, Session
 from pensieve.v1 import history_pb2 as pb
 from pensieve.v1 import history_pb2_grpc
 
@@ -67,8 +67,8 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         """`refusal` of whatever would write, where the history is damaged; `record` gets events as JSON."""
         config = config or HistoryConfig()
         self.presence = Presence(config.lease_seconds, threads.loop.time)
-        sessions = store.owners.open_sessions()
-        self.presence.begin(sessions, store.owners.running_turns())
+        sessions = store.replica_sessions.open_sessions()
+        self.presence.begin(sessions, store.replica_sessions.running_turns())
         self.num_calls = 0
         self.num_groups = 0
         self._store, self._threads = store, threads
@@ -114,7 +114,7 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
         """In the store's thread: whoever is called for these conversations next takes them."""
         with self._store.group():
             for tenant, conversation_id in names:
-                self._store.owners.give_up(conversation_id, session, tenant=tenant)
+                self._store.replica_sessions.give_up(conversation_id, session, tenant=tenant)
 
     def close(self) -> None:
         """The threads have ended."""
@@ -160,7 +160,7 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
 
     async def Locate(self, request: pb.LocateRequest, context: Any) -> pb.LocateResponse:
         owner = await self._threads.in_store(
-            "", self._store.owners.owner, request.conversation_id, tenant=request.tenant
+            "", self._store.replica_sessions.owner, request.conversation_id, tenant=request.tenant
         )
         present = None if owner is None else self.presence.find(owner.session)
         if owner is None or present is None:
@@ -244,7 +244,7 @@ class HistoryService(history_pb2_grpc.HistoryServiceServicer):
             metrics_address=opening.metrics_address,
         )
         if moved != present.session:
-            await self._threads.in_store("", self._store.owners.move_session, moved)
+            await self._threads.in_store("", self._store.replica_sessions.move_session, moved)
             present.session = moved
 
     async def _end(self, present: Present, why: str) -> None:

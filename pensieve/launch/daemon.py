@@ -98,8 +98,8 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
     if settings.backup is not None and settings.store:
         raise InvalidArgument(
             "backup",
-            "is for a history in the data folder; PostgreSQL has backups of its own, and `pensieve history` "
-            "takes the flag",
+            "is for a history in the data folder; PostgreSQL has backups of its own, `sqlite3 FILE .backup` "
+            "copies a file that daemons share, and `pensieve history` takes the flag",
         )
     sharing = sharing_of(settings)
     listening = Listening(
@@ -237,7 +237,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
     drain_seconds = 0.0
     try:
         address = await server.listen()
-        announce(server, setup.sharing.announced)
+        await announce(server, setup.sharing.announced)
         starting = loop.create_task(daemon.start())
         stopping = loop.create_task(server.stopping.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -257,7 +257,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             _kill(daemon.engine.pid)
             starting.cancel()
         hooks.stopping()
-        drain(server)
+        await drain(server)
         if server.failure is not None:
             drain_seconds = 0.0
             raise ServerFault(

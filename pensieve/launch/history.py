@@ -147,7 +147,7 @@ async def run(
         url=setup.store,
         keep_running=True,
     )
-    store.owners.begin_epochs()
+    store.replica_sessions.begin_epochs()
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:

@@ -1,12 +1,14 @@
-"""The store of a daemon: its own, or that of a history service."""
+"""The store of a daemon: its own, one that daemons share, or that of a history service."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import grpc
 
@@ -14,15 +16,17 @@ from pensieve.api.grpc.replica import KvFetcher
 from pensieve.api.grpc.server import Server
 from pensieve.config import Settings, read_secret
 from pensieve.conversations.hand_over import KvReceiver
-from pensieve.errors import ConfigError, InvalidArgument
+from pensieve.errors import ConfigError, InvalidArgument, PensieveError
 from pensieve.guard.callers import Token
 from pensieve.history.connection import Connection, Replica
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.records import ID_PATTERN
-from pensieve.store.remote.remote_store import RemoteStore, Store
+from pensieve.store.remote.remote_store import RemoteStore
 
+log = logging.getLogger("pensieve")
 SCHEMES = ("history://", "historys://")
+SQLITE = "sqlite://"
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,15 @@ def sharing_of(settings: Settings) -> Sharing:
 
 
 def is_shared(url: str | None) -> bool:
-    return (url or "").startswith(SCHEMES)
+    """Whether several daemons may have it."""
+    return (url or "").startswith((*SCHEMES, SQLITE))
 
 
-def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> Store:
+def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> ConversationStore:
     """What `--store` says."""
-    if not is_shared(url):
-        return ConversationStore.open(data, holder, url=url)
+    if not url.startswith(SCHEMES):
+        replica = sharing.replica or (replica_name(data) if is_shared(url) else "")
+        return ConversationStore.open(data, holder, url=url, replica=replica)
     folder = DataFolder.open(data, holder, has_database=False)
     try:
         replica = sharing.replica or replica_name(data)
@@ -84,17 +90,18 @@ def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> Store:
     except BaseException:
         folder.close(clean=not folder.stopped_unclean)
         raise
-    return RemoteStore(connection, folder, replica)
+    return cast(ConversationStore, RemoteStore(connection, folder, replica))
 
 
-def announce(server: Server, announced: str = "") -> None:
+async def announce(server: Server, announced: str = "") -> None:
     """Tell the other daemons where this one is, once it listens."""
     store = server.daemon.store
-    if isinstance(store, RemoteStore):
+    if store.is_shared:
         http = next((each.url.partition("://")[2] for each in server.beside), "")
         addresses = (announced or server.address, http, server.metrics_address)
         host = announced.rpartition(":")[0]
-        store.announce(*(_at(host, each) for each in addresses))
+        places = [_at(host, each) for each in addresses]
+        await server.daemon.threads.in_store("", store.announce, *places)
 
 
 def _at(host: str, address: str) -> str:
@@ -105,16 +112,19 @@ def _at(host: str, address: str) -> str:
 def fetch_kv(server: Server, sharing: Sharing) -> None:
     """Have it fetch KV of conversations that other daemons had, once its engine is there."""
     daemon = server.daemon
-    if isinstance(daemon.store, RemoteStore):
+    if daemon.store.is_shared:
         fetcher = KvFetcher(sharing.secret, server.listening.peers)
         daemon.events.begun.subscribe(KvReceiver(daemon, fetcher.fetch).turn_begun)
 
 
-def drain(server: Server) -> None:
+async def drain(server: Server) -> None:
     """Let the other daemons have its conversations, one by one as their turns end."""
     store = server.daemon.store
-    if isinstance(store, RemoteStore):
-        store.drain()
+    if store.is_shared:
+        try:
+            await server.daemon.threads.in_store("", store.drain)
+        except PensieveError as error:  # they have them when this one has ended
+            log.warning("the other daemons could not be told that this one ends: %s", error)
 
 
 def replica_name(data: Path) -> str:

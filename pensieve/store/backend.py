@@ -81,6 +81,9 @@ class ErasureSteps:
         """Try a small write, and keep the reserve again; whether both worked."""
         return True
 
+    def tidy(self) -> None:
+        """Now and then, by who cleans up: what a daemon that died has left is due, too.  In any thread."""
+
     def finish(self) -> None:
         """After a deletion: ErasurePending if its content is still in the files."""
 
@@ -127,8 +130,21 @@ class Backend(Protocol):
     def erasure(self) -> ErasureSteps: ...
     @property
     def marks(self) -> Marks: ...
+    @property
+    def is_shared(self) -> bool:
+        """Whether other daemons may have the history open, too."""
+
+    def share(self) -> None:
+        """From now on they may: what only one of them may do is done."""
+
+    def beside(self) -> Transactions:
+        """Another connection that writes, for another thread; what it commits may be lost with the power."""
+
     def close(self) -> None:
         """Close the connection that writes; a second call does nothing."""
+
+    def release(self, *, clean: bool) -> None:
+        """Behind `close`: let others have it; `clean` if nothing of it is in doubt."""
 
     def give_up(self) -> None:
         """Leave it as it is; what was opened is closed."""
@@ -175,6 +191,7 @@ class WriteFigures:
         self.on_full: Callable[[], None] = lambda: None  # the disk is; in the writer's thread
         self._journal = journal
         self._seconds: deque[float] = deque(maxlen=COMMITS_MAX)
+        self._waits: deque[float] = deque(maxlen=COMMITS_MAX)
 
     def watch(
         self,
@@ -183,6 +200,15 @@ class WriteFigures:
     ) -> None:
         """Call these in the writer's thread: with the seconds of each commit; when the disk is full."""
         self.on_commit, self.on_full = on_commit or self.on_commit, on_full or self.on_full
+
+    def waited(self, seconds: float) -> None:
+        """A transaction has waited so long for its turn among daemons that write."""
+        self._waits.append(seconds)
+
+    @property
+    def wait_seconds(self) -> tuple[float, ...]:
+        """Of the latest transactions; none where one daemon has the history."""
+        return tuple(self._waits)
 
     def committed(self, seconds: float) -> None:
         """A transaction is on the disk, which took so long, most of it for the disk's sync."""
@@ -231,6 +257,13 @@ def insert_numbered(
     statement = f"{_insertion(table, columns)} RETURNING {NUMBER_COLUMNS[table]}"
     ((number,),) = conn.execute(statement, values).fetchall()
     return int(number)
+
+
+def database_clock(conn: Connection) -> str:
+    """SQL of the seconds since 1970 by the clock of the database's host."""
+    if isinstance(conn, ServerSession):
+        return "extract(epoch FROM clock_timestamp())::float8"
+    return "((julianday('now') - 2440587.5) * 86400.0)"
 
 
 @lru_cache

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pensieve.store import conversation_rows
 from pensieve.store.conversation_rows import tenant_key
+from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.records import ChainMatch, ChainState
 from pensieve.store.transactions import StoreTransactions
 
@@ -47,8 +48,9 @@ class Holder(NamedTuple):
 class Chains:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, transactions: StoreTransactions) -> None:
+    def __init__(self, transactions: StoreTransactions, housekeeper: Housekeeper) -> None:
         self._transactions = transactions
+        self._housekeeper = housekeeper
 
     def longest(
         self, digests: Sequence[bytes], session: bytes, *, tenant: str = ""
@@ -72,7 +74,12 @@ class Chains:
         )
 
     def forget(self, before: float) -> bool:
-        """Delete some of the states from before that time; whether there may be more."""
+        """Delete some of the states from before that time; whether there may be more.
+
+        Nothing, where another daemon cleans up.
+        """
+        if not self._housekeeper.is_ours:
+            return False
         with self._transactions.reading() as conn:
             rows = conn.execute(
                 "SELECT chain, at FROM chains WHERE chain > 0 ORDER BY chain LIMIT ?",
@@ -93,7 +100,7 @@ class Chains:
         for message in messages:
             for holder in _holders(conn, message):
                 turn_id = holder.running_turn_id
-                is_idle = turn_id is None or self._transactions.is_dead(turn_id)
+                is_idle = turn_id is None or self._transactions.is_dead(conn, turn_id)
                 if is_of_session and holder.is_head and is_idle:
                     return holder, True
                 others.append(holder)

@@ -22,6 +22,7 @@ keeps its length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,13 +70,22 @@ class CompactionState(NamedTuple):
 class Compaction:
     """A pass over one database; used outside of transactions."""
 
-    def __init__(self, writer: WriterConnection, first: CompactionPhase) -> None:
+    def __init__(
+        self,
+        writer: WriterConnection,
+        first: CompactionPhase,
+        may_go_on: Callable[[Connection], bool] = lambda conn: True,
+    ) -> None:
+        """`may_go_on` says in each step's transaction whether the pass is still this process's to do."""
         self._writer = writer
+        self._may_go_on = may_go_on
         self._state = CompactionState(first)
 
     def step(self) -> bool:
         """Take one step, in one transaction; whether there is another one to take."""
         with self._writer.writing() as conn:
+            if not self._may_go_on(conn):
+                return False
             state = STEPS[self._state.phase](conn, self._state)
         self._state = state
         return state.phase is not CompactionPhase.REST

@@ -1,9 +1,25 @@
-"""The only read-write connection to the database of a history or of a job, and read-only ones.
+"""The read-write connection to the database of a history or of a job, and read-only ones.
 
 One writer.  Nothing else in any process writes or checkpoints this database: the data folder is locked,
 checkpoints happen on this connection, readers open with mode=ro, and there is no mmap.  This also avoids
 the WAL-reset bug of SQLite 3.7.0 to 3.51.2, which needs two connections that write or checkpoint;
 pysqlite3, where installed, brings a version without it.
+
+Several daemons (shared_file.py) have several writers, in processes of one host and a SQLite without that bug.
+One of them writes at a time: a transaction is IMMEDIATE, and begins when it is this writer's turn.  What is
+done beside transactions stays right:
+
+    recovery     is needed where no process has the file open, so it is done by a daemon that is alone, in a
+                 connection that is then closed, as ever (`_recover`).  Where a process dies and others go on,
+                 SQLite has to recover only if it died while it wrote the header of the file -shm; then some
+                 of a survivor's memory stays in -shm until the last daemon has closed the history
+    truncating   takes the turn of a writer, so no other daemon writes or checkpoints meanwhile.  SQLite does
+                 it only when every frame is in the database and no connection of any process reads the log;
+                 it tells, and is tried again.  So what a deletion waits for is the same as with one writer
+    wiping       `secure_delete` wipes in the pages of the transaction, whoever wrote them before.  Pages that
+                 another process has in memory are read again after a commit of others
+    migrations   happen while a daemon is alone, and the copies that they make are removed by any deletion
+    closing      the last connection of all moves the log into the database and removes it
 
 One thread at a time.  The connection may be opened in one thread and used in another, but never in two at
 once; a second user at the same time is a bug of the caller and raises RuntimeError.
@@ -18,10 +34,12 @@ reads from the disk; nothing is retried on the old one.  The same happens if the
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -31,6 +49,7 @@ from sqlite_utils.utils import sqlite3
 
 from pensieve.errors import DiskFull, StoreCorrupt, StoreError, StoreUnavailable
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, TimeLimit, WriteFigures
+from pensieve.store.shared_file import SharedFile, WriteTurn
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -56,6 +75,7 @@ UNAVAILABLE = {
 CORRUPT = {11: "the database is damaged", 26: "the file is not a database"}
 UNDECODABLE = "Could not decode to UTF-8"  # which the driver says, and SQLite has no code for
 REOPEN_AFTER = {8, 10, 14}
+READERS_MILLISECONDS = 100  # that readers of other daemons are waited for, while nobody writes
 FULL, IO_ERROR = 13, 10
 
 
@@ -74,7 +94,14 @@ class WriterConnection:
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         statement_seconds: float = STATEMENT_SECONDS,
         noun: str = "the history",
+        shared: SharedFile | None = None,
+        patience_seconds: float = math.inf,
+        synchronous: str = "FULL",
     ) -> None:
+        """`shared`: other daemons have the file open, too.
+
+        A writer that has waited for `patience_seconds` looks why.
+        """
         if driver.sqlite_version_info < SQLITE_VERSION_MIN:
             raise StoreError(f"SQLite {driver.sqlite_version} is too old; 3.37 is needed")
         self.path = path
@@ -86,14 +113,28 @@ class WriterConnection:
         self._in_use = threading.Lock()
         self._db: Any = None
         self.limit = TimeLimit(statement_seconds)
+        self._shared = shared
+        self._synchronous = synchronous
+        self._turn = (
+            WriteTurn(path, patience_seconds + busy_timeout_seconds, patience_seconds)
+            if shared is not None
+            else None
+        )
+        if self._turn is not None:
+            self._turn.waited = self.figures.waited
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
-        with self._operation() as db:
-            with db.atomic():
+        with self._to_write(), self._operation() as db:
+            db.conn.execute("BEGIN IMMEDIATE")
+            try:
                 yield db.conn
                 began = time.perf_counter()
+                db.conn.execute("COMMIT")
+            except BaseException:
+                db.rollback()
+                raise
             self.figures.committed(time.perf_counter() - began)
 
     @contextlib.contextmanager
@@ -114,11 +155,13 @@ class WriterConnection:
     def truncate_journal(self) -> bool:
         """Move the write-ahead log into the database and leave the log empty; whether that was possible.
 
-        It is not while another connection reads the log.  This does not wait for that one to end.
+        It is not while another connection reads the log.  This does not wait for that one to end, or a moment
+        only where other daemons read.
         """
-        with self.reading() as conn:
+        moment = 0 if self._shared is None else READERS_MILLISECONDS
+        with self._to_write(), self.reading() as conn:
             try:
-                conn.execute("PRAGMA busy_timeout = 0").fetchall()
+                conn.execute(f"PRAGMA busy_timeout = {moment}").fetchall()
                 busy, _, _ = conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
                 milliseconds = round(1000 * self._busy_timeout_seconds)
                 conn.execute(f"PRAGMA busy_timeout = {milliseconds}").fetchall()
@@ -137,6 +180,12 @@ class WriterConnection:
                 self.truncate_journal()
         finally:
             self._discard()
+            if self._turn is not None:
+                self._turn.close()
+
+    def _to_write(self) -> AbstractContextManager[None]:
+        """The turn among daemons that write."""
+        return contextlib.nullcontext() if self._turn is None else self._turn.taken()
 
     def _explained(self, error: Any) -> Exception:
         failure = explained(error, self.path, self._noun)
@@ -163,7 +212,7 @@ class WriterConnection:
             self._in_use.release()
 
     def _open(self) -> Any:
-        if self.has_journal():
+        if self.has_journal() and (self._shared is None or self._shared.is_alone):
             with contextlib.suppress(self.driver.Error):
                 self._recover()
         return self._connect()
@@ -193,7 +242,7 @@ class WriterConnection:
             if mode != "wal":
                 raise StoreError(f"{self.path} lies where SQLite cannot use a write-ahead log")
             for pragma in (
-                "synchronous = FULL",
+                f"synchronous = {self._synchronous}",
                 "fullfsync = ON",  # for macOS; no effect elsewhere
                 "secure_delete = ON",
                 "foreign_keys = ON",

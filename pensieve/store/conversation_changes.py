@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pensieve.errors import ErasurePending, InvalidArgument, StaleRevision, TurnRunning
+from pensieve.errors import ErasurePending, InvalidArgument, StaleRevision
 from pensieve.store import conversation_rows, message_rows
 from pensieve.store.backend import ErasureSteps
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
+from pensieve.store.owners import Owners
 from pensieve.store.records import Conversation, NewMessage, check_text
 from pensieve.store.transactions import StoreTransactions
 
@@ -62,10 +63,12 @@ class ConversationChanges:
     def __init__(
         self,
         transactions: StoreTransactions,
+        owners: Owners,
         erasure: ErasureSteps,
         now: Callable[[], float],
     ) -> None:
         self._transactions = transactions
+        self._owners = owners
         self._erasure = erasure
         self._now = now
 
@@ -91,8 +94,8 @@ class ConversationChanges:
         check_text(head)
         with self._transactions.writing() as conn:
             number, found = require_conversation(conn, conversation_id, tenant)
-            if found.running_turn_id is not None:
-                raise TurnRunning(conversation_id, str(found.running_turn_id))
+            found = self._owners.hold(conn, number, found)
+            refuse_running(found)
             if found.num_messages or found.revision:
                 raise StaleRevision(0, found.revision)
             settings = {"tools": list(tools), "template_options": dict(template_options)}
@@ -110,8 +113,7 @@ class ConversationChanges:
         """
         with self._transactions.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
-            if conversation.running_turn_id is not None:
-                raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+            refuse_running(self._transactions.as_read(conn, conversation))
             held = _held(conn, number, conversation)
             after = change(held.pending)
             is_deletion = any(each not in after.messages for each in held.pending.messages)
@@ -141,6 +143,7 @@ class ConversationChanges:
         """
         with self._transactions.writing() as conn:
             number, found = require_conversation(conn, conversation_id, tenant)
+            found = self._owners.hold(conn, number, found)
             refuse_running(found)
             refuse_stale(found, revision, created_at)
             held = _held(conn, number, found)

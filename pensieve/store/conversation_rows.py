@@ -55,10 +55,11 @@ CONVERSATION = """
         b.crc, b.private, b.tokens
     FROM conversations c LEFT JOIN bodies b USING (body)
 """
-WITH_REQUEST = CONVERSATION.replace(  # and the turn that a request began
+WITH_REQUEST = CONVERSATION.replace(  # and the turn that a request began, and the owner's session
     "SELECT c.conversation,",
     "SELECT (SELECT turn_id FROM turns t WHERE t.conversation = c.conversation"
-    " AND t.request_key = ?), c.conversation,",
+    " AND t.request_key = ?),"
+    " (SELECT session FROM owners o WHERE o.conversation = c.conversation), c.conversation,",
     1,
 )
 LISTED = (
@@ -117,15 +118,15 @@ def require_conversation(
 
 def require_with_request(
     conn: Connection, conversation_id: str, tenant: str, request_id: str
-) -> tuple[int, Conversation, int | None]:
-    """The same, and the turn that this request began, if there is one."""
+) -> tuple[int, Conversation, int | None, int | None]:
+    """The same, and the turn that this request began and the owner's session, if there are any."""
     row = conn.execute(
         WITH_REQUEST + "WHERE c.key = ?",
         (digest(request_id), conversation_key(conversation_id, tenant)),
     ).fetchone()
     if row is None:
         raise _no_conversation(conversation_id)
-    return *_conversation(row[1:]), row[0]
+    return *_conversation(row[2:]), row[0], row[1]
 
 
 def _no_conversation(conversation_id: str) -> NotFound:

@@ -12,9 +12,10 @@ Invariants, whatever happens to the process or the disk:
   returned is on the disk.
 * A turn's messages are not part of the history until `finish_turn` links them into it, so a turn that
   did not finish changes nothing in the log.  At most one turn of a conversation is `running`.
-* A `running` row belongs to a turn that this process computes.  At the start there is none, so all such
-  rows become `interrupted`; the same happens, before the next write, to a turn whose end could not be
-  written (a full disk).  Whether that end was committed is then read from the disk (transactions.py).
+* A turn is `running` as long as the daemon that has its conversation computes it (owners.py).  What others
+  have left becomes `interrupted` when this store is opened or claims the conversation; so does, before the
+  next write, a turn whose end could not be written (a full disk).  Whether that end was committed is then
+  read from the disk (transactions.py).
 * Revisions only grow.  A rewind takes the next one, and the messages it cuts stay readable through the
   turn that made them until the conversation is deleted or the request is forgotten (forgetting.py).
 * Messages are shared by reference and never changed, and are wiped when nothing holds them any more;
@@ -27,14 +28,15 @@ open their own read-only connection and may run in another.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pensieve.errors import InvalidArgument, NotFound, PrefixTaken
+from pensieve.errors import InvalidArgument, NotFound, PensieveError, PrefixTaken, Unavailable
 from pensieve.store import conversation_rows, message_rows, turn_rows
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, Backend, ScrubSteps
 from pensieve.store.bodies import bytes_of_tenant
@@ -43,12 +45,15 @@ from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.conversation_changes import ConversationChanges, pending_json, take_pending
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.declared_prefixes import PrefixStore
-from pensieve.store.folder import DataFolder
+from pensieve.store.folder import DataFolder, daemon_identity
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
-from pensieve.store.owners import Owners
+from pensieve.store.housekeeper import Housekeeper
+from pensieve.store.leases import Leases
+from pensieve.store.owners import LEASE_SECONDS, Opening, Owners
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
+    PREFIX_MARK,
     BeginResult,
     ChainState,
     Conversation,
@@ -66,8 +71,10 @@ from pensieve.store.records import (
     check_id,
     check_text,
 )
+from pensieve.store.replica_sessions import ReplicaSessions
 from pensieve.store.responses import ResponseStore, StoredResponse, put_response
-from pensieve.store.transactions import StoreTransactions
+from pensieve.store.shared_file import SQLITE_SCHEME, open_shared
+from pensieve.store.transactions import TAKEN, StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -85,37 +92,64 @@ class ConversationStore:
         compact_bytes_min: int = COMPACT_BYTES_MIN,
         statement_seconds: float = STATEMENT_SECONDS,
         url: str = "",
+        replica: str = "",
         keep_running: bool = False,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`url` is the address of a PostgreSQL database; without it the history is in the folder.
+        """`url` is the address of a PostgreSQL database, or of a file of SQLite that several daemons open.
 
-        With `keep_running` other processes compute the turns, and those that run are not interrupted.
+        Without it the history is in the folder, and nobody else has it.
+
+        `replica` is the name of this daemon among those that share the history.  With `keep_running` other
+        processes compute the turns, and those that run are not interrupted.
         """
         self.folder = folder
         self.now = now
         times = busy_timeout_seconds, compact_bytes_min, statement_seconds
-        self._backend = open_backend(folder, url, driver, *times)
+        housekeeper = Housekeeper(is_ours=not url.startswith(SQLITE_SCHEME))
+        self._backend = open_backend(folder, url, driver, *times, housekeeper, lease_seconds)
         self._writer = self._backend.writer
         self._transactions = StoreTransactions(self._writer, now)
         self.group = self._transactions.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
-        self.forgetting = Forgetting(self._transactions)
-        self.prefixes = PrefixStore(self._transactions, now)
-        self.chains = Chains(self._transactions)
-        self.responses = ResponseStore(self._transactions, self.erasure)
-        self.changes = ConversationChanges(self._transactions, self.erasure, now)
+        self.forgetting = Forgetting(self._transactions, housekeeper)
         self.owners = Owners(self._transactions, now)
+        self.prefixes = PrefixStore(self._transactions, self.owners, now)
+        self.chains = Chains(self._transactions, housekeeper)
+        self.responses = ResponseStore(self._transactions, self.erasure)
+        self.changes = ConversationChanges(self._transactions, self.owners, self.erasure, now)
+        self.replica = replica
+        self.housekeeper = housekeeper
+        self._leases: Leases | None = None
+        self.replica_sessions = ReplicaSessions(self._transactions, now)
         try:
             if keep_running:
                 self._transactions.keep()
-            interrupted = self._transactions.interrupt_dead()
+                interrupted = self._transactions.interrupt_dead()
+            else:
+                opening = Opening(replica)
+                if self.is_shared:
+                    opening = Opening(replica, daemon_identity(folder.path), lease_seconds)
+                interrupted = self.erasure.in_reserve(lambda: self.owners.opened(opening))
+                self._share()
             self.erasure.resume()
             self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
             self.marks = self._backend.marks
             self.integrity_check_due = self.marks.is_check_due
         except BaseException:
+            if self._leases is not None:
+                self._leases.close()
             self._backend.give_up()
             raise
+
+    def _share(self) -> None:
+        """Let other daemons open the history, if they may, and renew the lease from now on."""
+        self._backend.share()
+        if self.is_shared:
+            self._leases = Leases(
+                self._backend.beside(), self.owners, self.housekeeper, self.erasure.tidy
+            )
+            self._leases.start()
 
     @classmethod
     def open(cls, path: Path, holder: str, **options: Any) -> ConversationStore:
@@ -133,12 +167,21 @@ class ConversationStore:
             raise
 
     def close(self) -> None:
-        """Checkpoint, close and release the folder; a second call does nothing."""
+        """Checkpoint, close and release the folder; a second call does nothing.
+
+        Other daemons that have the history open may have our conversations at once.
+        """
         clean = False
+        leases, self._leases = self._leases, None
         try:
+            if leases is not None:
+                leases.close()
+                with contextlib.suppress(PensieveError):  # else the lease expires
+                    self.owners.end()
             self._backend.close()
             clean = not self.integrity_check_due
         finally:
+            self._backend.release(clean=clean)
             self.folder.close(clean)
 
     def __enter__(self) -> ConversationStore:
@@ -169,17 +212,17 @@ class ConversationStore:
             )
             head = shared or message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
-            return require_conversation(conn, new.conversation_id, new.tenant)[1]
+            _, created = require_conversation(conn, new.conversation_id, new.tenant)
+            self.owners.made(conn, number, created)
+            return created
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
         """One conversation, without its messages."""
         with self._transactions.reading() as conn:
-            return self._transactions.as_read(
-                require_conversation(conn, conversation_id, tenant)[1]
-            )
-
-    def claim(self, conversation_id: str, *, tenant: str = "") -> None:
-        """Nobody else writes to this history; where several do, see remote/remote_store.py."""
+            found = require_conversation(conn, conversation_id, tenant)[1]
+            if conversation_id.startswith(PREFIX_MARK):
+                self.owners.look_at_prefix(found)
+            return self._transactions.as_read(conn, found)
 
     def num_conversations(self) -> int:
         """Those of all tenants, without declared prefixes."""
@@ -217,6 +260,7 @@ class ConversationStore:
             number, source = require_conversation(conn, source_id, tenant)
             conversation_rows.refuse_taken(conn, new_id, tenant)
             links = message_rows.require_links(conn, number, source, at_revision)
+            self.owners.look_at_source(conn, number, source)
             fork = conversation_rows.insert_conversation(
                 conn,
                 replace(
@@ -229,7 +273,9 @@ class ConversationStore:
                 ),
             )
             message_rows.append_history(conn, fork, links)
-            return require_conversation(conn, new_id, tenant)[1]
+            _, forked = require_conversation(conn, new_id, tenant)
+            self.owners.made(conn, fork, forked)
+            return forked
 
     def rewind_conversation(
         self,
@@ -245,6 +291,7 @@ class ConversationStore:
         """
         with self._transactions.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
+            conversation = self.owners.hold(conn, number, conversation)
             refuse_running(conversation)
             refuse_stale(conversation, expected_revision)
             links = message_rows.require_links(conn, number, conversation, to_revision)
@@ -268,6 +315,7 @@ class ConversationStore:
         """
         with self._transactions.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
+            conversation = self.owners.hold(conn, number, conversation)
             refuse_running(conversation)
             if len(token_ids) != conversation.num_messages:
                 raise InvalidArgument(
@@ -288,6 +336,7 @@ class ConversationStore:
         def delete() -> None:
             with self._transactions.writing() as conn:
                 number, conversation = require_conversation(conn, conversation_id, tenant)
+                conversation = self.owners.hold(conn, number, conversation)
                 refuse_running(conversation)
                 conversation_rows.delete_conversation(conn, number, tenant)
                 self.erasure.prepare()
@@ -313,9 +362,10 @@ class ConversationStore:
         check_text(request.messages)
         content_hash = request.content_hash()
         with self._transactions.writing() as conn:
-            number, conversation, known = conversation_rows.require_with_request(
+            number, conversation, known, owner = conversation_rows.require_with_request(
                 conn, conversation_id, tenant, request.request_id
             )
+            conversation = self.owners.hold(conn, number, conversation, owner)
             stored = None if known is None else turn_rows.require_turn(conn, known)
             if stored is not None and stored.content_hash != content_hash:
                 raise InvalidArgument("request_id", "was used before with other content")
@@ -350,17 +400,20 @@ class ConversationStore:
 
         A `response` is stored with that revision.  The call may be repeated after an error: a turn is not
         committed twice.  With an `attempt`, NotFound if the turn was begun again since: the late end of one
-        attempt must not end the next.
+        attempt must not end the next.  Unavailable if another daemon has claimed the conversation.
         """
         is_cancelled = finish_reason == StoredTurnState.CANCELLED.value
         state = StoredTurnState.CANCELLED if is_cancelled else StoredTurnState.COMPLETED
-        with self._transactions.ending(turn_id, attempt) as conn:
+        with self._transactions.ending(turn_id) as conn:
             check_text([reply])
             now = self.now()
             progress = turn_rows.require_progress(conn, turn_id)
-            number, found, made, revision, tenant, end, messages = progress
+            is_ours = self._transactions.may_end(turn_id, attempt, progress)
+            number, found, made, revision, tenant, end, _, _, messages = progress
             if found is state and made is not None:
                 return made
+            if not is_ours:
+                raise Unavailable(TAKEN)
             if found is not StoredTurnState.RUNNING:
                 raise NotFound(f"turn {turn_id} no longer runs, it is {found}")
             revision += 1
@@ -379,22 +432,31 @@ class ConversationStore:
 
     def fail_turn(self, turn_id: int, failure: str, attempt: int = 0) -> StoredTurn:
         """End a turn that the engine could not finish; its messages stay out of the history."""
-        with self._transactions.ending(turn_id, attempt) as conn:
-            if turn_rows.require_turn(conn, turn_id).turn.state is StoredTurnState.RUNNING:
+        with self._transactions.ending(turn_id) as conn:
+            fence = turn_rows.require_fence(conn, turn_id)
+            is_ours = self._transactions.may_end(turn_id, attempt, fence)
+            if fence.state is StoredTurnState.RUNNING:
+                if not is_ours:
+                    raise Unavailable(TAKEN)
                 turn_rows.fail_turn(conn, turn_id, failure, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
     def interrupt_turn(self, turn_id: int, attempt: int = 0) -> StoredTurn:
-        """End a turn that no client waits for any more; its messages stay out of the history."""
-        with self._transactions.ending(turn_id, attempt) as conn:
-            if turn_rows.require_turn(conn, turn_id).turn.state is StoredTurnState.RUNNING:
+        """End a turn that no client waits for any more; its messages stay out of the history.
+
+        One that another daemon computes by now goes on.
+        """
+        with self._transactions.ending(turn_id) as conn:
+            fence = turn_rows.require_fence(conn, turn_id)
+            is_ours = self._transactions.may_end(turn_id, attempt, fence)
+            if is_ours and fence.state is StoredTurnState.RUNNING:
                 turn_rows.interrupt_turn(conn, turn_id, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
     def get_turn(self, turn_id: int) -> StoredTurn:
         """One turn by its id."""
         with self._transactions.reading() as conn:
-            return self._transactions.turn_as_read(turn_rows.require_turn(conn, turn_id).turn)
+            return self._transactions.turn_as_read(conn, turn_rows.require_turn(conn, turn_id).turn)
 
     def find_turn(
         self, conversation_id: str, request_id: str, *, tenant: str = ""
@@ -403,7 +465,7 @@ class ConversationStore:
         with self._transactions.reading() as conn:
             key = conversation_rows.conversation_key(conversation_id, tenant)
             found = turn_rows.find_request(conn, key, request_id)
-        return None if found is None else self._transactions.turn_as_read(found.turn)
+            return None if found is None else self._transactions.turn_as_read(conn, found.turn)
 
     def find_keyed(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
         """The turn that a keyed request began, in whichever conversation, if it runs or has its reply."""
@@ -430,6 +492,51 @@ class ConversationStore:
         with self._transactions.reading() as conn:
             turn_rows.require_turn(conn, turn_id)
             return turn_rows.read_turn_messages(conn, turn_id)
+
+    # -- other daemons --
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other daemons may have the history open, too."""
+        return self._backend.is_shared
+
+    @property
+    def keeps_house(self) -> bool:
+        """Whether this daemon cleans up the history (housekeeper.py); any thread may ask."""
+        return self.housekeeper.is_ours
+
+    @property
+    def came_from(self) -> MutableMapping[tuple[str, str], str]:
+        """The addresses of daemons that may still have KV of a conversation, by tenant and its id."""
+        return self.owners.came_from
+
+    def watch(
+        self, on_stale: Callable[[str, str], None], on_lost: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_stale` gets the tenant and the id of each conversation whose KV may be outdated.
+
+        It is called in the store's thread, before the call that finds it returns.
+        """
+        self.owners.on_stale = on_stale
+
+    def claim(self, conversation_id: str, *, tenant: str = "") -> None:
+        """Make a conversation ours, for what the history does not see; OwnedElsewhere if it is not to be had.
+
+        Without such a conversation this does nothing.
+        """
+        self.owners.claim(conversation_id, tenant=tenant)
+
+    def take(self, conversation_id: str, *, tenant: str = "") -> None:
+        """The same, also from a daemon that goes on, unless a turn of the conversation runs there."""
+        self.owners.claim(conversation_id, tenant=tenant, takes=True)
+
+    def announce(self, address: str, http_address: str, metrics_address: str) -> None:
+        """Where this daemon is reached, by other daemons too."""
+        self.owners.announce(address, http_address, metrics_address)
+
+    def drain(self) -> None:
+        """This daemon takes no more turns: others may have each conversation whose turn has ended."""
+        self.owners.drain()
 
     # -- reading --
 
@@ -522,12 +629,14 @@ def open_backend(
     busy_timeout_seconds: float,
     compact_bytes_min: int,
     statement_seconds: float,
+    housekeeper: Housekeeper | None = None,
+    lease_seconds: float = LEASE_SECONDS,
 ) -> Backend:
-    """Of the address of a PostgreSQL database, or of the data folder where there is none.
+    """Of the address of a PostgreSQL database, of a shared file of SQLite, or of the data folder without one.
 
     The first use opens it.
     """
-    if url:
+    if url and not url.startswith(SQLITE_SCHEME):
         from pensieve.store.postgres.backend import PostgresBackend
         from pensieve.store.postgres.connection import Address
 
@@ -537,10 +646,14 @@ def open_backend(
     from pensieve.store.connection import preferred_driver
     from pensieve.store.sqlite_backend import SqliteBackend
 
+    driver = driver or preferred_driver
     return SqliteBackend(
         folder,
-        driver or preferred_driver,
+        driver,
         busy_timeout_seconds,
         compact_bytes_min,
         statement_seconds,
+        housekeeper or Housekeeper(is_ours=True),
+        open_shared(url, driver) if url else None,
+        lease_seconds,
     )

@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 from pensieve.errors import AlreadyExists, NotFound, StoreCorrupt
 from pensieve.store import conversation_rows, message_rows
 from pensieve.store.conversation_changes import pending_json
+from pensieve.store.owners import Owners
 from pensieve.store.records import (
     PAGE_BYTES_MAX,
+    PREFIX_MARK,
     Conversation,
     NewConversation,
     NewPrefix,
@@ -39,19 +41,21 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 log = logging.getLogger("pensieve")
-MARK = "prefix:"
 
 
 def stored_id(prefix_id: str) -> str:
     """The id of the conversation that a prefix is stored as."""
-    return MARK + prefix_id
+    return PREFIX_MARK + prefix_id
 
 
 class PrefixStore:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, transactions: StoreTransactions, now: Callable[[], float]) -> None:
+    def __init__(
+        self, transactions: StoreTransactions, owners: Owners, now: Callable[[], float]
+    ) -> None:
         self._transactions = transactions
+        self._owners = owners
         self._now = now
 
     def declare(self, new: NewPrefix) -> Prefix:
@@ -76,7 +80,9 @@ class PrefixStore:
                 "INSERT INTO prefixes (tenant, conversation, keep_warm) VALUES (?, ?, ?)",
                 (new.tenant, number, int(new.keep_warm)),
             )
-            return require(conn, new.prefix_id, new.tenant)
+            found = require(conn, new.prefix_id, new.tenant)
+            self._owners.look_at_prefix(found.conversation)
+            return found
 
     def begin(self, new: NewConversation) -> Conversation:
         """Create a conversation under its declared prefix, whose messages, tools and options it takes."""
@@ -100,7 +106,9 @@ class PrefixStore:
                 pending_json(new.pending),
             )
             message_rows.append_history(conn, created, message_rows.links(conn, number, 0))
-            return conversation_rows.conversation_numbered(conn, created)
+            begun = conversation_rows.conversation_numbered(conn, created)
+            self._owners.made(conn, created, begun)
+            return begun
 
     def find(self, prefix_id: str, *, tenant: str = "") -> Prefix | None:
         """None if the tenant has not declared it."""
@@ -124,7 +132,7 @@ class PrefixStore:
                     found.append(conversation_rows.conversation_numbered(conn, number))
                 except StoreCorrupt as error:  # the others are as they were
                     log.error("a prefix cannot be kept warm: %s", error)
-        return [(each.tenant, each.conversation_id.removeprefix(MARK)) for each in found]
+        return [(each.tenant, each.conversation_id.removeprefix(PREFIX_MARK)) for each in found]
 
     def num_shared_tokens(self, conversation: Conversation) -> int:
         """How many first tokens of a conversation are those of its declared prefix, message by message."""
@@ -135,6 +143,7 @@ class PrefixStore:
             if found is None:
                 return 0
             number, prefix = found
+            self._owners.look_at_prefix(prefix)
             key = conversation_rows.conversation_key(
                 conversation.conversation_id, conversation.tenant
             )
@@ -222,7 +231,7 @@ def _prefix(conn: Connection, row: tuple[int, int, int, int]) -> Prefix:
     number, keep_warm, num_conversations, _ = row
     conversation = conversation_rows.conversation_numbered(conn, number)
     return Prefix(
-        conversation.conversation_id.removeprefix(MARK),
+        conversation.conversation_id.removeprefix(PREFIX_MARK),
         conversation,
         bool(keep_warm),
         num_conversations,

@@ -28,6 +28,7 @@ DATABASE_NAME = "conversations.db"
 RESTORING_NAME = "conversations.db.restoring"
 LOCK_NAME = "lock"
 IDENTITY_NAME = "history"
+DAEMON_NAME = "daemon"
 DAMAGED_NAME = "damaged"
 JOBS_NAME = "jobs"
 RESERVE_NAME = "reserve"
@@ -40,6 +41,7 @@ ELSEWHERE = {  # the second line of a holder whose history is somewhere else
 OUR_NAMES = (
     LOCK_NAME,
     IDENTITY_NAME,
+    DAEMON_NAME,
     DAMAGED_NAME,
     JOBS_NAME,
     RESERVE_NAME,
@@ -152,6 +154,18 @@ def history_identity(path: Path) -> str:
         raise StoreUnavailable(f"{file} cannot be used: {error.strerror}") from error
 
 
+def daemon_identity(path: Path) -> str:
+    """The name of the daemon whose data folder this is, among daemons that share a history."""
+    file = path / DAEMON_NAME
+    try:
+        if not file.exists():
+            with new_file(file) as made:
+                made.write(f"{secrets.token_hex(16)}\n".encode())
+        return file.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise StoreUnavailable(f"{file} cannot be used: {error.strerror}") from error
+
+
 def set_history_identity(path: Path, identity: str) -> None:
     with new_file(path / IDENTITY_NAME) as file:
         file.write(f"{identity}\n".encode())
@@ -164,7 +178,7 @@ def holder_of(path: Path) -> str:
     except OSError:
         return ""
     try:
-        return _holder(lock) if os.fstat(lock).st_size else ""
+        return holder_in(lock) if os.fstat(lock).st_size else ""
     finally:
         os.close(lock)
 
@@ -187,12 +201,15 @@ def _take(lock: int, path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise StoreLocked(f"the data folder {path} is in use by {_holder(lock)}") from None
+        raise StoreLocked(f"the data folder {path} is in use by {holder_in(lock)}") from None
 
 
-def _holder(lock: int) -> str:
+def holder_in(lock: int) -> str:
+    """Who the file `lock` names."""
     text = os.pread(lock, HOLDER_BYTES_MAX, 0).decode(errors="replace")
     pid, _, command = text.partition("\n")[0].strip().partition(" ")
+    if pid == "shared":
+        return "daemons that share it with --store sqlite://"
     if not pid.isdecimal():
         return "another process"
     printable = "".join(letter if letter.isprintable() else "?" for letter in command)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from pensieve.store.bodies import shorten_body, wipe_bodies
 from pensieve.store.conversation_rows import KEY_BYTES
+from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.transactions import StoreTransactions
 from pensieve.store.turn_rows import wipe_logprobs
 
@@ -32,14 +33,21 @@ FORGOTTEN = {"request_id": "", "sampling": {}, "content_hash": ""}
 class Forgetting:
     """Used outside of transactions."""
 
-    def __init__(self, transactions: StoreTransactions) -> None:
+    def __init__(self, transactions: StoreTransactions, housekeeper: Housekeeper) -> None:
         self._transactions = transactions
+        self._housekeeper = housekeeper
         self._first = 0  # turns up to here are forgotten
         self._after = 0  # where the next step begins
         self._has_gap = False  # in this pass: a turn that cannot be forgotten yet
 
     def step(self, before: float) -> bool:
-        """Forget some of the turns that ended before that time; whether the pass goes on."""
+        """Forget some of the turns that ended before that time; whether the pass goes on.
+
+        Nothing, where another daemon cleans up.
+        """
+        if not self._housekeeper.is_ours:
+            return False
+        may_go_on = self._housekeeper.fence()
         with self._transactions.reading() as conn:
             rows = conn.execute(
                 "SELECT turn_id, body, length(request_key) = ?, created_at,"
@@ -69,6 +77,8 @@ class Forgetting:
             after, first = turn_id, first if has_gap else turn_id
         if old:
             with self._transactions.writing() as conn:
+                if not may_go_on(conn):
+                    return False
                 for turn_id, body in old:
                     _forget(conn, turn_id, body)
         self._first = first
@@ -77,10 +87,14 @@ class Forgetting:
 
 
 def _forget(conn: Connection, turn_id: int, body: int) -> None:
-    ((tenant,),) = conn.execute(
-        "SELECT tenant FROM conversations JOIN turns USING (conversation) WHERE turn_id = ?",
-        (turn_id,),
-    ).fetchall()
+    found = conn.execute(
+        "SELECT tenant FROM conversations JOIN turns USING (conversation)"
+        " WHERE turn_id = ? AND turns.body = ? AND state <> 'running'",
+        (turn_id, body),
+    ).fetchone()
+    if found is None:  # another daemon has deleted it, or begun it again
+        return
+    (tenant,) = found
     wipe_logprobs(conn, tenant, turn_id)
     is_held = conn.execute(
         "SELECT 1 FROM messages JOIN history USING (message) WHERE turn_id = ? LIMIT 1", (turn_id,)

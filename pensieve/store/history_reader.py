@@ -19,6 +19,7 @@ from pensieve.store import (
     conversation_rows,
     declared_prefixes,
     message_rows,
+    owners,
     responses,
     turn_rows,
 )
@@ -26,6 +27,7 @@ from pensieve.store.backend import Reads
 from pensieve.store.bodies import bytes_by_tenant
 from pensieve.store.conversation_changes import Pending, with_pending
 from pensieve.store.conversation_rows import require_conversation
+from pensieve.store.owners import Owner, Session
 from pensieve.store.records import (
     PAGE_SIZE_MAX,
     Conversation,
@@ -61,9 +63,8 @@ class HistoryReader:
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
         """One conversation, without its messages."""
         with self._snapshot() as conn:
-            return self._transactions.as_read(
-                require_conversation(conn, conversation_id, tenant)[1]
-            )
+            found = require_conversation(conn, conversation_id, tenant)[1]
+            return self._transactions.as_read(conn, found)
 
     def find_turn(
         self, conversation_id: str, turn_id: str, request_id: str, *, tenant: str = ""
@@ -77,11 +78,21 @@ class HistoryReader:
                 found = turn_rows.find_turn(conn, int(turn_id))
             else:
                 return None
-        if found is None:
-            return None
-        turn = self._transactions.turn_as_read(found.turn)
+            if found is None:
+                return None
+            turn = self._transactions.turn_as_read(conn, found.turn)
         is_of_it = (turn.conversation_id, turn.tenant) == (conversation_id, tenant)
         return turn if is_of_it else None
+
+    def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
+        """Who has a conversation; None if nobody has claimed it, or if it is not there."""
+        with self._snapshot() as conn:
+            return owners.owner_of(conn, conversation_id, tenant, self._transactions.session)
+
+    def sessions(self) -> list[Session]:
+        """The daemons that have the history open, the oldest first."""
+        with self._snapshot() as conn:
+            return owners.sessions(conn)
 
     def num_conversations(self) -> int:
         """Those of all tenants."""
@@ -143,7 +154,7 @@ class HistoryReader:
         """One conversation, and the messages that come before those of its next turn."""
         with self._snapshot() as conn:
             found, pending = with_pending(conn, conversation_id, tenant)
-            return self._transactions.as_read(found), pending
+            return self._transactions.as_read(conn, found), pending
 
     def message_page(
         self,
@@ -185,7 +196,7 @@ def page_of_conversations(
     _check_page(page_size, page_token)
     before = int(page_token) if page_token else 2**63 - 1
     page, more = conversation_rows.conversations_before(conn, tenant, before, page_size)
-    conversations = tuple(transactions.as_read(each) for _, each in page)
+    conversations = tuple(transactions.as_read(conn, each) for _, each in page)
     tokens = tuple(str(number) for number, _ in page)
     return Page(conversations, tokens[-1] if more else "", tokens)
 

@@ -16,9 +16,10 @@ The tables:
     prefixes        which conversations are declared prefixes (declared_prefixes.py)
     chains          digests by which a history that a client sends is found again (chains.py)
     responses       which turns of a conversation are responses that clients may fetch (responses.py)
-    sessions        daemons that share the history (owners.py); of a daemon that has it alone there are none
+    sessions        daemons that have the history open (owners.py)
     owners          which of them may write to a conversation, and since which epoch
     epochs          one row: the last number that a session or an epoch has got
+    housekeeping    one row: the session that cleans up (housekeeper.py)
 
 A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
 replayed.  Both are indexed, so whether anything holds a message is a lookup, and there is no reference
@@ -200,6 +201,15 @@ STEPS: Steps = {
         "CREATE INDEX turns_idempotency_key ON turns (idempotency_key)"
         " WHERE idempotency_key IS NOT NULL",
     ),
+    "m010_leases": (
+        # Daemons open the database themselves; `folder` is the name of a daemon's data folder.
+        "ALTER TABLE sessions ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE sessions ADD COLUMN lease_until REAL",
+        "ALTER TABLE sessions ADD COLUMN is_draining INTEGER NOT NULL DEFAULT 0",
+        "DROP INDEX owners_session",
+        "CREATE TABLE housekeeping (session INTEGER NOT NULL, epoch INTEGER NOT NULL) STRICT",
+        "INSERT INTO housekeeping (session, epoch) VALUES (0, 0)",
+    ),
 }
 
 
@@ -209,10 +219,11 @@ def migrate(
     steps: Steps = STEPS,
     application_id: int = APPLICATION_ID,
     last_resort: str = LAST_RESORT,
+    is_alone: bool = True,
 ) -> None:
     """Bring the database at `path` to the newest schema; raises StoreError if that is not possible.
 
-    `last_resort` is what its owner may do with one of a newer schema.
+    `last_resort` is what its owner may do with one of a newer schema.  `is_alone`: nobody else has it open.
     """
     migrations = Migrations("pensieve")
     for number, (name, statements) in enumerate(steps.items(), 1):
@@ -229,6 +240,11 @@ def migrate(
         )
     if version == len(steps):
         return
+    if not is_alone:
+        raise StoreError(
+            f"{path} has schema version {version} and this Pensieve needs version {len(steps)}, but"
+            " daemons of an older Pensieve have it open; stop all of them, then start this one"
+        )
     if version:
         _back_up(db, path, version)
     migrations.apply(db)

@@ -1,295 +1,369 @@
-"""Which daemon may write to which conversation, where several share one history.
+"""Which daemon may write to which conversation.
 
-A daemon has a *session*: a row that says who and where it is, until it has ended.  A conversation has an
-*owner*, the session whose engine keeps its KV, and the *epoch* that began when it became that:
+A daemon that opens the history gets a *session*: a row with its name, its addresses and its lease. A
+conversation has an *owner*, the session whose engine keeps its KV, and the *epoch* since which that is so:
 
-    without one ──claim by A──> A's, in epoch 7 ──claim by B──> B's, in epoch 12
-                                                 only if A's session has ended, or A gives it up
+    none ──made by A──> A, epoch 7 ──claimed by B──> B, epoch 12
+                                      only if A's session has ended, A's lease has expired, or A drains
+                                      and no turn of the conversation runs
 
-* An epoch is a number that was never given out before, to any conversation.  So two owners are never in one
-  epoch, and who remembers an epoch can tell whether what it knows of the conversation is still so.
-* A claim is a part of the transaction that writes to the conversation, so whoever does not own it has
-  written nothing.
-* A turn is written to by the owner of its conversation alone.  When a session ends, its running turns are
-  abandoned (transactions.py) and the next transaction interrupts them; so a late writer finds its turn
-  ended or its conversation another's, and is refused either way.
+Rules:
 
-Sessions that ended are kept as long as a conversation was theirs last, to tell the next owner where KV may
-still be.  Of writing calls a session remembers the number of the last one that was committed, in the same
-transaction, so that a call which comes again after a broken connection is known (remote/calls.py).
+* Each claim is part of the transaction that writes to the conversation (`hold`). A daemon that may not have
+  the conversation gets OwnedElsewhere and has written nothing.
+* No epoch is given out twice, so two owners never share one.
+* A conversation belongs to the daemon that made it. So a conversation that somebody else deleted and made
+  again is never taken for the one that it was.
+* A claim interrupts the turn that runs for the owner before. That owner cannot end its turn any more
+  (`StoreTransactions.may_end`).
+* A claim that takes a conversation from another session calls `on_stale` in its transaction: what the engine
+  has of the conversation may be outdated. It is called even if the commit fails, since a commit may get
+  through in spite of an error. The engine then only drops KV that it might have kept.
+
+A session ends when its row is deleted: its daemon closes the history, opens it again from the same folder,
+or another daemon has it exclusively. `opened` does that, and interrupts the turns that ran for sessions that
+have ended. An exclusive session has no lease: the lock on the history says whether its process lives.
+
+An expired lease only lets others claim. A daemon with an expired lease goes on with what nobody has claimed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pensieve.errors import NotFound, OwnedElsewhere, Unavailable
-from pensieve.store import conversation_rows
-from pensieve.store.records import StoredTurnState
-from pensieve.store.transactions import StoreTransactions
+from pensieve.errors import OwnedElsewhere
+from pensieve.store import conversation_rows, turn_rows
+from pensieve.store.backend import ServerSession, database_clock
+from pensieve.store.records import PREFIX_MARK, Conversation
+from pensieve.store.transactions import NOBODY, StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-NOBODY = 0  # no session; of a conversation that its owner gave up, minus the number of that
+LEASE_SECONDS = 10.0
+FORGOTTEN_AFTER_SECONDS = 86_400.0  # a session whose lease expired so long ago has ended
+CAME_FROM_MAX = 20_000  # conversations that have moved here and had no turn since
+DECLARED_MAX = 20_000  # prefixes whose declarations are remembered
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """A daemon that writes to the history."""
+class Opening:
+    """Who opens the history."""
+
+    replica: str = ""  # the daemon's name
+    folder: str = ""  # the name of its data folder; sessions of the same folder have ended
+    lease_seconds: float | None = None  # None: exclusively
+
+
+class Session(NamedTuple):
+    """A daemon that has the history open."""
 
     number: int
-    replica: str  # its name among the daemons
-    address: str = ""  # of its gRPC
-    http_address: str = ""
-    metrics_address: str = ""
-    last_call: int = 0
-    has_ended: bool = False
+    replica: str
+    address: str  # of its gRPC
+    http_address: str
+    metrics_address: str
+    is_draining: bool
+    is_alive: bool  # its lease has not expired
 
 
-class Claim(NamedTuple):
-    """What became of a claim."""
+class Owner(NamedTuple):
+    """Who has a conversation."""
 
-    epoch: int
-    is_new: bool = False  # it was not the session's before
-    previous: int = NOBODY  # the session that had it before
-
-
-class Ownership(NamedTuple):
     session: int
     epoch: int
-
-
-class OwnedTurn(NamedTuple):
-    """A turn, and who owns its conversation."""
-
-    session: int  # NOBODY without an owner
-    epoch: int
-    state: StoredTurnState
-    attempt: int
+    replica: str = ""  # these are of a session that has not ended
+    address: str = ""
+    is_alive: bool = False  # the session has not ended, and its lease has not expired
+    is_ours: bool = False
 
 
 class Owners:
-    """Used in the thread of the store."""
+    """Used in the thread of the store, like the transactions."""
 
     def __init__(self, transactions: StoreTransactions, now: Callable[[], float]) -> None:
         self._transactions = transactions
         self._now = now
+        self.on_stale: Callable[[str, str], None] = lambda tenant, conversation_id: None
+        # Addresses of daemons that may still have KV of a conversation, by (tenant, conversation_id).
+        self.came_from: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._declared: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._opening = Opening()
+        self._places = ("", "", "")
+
+    @property
+    def session(self) -> int:
+        """Ours; NOBODY where other processes compute the turns."""
+        return self._transactions.session
+
+    @property
+    def lease_seconds(self) -> float:
+        return self._opening.lease_seconds or 0.0
 
     # -- sessions --
 
-    def open_session(self, session: Session) -> Session:
-        """Another one, with the number that it gets; one that its replica had before has ended."""
-        with self._transactions.writing() as conn:
-            for (number,) in conn.execute(
-                "SELECT session FROM sessions WHERE replica = ? AND ended_at IS NULL",
-                (session.replica,),
-            ).fetchall():
-                self._end(conn, number)
-            conn.execute(
-                "DELETE FROM sessions WHERE ended_at IS NOT NULL AND NOT EXISTS"
-                " (SELECT 1 FROM owners o WHERE o.session IN (sessions.session, -sessions.session))"
-            )
-            (number,) = conn.execute(
-                "INSERT INTO sessions (session, replica, address, http_address, metrics_address,"
-                " last_call, opened_at) VALUES (?, ?, ?, ?, ?, 0, ?) RETURNING session",
-                (
-                    _next_number(conn),
-                    session.replica,
-                    session.address,
-                    session.http_address,
-                    session.metrics_address,
-                    self._now(),
-                ),
-            ).fetchone()
-            return _session(conn, number)
+    def opened(self, opening: Opening) -> list[int]:
+        """Open our session; returns the turns that were interrupted, of sessions that have ended."""
+        with self._transactions.opening() as conn:
+            clock = database_clock(conn)
+            _begin_epochs(conn, round(1_000_000 * self._now()))
+            if opening.lease_seconds is None:
+                conn.execute("DELETE FROM sessions")
+            else:
+                conn.execute(
+                    "DELETE FROM sessions WHERE lease_until IS NULL OR folder = ?"
+                    f" OR lease_until < {clock} - ?",
+                    (opening.folder, FORGOTTEN_AFTER_SECONDS),
+                )
+            interrupted = sorted(turn for (turn,) in conn.execute(ABANDONED).fetchall())
+            for turn_id in interrupted:
+                turn_rows.interrupt_turn(conn, turn_id, self._now())
+            session = next_number(conn)
+            self._opening = opening
+            self._insert(conn, session)
+        self._transactions.session = session
+        return interrupted
 
-    def move_session(self, session: Session) -> None:
-        """It has other addresses."""
+    def renew(self, conn: Connection) -> None:
+        """Our lease, in a transaction of the thread of leases.
+
+        A session that others have ended is there again: what it has lost is another session's by now.
+        """
+        renewed = conn.execute(
+            f"UPDATE sessions SET lease_until = {database_clock(conn)} + ? WHERE session = ?"
+            " RETURNING 1",
+            (self._opening.lease_seconds, self.session),
+        ).fetchall()
+        if not renewed:
+            self._insert(conn, self.session)
+
+    def _insert(self, conn: Connection, session: int) -> None:
+        opening = self._opening
+        conn.execute(
+            "INSERT INTO sessions (session, replica, folder, address, http_address, metrics_address,"
+            " is_draining, last_call, opened_at, lease_until)"
+            f" VALUES (?, ?, ?, ?, ?, ?, 0, 0, ?, {database_clock(conn)} + ?)",
+            (
+                *(session, opening.replica, opening.folder, *self._places),
+                *(self._now(), opening.lease_seconds),
+            ),
+        )
+
+    def announce(self, address: str, http_address: str, metrics_address: str) -> None:
+        """Tell the other daemons where this one is reached."""
+        self._places = address, http_address, metrics_address
         with self._transactions.writing() as conn:
             conn.execute(
                 "UPDATE sessions SET address = ?, http_address = ?, metrics_address = ?"
                 " WHERE session = ?",
-                (session.address, session.http_address, session.metrics_address, session.number),
+                (*self._places, self._transactions.session),
             )
 
-    def end_session(self, number: int) -> None:
-        """It writes no more; its turns are interrupted before anything else is written."""
+    def drain(self) -> None:
+        """Let other daemons claim each conversation of ours without a running turn."""
         with self._transactions.writing() as conn:
-            self._end(conn, number)
+            conn.execute(
+                "UPDATE sessions SET is_draining = 1 WHERE session = ?",
+                (self._transactions.session,),
+            )
 
-    def _end(self, conn: Connection, number: int) -> None:
-        turns = conn.execute(
-            "SELECT t.turn_id FROM turns t JOIN owners o USING (conversation)"
-            " WHERE t.state = 'running' AND o.session = ?",
-            (number,),
-        ).fetchall()
-        self._transactions.abandon(turn_id for (turn_id,) in turns)
+    def end(self) -> None:
+        """End our session; its running turns are interrupted."""
+        session = self._transactions.session
+        with self._transactions.writing() as conn:
+            conn.execute("DELETE FROM sessions WHERE session = ?", (session,))
+            for turn_id in turn_rows.running_turns(conn, session):
+                turn_rows.interrupt_turn(conn, turn_id, self._now())
+
+    # -- conversations, in transactions of their callers --
+
+    def hold(
+        self,
+        conn: Connection,
+        number: int,
+        conversation: Conversation,
+        owner: int | None = None,
+        *,
+        takes: bool = False,
+    ) -> Conversation:
+        """Make the conversation ours; returns it as it then is, perhaps without its running turn.
+
+        `owner` is its owner's session if the caller has read that. With `takes`, also from a daemon that goes
+        on, unless a turn runs there. A declared prefix has no owner.
+
+        Raises:
+            OwnedElsewhere: another daemon has the conversation.
+        """
+        ours = self._transactions.session
+        if ours == NOBODY or conversation.conversation_id.startswith(PREFIX_MARK):
+            return conversation
+        if owner is None:
+            owner = _owner_number(conn, number)
+        if owner == ours:
+            if isinstance(conn, ServerSession):
+                # A claim of another daemon at the same time must fail, though it reads an older snapshot.
+                conn.execute("UPDATE owners SET epoch = epoch WHERE conversation = ?", (number,))
+            return conversation
+        address = ""
+        if owner is not None:
+            address = self._refuse_owned(conn, owner, conversation, takes)
+        running = conversation.running_turn_id
+        if running is not None:
+            turn_rows.interrupt_turn(conn, running, self._now())
+        self._own(conn, number)
+        key = conversation.tenant, conversation.conversation_id
+        self.came_from.pop(key, None)
+        if owner is not None:
+            self.on_stale(*key)
+        if address:
+            self.came_from[key] = address
+            if len(self.came_from) > CAME_FROM_MAX:
+                self.came_from.popitem(last=False)
+        return conversation if running is None else replace(conversation, running_turn_id=None)
+
+    def made(self, conn: Connection, number: int, conversation: Conversation) -> None:
+        """A conversation is made here, and is ours; KV under its name is that of an earlier one."""
+        if self._transactions.session == NOBODY:
+            return
+        self._own(conn, number)
+        self.forget(conversation)
+
+    def forget(self, conversation: Conversation) -> None:
+        """What the engine has under the name of this conversation is outdated."""
+        key = conversation.tenant, conversation.conversation_id
+        self.came_from.pop(key, None)
+        self.on_stale(*key)
+
+    def look_at_source(self, conn: Connection, number: int, source: Conversation) -> None:
+        """Before a fork: the engine has the source's KV only if the source is ours."""
+        ours = self._transactions.session
+        if ours != NOBODY and _owner_number(conn, number) != ours:
+            self.on_stale(source.tenant, source.conversation_id)
+
+    def look_at_prefix(self, prefix: Conversation) -> None:
+        """Before its KV is used: it may have been declared anew, by another daemon."""
+        key = prefix.tenant, prefix.conversation_id
+        if self._declared.get(key, prefix.created_at) != prefix.created_at:
+            self.on_stale(*key)
+        self._declared[key] = prefix.created_at
+        if len(self._declared) > DECLARED_MAX:
+            self.on_stale(*self._declared.popitem(last=False)[0])
+
+    def _refuse_owned(
+        self, conn: Connection, owner: int, conversation: Conversation, takes: bool
+    ) -> str:
+        """Raise OwnedElsewhere unless it may be taken; returns the address of an owner that goes on."""
+        row = conn.execute(
+            f"SELECT s.replica, s.address, s.is_draining, {is_alive(conn)} FROM sessions s"
+            " WHERE s.session = ?",
+            (owner,),
+        ).fetchone()
+        if row is None:
+            return ""
+        replica, address, is_draining, alive = row
+        if not alive:
+            return ""
+        if conversation.running_turn_id is not None or not (is_draining or takes):
+            raise OwnedElsewhere(conversation.conversation_id, replica, address)
+        return str(address)
+
+    def _own(self, conn: Connection, number: int) -> None:
         conn.execute(
-            "UPDATE sessions SET ended_at = ? WHERE session = ? AND ended_at IS NULL",
-            (self._now(), number),
+            "INSERT INTO owners (conversation, session, epoch) VALUES (?, ?, ?)"
+            " ON CONFLICT (conversation) DO UPDATE"
+            " SET session = excluded.session, epoch = excluded.epoch",
+            (number, self._transactions.session, next_number(conn)),
         )
 
-    def session(self, number: int) -> Session:
-        """NotFound if there is none, or none any more."""
-        with self._transactions.reading() as conn:
-            return _session(conn, number)
+    # -- calls --
 
-    def open_sessions(self) -> list[Session]:
-        """Those that have not ended."""
-        with self._transactions.reading() as conn:
-            rows = conn.execute(SESSION + "WHERE ended_at IS NULL ORDER BY session").fetchall()
-        return [_session_of(row) for row in rows]
+    def claim(self, conversation_id: str, *, tenant: str = "", takes: bool = False) -> None:
+        """Make a conversation ours, for what is not written to the history; `hold` has the rest.
 
-    def abandon(self, turn_ids: Iterable[int]) -> None:
-        """Nobody computes these turns; the next transaction interrupts those that run."""
-        self._transactions.abandon(turn_ids)
-
-    @property
-    def live_turns(self) -> frozenset[int]:
-        """Those that somebody computes, as far as is known."""
-        return self._transactions.live
-
-    def restore(self, turn_ids: Iterable[int]) -> None:
-        """Somebody computes these turns, after a transaction that failed."""
-        self._transactions.restore(turn_ids)
-
-    def running_turns(self) -> dict[int, list[int]]:
-        """By the session that owns their conversations."""
-        found: dict[int, list[int]] = {}
-        with self._transactions.reading() as conn:
-            for turn_id, session in conn.execute(
-                "SELECT t.turn_id, o.session FROM turns t JOIN owners o USING (conversation)"
-                " WHERE t.state = 'running'"
-            ).fetchall():
-                found.setdefault(session, []).append(turn_id)
-        return found
-
-    def note_call(self, session: int, number: int) -> None:
-        """This writing call of the session is part of the transaction."""
-        with self._transactions.writing() as conn:
-            conn.execute("UPDATE sessions SET last_call = ? WHERE session = ?", (number, session))
-
-    def begin_epochs(self) -> None:
-        """From now on numbers are above all that were given out, also where the history is a restored one.
-
-        A microsecond is a number, so a history of before has had fewer of them.
+        Without such a conversation this does nothing.
         """
-        now = round(1_000_000 * self._now())
+        owner = self.owner(conversation_id, tenant=tenant)
+        if owner is not None and owner.is_ours:
+            return
         with self._transactions.writing() as conn:
-            conn.execute("UPDATE epochs SET last = ? WHERE last < ?", (now, now))
+            found = conversation_rows.find_conversation(conn, conversation_id, tenant)
+            if found is not None:
+                self.hold(conn, *found, takes=takes)
 
-    # -- conversations --
-
-    def claim(
-        self,
-        conversation_id: str,
-        session: int,
-        *,
-        tenant: str = "",
-        may_take: Callable[[int], bool] = lambda owner: False,
-    ) -> Claim:
-        """Make the session the owner of a conversation, if it is no one else's.
-
-        OwnedElsewhere if its owner's session goes on; where it `may_take` from that one, only if a turn of it
-        runs.  What the session gave up, and no other one took, is its own as before.  NotFound without the
-        conversation.
-        """
-        with self._transactions.writing() as conn:
-            row = conn.execute(
-                "SELECT c.conversation, o.session, o.epoch, s.ended_at IS NULL, s.replica, s.address,"
-                " EXISTS (SELECT 1 FROM turns t WHERE t.conversation = c.conversation"
-                "   AND t.state = 'running')"
-                " FROM conversations c LEFT JOIN owners o USING (conversation)"
-                " LEFT JOIN sessions s ON s.session = o.session WHERE c.key = ?",
-                (conversation_rows.conversation_key(conversation_id, tenant),),
-            ).fetchone()
-            if row is None:
-                raise NotFound(f"there is no conversation {conversation_id!r}")
-            number, owner, epoch, is_open, replica, address, is_running = row
-            if owner == session:
-                if not is_open:
-                    raise Unavailable("the history service has ended this session")
-                return Claim(epoch)
-            if owner == -session:
-                conn.execute(
-                    "UPDATE owners SET session = ? WHERE conversation = ?", (session, number)
-                )
-                return Claim(epoch)
-            is_elsewhere = owner and is_open and replica is not None
-            if is_elsewhere and (is_running or not may_take(owner)):
-                raise OwnedElsewhere(conversation_id, replica, address)
-            taken = _next_number(conn)
-            conn.execute(
-                "INSERT INTO owners (conversation, session, epoch) VALUES (?, ?, ?)"
-                " ON CONFLICT (conversation) DO UPDATE"
-                " SET session = excluded.session, epoch = excluded.epoch",
-                (number, session, taken),
-            )
-            return Claim(taken, True, abs(owner or NOBODY))
-
-    def give_up(self, conversation_id: str, session: int, *, tenant: str = "") -> bool:
-        """The next one that claims the conversation gets it; whether it was the session's, and idle."""
-        with self._transactions.writing() as conn:
-            found = conn.execute(
-                "UPDATE owners SET session = -session WHERE session = ? AND conversation ="
-                " (SELECT conversation FROM conversations WHERE key = ?) AND NOT EXISTS"
-                " (SELECT 1 FROM turns t WHERE t.conversation = owners.conversation"
-                "   AND t.state = 'running') RETURNING 1",
-                (session, conversation_rows.conversation_key(conversation_id, tenant)),
-            ).fetchone()
-        return found is not None
-
-    def owner(self, conversation_id: str, *, tenant: str = "") -> Ownership | None:
-        """None if it has none."""
+    def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
+        """None of a conversation that nobody has claimed, or that is not there."""
         with self._transactions.reading() as conn:
-            return owner_of(conn, conversation_id, tenant)
-
-    def turn(self, turn_id: int) -> OwnedTurn | None:
-        """None if there is no such turn, or none any more."""
-        with self._transactions.reading() as conn:
-            row = conn.execute(
-                "SELECT o.session, o.epoch, t.state, t.attempts"
-                " FROM turns t LEFT JOIN owners o USING (conversation) WHERE t.turn_id = ?",
-                (turn_id,),
-            ).fetchone()
-        if row is None:
-            return None
-        session, epoch, state, attempt = row
-        is_dead = state == StoredTurnState.RUNNING and self._transactions.is_dead(turn_id)
-        found = StoredTurnState.INTERRUPTED if is_dead else StoredTurnState(state)
-        return OwnedTurn(session or NOBODY, epoch or 0, found, attempt)
+            return owner_of(conn, conversation_id, tenant, self._transactions.session)
 
 
-SESSION = (
-    "SELECT session, replica, address, http_address, metrics_address, last_call, ended_at IS NOT NULL"
-    " FROM sessions "
-)
+ABANDONED = """
+    SELECT t.turn_id FROM turns t WHERE t.state = 'running' AND NOT EXISTS (
+        SELECT 1 FROM owners o JOIN sessions s USING (session)
+        WHERE o.conversation = t.conversation)
+"""
 
 
-def _session_of(row: tuple[int, str, str, str, str, int, int]) -> Session:
-    return Session(*row[:6], has_ended=bool(row[6]))
+def is_alive(conn: Connection) -> str:
+    """SQL: the session `s` has not expired."""
+    return f"(s.lease_until IS NULL OR s.lease_until > {database_clock(conn)})"
 
 
-def _session(conn: Connection, number: int) -> Session:
-    row = conn.execute(SESSION + "WHERE session = ?", (number,)).fetchone()
-    if row is None:
-        raise NotFound(f"there is no session {number}")
-    return _session_of(row)
-
-
-def owner_of(conn: Connection, conversation_id: str, tenant: str) -> Ownership | None:
+def owner_of(conn: Connection, conversation_id: str, tenant: str, ours: int) -> Owner | None:
     row = conn.execute(
-        "SELECT o.session, o.epoch FROM owners o JOIN conversations c USING (conversation)"
-        " WHERE c.key = ?",
+        f"SELECT o.session, o.epoch, s.replica, s.address, {is_alive(conn)}"
+        " FROM conversations c JOIN owners o USING (conversation)"
+        " LEFT JOIN sessions s ON s.session = o.session WHERE c.key = ?",
         (conversation_rows.conversation_key(conversation_id, tenant),),
     ).fetchone()
-    return None if row is None else Ownership(*row)
+    if row is None:
+        return None
+    session, epoch, replica, address, alive = row
+    if replica is None:
+        return Owner(session, epoch, is_ours=session == ours)
+    return Owner(session, epoch, replica, address, bool(alive), session == ours)
 
 
-def _next_number(conn: Connection) -> int:
+def sessions(conn: Connection) -> list[Session]:
+    """Those that have not ended, the oldest first."""
+    rows = conn.execute(
+        "SELECT s.session, s.replica, s.address, s.http_address, s.metrics_address, s.is_draining,"
+        f" {is_alive(conn)} FROM sessions s ORDER BY s.session"
+    ).fetchall()
+    return [_session(*row) for row in rows]
+
+
+def _session(number: int, *row: Any) -> Session:
+    replica, address, http_address, metrics_address, is_draining, alive = row
+    places = replica, address, http_address, metrics_address
+    return Session(number, *places, is_draining=bool(is_draining), is_alive=bool(alive))
+
+
+def _owner_number(conn: Connection, number: int) -> int | None:
+    row = conn.execute("SELECT session FROM owners WHERE conversation = ?", (number,)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def next_number(conn: Connection) -> int:
     """A number that no session and no epoch has had."""
-    row = conn.execute("UPDATE epochs SET last = last + 1 RETURNING last").fetchone()
-    return int(row[0])
+    statement = "UPDATE epochs SET last = last + 1 RETURNING last"
+    if isinstance(conn, ServerSession):
+        statement = "SELECT nextval('epoch_numbers')"
+    ((number,),) = conn.execute(statement).fetchall()
+    return int(number)
+
+
+def _begin_epochs(conn: Connection, at_least: int) -> None:
+    """Give out higher numbers than ever before, also where the history was restored from a backup.
+
+    `at_least` is the time in microseconds: no history has given out as many numbers.
+    """
+    if isinstance(conn, ServerSession):
+        conn.execute(
+            "SELECT setval('epoch_numbers', greatest(nextval('epoch_numbers'), ?::bigint))",
+            (at_least,),
+        )
+    else:
+        conn.execute("UPDATE epochs SET last = max(last, ?)", (at_least,))

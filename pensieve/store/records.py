@@ -20,6 +20,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.store.bodies import canonical_json
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+PREFIX_MARK = "prefix:"  # begins the id of the conversation that a declared prefix is stored as
 PAGE_SIZE_MAX = 1000
 PAGE_BYTES_MAX = 2 << 20  # of a page's records; one of a single record may be larger
 

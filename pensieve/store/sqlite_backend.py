@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store import verify
-from pensieve.store.backend import ErasureSteps, TimeLimit
+from pensieve.store.backend import ErasureSteps, Marks, TimeLimit
 from pensieve.store.compaction import Compaction, CompactionPhase, first_phase
 from pensieve.store.connection import WriterConnection, explained, open_read_only
 from pensieve.store.folder import RESERVE_NAME, DataFolder
+from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.migrations import migrate, remove_copies
+from pensieve.store.shared_file import SharedFile
 from pensieve.store.verify import (
     BODIES_BYTES,
     KEYS,
@@ -49,26 +51,65 @@ class SqliteBackend:
         busy_timeout_seconds: float,
         compact_bytes_min: int,
         statement_seconds: float,
+        housekeeper: Housekeeper,
+        shared: SharedFile | None = None,
+        lease_seconds: float = math.inf,
     ) -> None:
-        self._path = folder.database_path
+        """`shared`: the database is that file, which other daemons have open, too."""
+        self._path = folder.database_path if shared is None else shared.path
+        self._shared = shared
+        self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds}
+        self._busy_timeout_seconds = busy_timeout_seconds
         self.writer = WriterConnection(
             self._path,
-            lambda db: migrate(db, self._path),
+            lambda db: migrate(
+                db, self._path, is_alone=shared.is_alone if shared is not None else True
+            ),
             driver,
             busy_timeout_seconds,
             statement_seconds,
+            **self._more,
         )
         self.figures = self.writer.figures
-        self._reserve = Reserve(folder.path / RESERVE_NAME)
-        self.erasure = Erasure(self.writer, compact_bytes_min, self._reserve)
-        self.marks = folder
+        reserve_path = folder.path / RESERVE_NAME if shared is None else shared.reserve_path
+        self._reserve = Reserve(reserve_path)
+        self.erasure = Erasure(self.writer, compact_bytes_min, self._reserve, housekeeper)
+        self.marks: Marks = folder if shared is None else shared
+
+    @property
+    def is_shared(self) -> bool:
+        return self._shared is not None
+
+    def share(self) -> None:
+        if self._shared is not None:
+            self._shared.share()
+
+    def beside(self) -> WriterConnection:
+        """For leases."""
+        return WriterConnection(
+            self._path,
+            lambda db: None,
+            self.writer.driver,
+            self._busy_timeout_seconds,
+            self.writer.limit.seconds,
+            synchronous="NORMAL",
+            **self._more,
+        )
 
     def close(self) -> None:
         self._reserve.release()  # the last checkpoint may need the space
         self.writer.close()
 
+    def release(self, *, clean: bool) -> None:
+        if self._shared is not None:
+            self._shared.close(clean=clean)
+
     def give_up(self) -> None:
         """What is open is closed with the last reference to it; a checkpoint may be what failed."""
+        if self._shared is not None:
+            with contextlib.suppress(PensieveError):
+                self.writer.close()
+            self._shared.close(clean=False)
 
     def snapshots(self) -> Snapshots:
         """For reads beside the writer."""
@@ -155,11 +196,22 @@ class Erasure(ErasureSteps):
 
     What is pending is remembered by the log itself: a clean close leaves it empty, so a log that is there
     when the history is opened may contain anything, and is truncated then or by the first step that can.
+
+    Where several daemons have the file, a daemon that dies leaves a log that others use.  So the one that
+    cleans up truncates the log every TIDY_SECONDS, whatever it contains (`tidy`).  It alone compacts, too.
+    The space of the reserve is of all daemons: whoever deletes on a full disk gives it up.
     """
 
-    def __init__(self, writer: WriterConnection, compact_bytes_min: int, reserve: Reserve) -> None:
+    def __init__(
+        self,
+        writer: WriterConnection,
+        compact_bytes_min: int,
+        reserve: Reserve,
+        housekeeper: Housekeeper,
+    ) -> None:
         self.pending = writer.has_journal()
         self._writer = writer
+        self._housekeeper = housekeeper
         self._reserve = reserve
         self._compact_bytes_min = compact_bytes_min
         self._compaction: Compaction | None = None  # while a pass goes on
@@ -188,6 +240,9 @@ class Erasure(ErasureSteps):
         with self._writer.writing() as conn:
             conn.execute("UPDATE space SET wiped_bytes = wiped_bytes")
         return True
+
+    def tidy(self) -> None:
+        self.pending = self.pending or self._writer.has_journal()
 
     def finish(self) -> None:
         if not self.pending:
@@ -218,10 +273,10 @@ class Erasure(ErasureSteps):
 
     def _look(self, *, is_urgent: bool = False) -> None:
         """Begin a pass if the file wastes enough space."""
-        if self._compaction is None:
+        if self._compaction is None and self._housekeeper.is_ours:
             phase = first_phase(self._writer, self._compact_bytes_min, is_urgent=is_urgent)
             if phase is not CompactionPhase.REST:
-                self._compaction = Compaction(self._writer, phase)
+                self._compaction = Compaction(self._writer, phase, self._housekeeper.fence())
 
 
 class Reserve:
@@ -302,7 +357,6 @@ INDEXES = (
     Index("responses", "sqlite_autoindex_responses_1", ("key",), "key > x''"),
     Index("responses", "responses_conversation", ("conversation",), "conversation > 0"),
     Index("responses", "responses_body", ("body",), "body IS NOT 0"),
-    Index("owners", "owners_session", ("session",), "session IS NOT 0"),
 )
 LINKS_NOT_FOUND = """
     SELECT position FROM history r WHERE conversation = ? AND NOT EXISTS (
@@ -315,6 +369,7 @@ SMALL_TABLES = (
     "prefixes",
     "sessions",
     "epochs",
+    "housekeeping",
     "sqlite_sequence",
     "sqlite_schema",
     "_sqlite_migrations",
@@ -364,9 +419,20 @@ def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) ->
     return last
 
 
+def _owners(conn: Connection, after: int, problems: list[str]) -> int | None:
+    """Read them; they have no index."""
+    last: int | None = conn.execute(
+        "SELECT max(conversation), sum(session), sum(epoch) FROM (SELECT * FROM owners"
+        " WHERE conversation > ? ORDER BY conversation LIMIT ?)",
+        (after, ROWS),
+    ).fetchone()[0]
+    return last
+
+
 WALKS: tuple[Walk, ...] = (
     _conversations,
     look_at_bodies,
+    _owners,
     *(partial(_indexed, index) for index in INDEXES),
     partial(read_tables, SMALL_TABLES),
 )

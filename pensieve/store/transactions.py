@@ -1,17 +1,20 @@
-"""The store's transactions: they keep `running` rows to turns that this process computes.
+"""The store's transactions: they keep `running` rows to turns that somebody computes.
 
-A turn is *live* from the return of `begin_turn` to the call that ends it, and only live turns may have a
-`running` row.  Two things break the rule: a process that died left `running` rows behind, and a write that
-failed may or may not have been committed (an error at COMMIT does not say).  Both lead to one state,
-*unsure*: there may be `running` rows of turns that are not live, here called *dead*.  So before the next
-transaction every dead row on the disk becomes `interrupted`, and only once that is committed is the store
-sure again.  A new process starts unsure, without live turns: that is recovery.
+A turn of ours is *live* from the return of `begin_turn` to the call that ends it.  In conversations that are
+ours (owners.py) only live turns may have a `running` row.  Two things break the rule.  A process that died
+left `running` rows behind: the transaction that opens a session mends that.  And a write that failed may or
+may not have been committed (an error at COMMIT does not say).  Then the store is *unsure*: there may be
+`running` rows of ours that are not live, here called *dead*.  So before the next transaction every dead row
+on the disk becomes `interrupted`, and only once that is committed is the store sure again.  Turns in
+conversations of other daemons are left alone.
 
-Where other processes compute the turns (the history service), `keep` takes those that are running at the
-start for live until it is known whether their process goes on, and `abandon` makes those dead whose does not.
+Where other processes compute the turns (the history service), there is no session of ours, and all rows count
+as ours.  Then `keep` takes those that are running at the start for live until it is known whether their
+process goes on, and `abandon` makes those dead whose does not.
 
 Reads come before that transaction and cannot wait for one, because a client that learns that a turn is
 running sends nothing that would write.  So they return a dead row as the interrupted turn that it will be.
+A turn of another daemon is dead for them if the daemon's session has ended or its lease has expired.
 A turn whose end was written is not live either, but a reader's snapshot may be older than the commit (several
 calls may be in one commit): there it runs.  So the last ENDED_MAX of those are remembered.
 
@@ -40,11 +43,14 @@ from pensieve.errors import NotFound, PensieveError
 from pensieve.store import turn_rows
 from pensieve.store.backend import Transactions
 from pensieve.store.records import Conversation, StoredTurn, StoredTurnState
+from pensieve.store.turn_rows import TurnFence, TurnProgress
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
+NOBODY = 0  # no session
+TAKEN = "the conversation was served elsewhere meanwhile; say it again"
 ENDED_MAX = 10_000  # many more than end while a reader has a snapshot
 
 
@@ -57,6 +63,8 @@ class StoreTransactions:
         self._live: set[int] = set()
         self._ended: dict[int, None] = {}  # turns whose end was written, the oldest first
         self._unsure = True
+        self.session = NOBODY  # ours; none where other processes compute the turns
+        self._late = NOBODY  # a turn whose end came late: another attempt of ours runs
         self._group: Connection | None = None  # that of the group that runs
         self._depth = 0  # savepoints inside of each other
 
@@ -74,18 +82,23 @@ class StoreTransactions:
             raise
 
     @contextlib.contextmanager
-    def ending(self, turn_id: int, attempt: int = 0) -> Iterator[Connection]:
+    def opening(self) -> Iterator[Connection]:
+        """The transaction that opens our session, and interrupts what is dead by then."""
+        with self._writer.writing() as conn:
+            yield conn
+        self._unsure = False
+
+    @contextlib.contextmanager
+    def ending(self, turn_id: int) -> Iterator[Connection]:
         """The transaction that ends a turn, which is not live afterwards, even if the write failed.
 
-        NotFound, and the turn is what it was, if that is not the attempt that it is at.
+        It asks `may_end`.
         """
-        was_live, is_late = turn_id in self._live, False
+        was_live = turn_id in self._live
         self._live.add(turn_id)  # also when an earlier attempt to end it has failed
+        self._late = NOBODY
         try:
             with self.writing() as conn:
-                if attempt and turn_rows.attempts_of(conn, turn_id) not in (None, attempt):
-                    is_late = True
-                    raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
                 yield conn
             self._ended[turn_id] = None
             if len(self._ended) > ENDED_MAX:
@@ -95,8 +108,19 @@ class StoreTransactions:
             self._ended.pop(turn_id, None)
             raise
         finally:
-            if not (is_late and was_live):
+            if not (self._late == turn_id and was_live):
                 self._live.discard(turn_id)
+
+    def may_end(self, turn_id: int, attempt: int, fence: TurnFence | TurnProgress) -> bool:
+        """Whether the turn is ours to end; no other daemon has claimed its conversation.
+
+        NotFound, and the turn is what it was, if it was begun again since this attempt (0: any).
+        """
+        is_ours = self.session in (NOBODY, fence.owner)
+        if attempt and attempt != fence.attempt:
+            self._late = turn_id if is_ours else NOBODY
+            raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
+        return is_ours
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -169,16 +193,19 @@ class StoreTransactions:
             self._ended.pop(turn_id, None)
         self._unsure = True
 
-    def is_dead(self, turn_id: int) -> bool:
-        """Whether the next transaction would interrupt this turn if its row is `running`."""
-        return turn_id not in self._live
+    def is_dead(self, conn: Connection, turn_id: int) -> bool:
+        """Whether nobody computes this turn, if its row is `running`."""
+        if turn_id in self._live:
+            return False
+        return self.session == NOBODY or not turn_rows.runs_elsewhere(conn, turn_id, self.session)
 
     def interrupt_dead(self) -> list[int]:
         """Interrupt every turn with a dead row; returns their ids."""
         if not self._unsure:
             return []
+        ours = self.session or None
         with self._transaction() as conn:
-            dead = [turn for turn in turn_rows.running_turns(conn) if turn not in self._live]
+            dead = [turn for turn in turn_rows.running_turns(conn, ours) if turn not in self._live]
             for turn_id in dead:
                 turn_rows.interrupt_turn(conn, turn_id, self._now())
         self._unsure = False
@@ -186,18 +213,18 @@ class StoreTransactions:
 
     # -- for reads --
 
-    def as_read(self, conversation: Conversation) -> Conversation:
+    def as_read(self, conn: Connection, conversation: Conversation) -> Conversation:
         """The conversation as the next transaction will find it."""
         turn_id = conversation.running_turn_id
-        if turn_id is None or not self._reads_dead(turn_id):
+        if turn_id is None or not self._reads_dead(conn, turn_id):
             return conversation
         return replace(conversation, running_turn_id=None)
 
-    def turn_as_read(self, turn: StoredTurn) -> StoredTurn:
+    def turn_as_read(self, conn: Connection, turn: StoredTurn) -> StoredTurn:
         """The turn as the next transaction will find it."""
-        if turn.state is not StoredTurnState.RUNNING or not self._reads_dead(turn.turn_id):
+        if turn.state is not StoredTurnState.RUNNING or not self._reads_dead(conn, turn.turn_id):
             return turn
         return replace(turn, state=StoredTurnState.INTERRUPTED)
 
-    def _reads_dead(self, turn_id: int) -> bool:
-        return self.is_dead(turn_id) and turn_id not in self._ended
+    def _reads_dead(self, conn: Connection, turn_id: int) -> bool:
+        return turn_id not in self._ended and self.is_dead(conn, turn_id)

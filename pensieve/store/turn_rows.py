@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve.errors import NotFound
-from pensieve.store.backend import insert_numbered
+from pensieve.store.backend import database_clock, insert_numbered
 from pensieve.store.bodies import (
     checked_body,
     insert_body,
@@ -95,7 +95,17 @@ class TurnProgress(NamedTuple):
     conversation_revision: int
     tenant: str
     end: tuple[int, int]  # of the history before it: how many messages and tokens there are
+    attempt: int
+    owner: int | None  # the session that has the conversation
     messages: tuple[tuple[int, int], ...]  # of the turn: (message, tokens)
+
+
+class TurnFence(NamedTuple):
+    """Who may end a turn."""
+
+    state: StoredTurnState
+    attempt: int
+    owner: int | None  # the session that has the conversation
 
 
 def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> TurnRow | None:
@@ -145,7 +155,8 @@ def require_progress(conn: Connection, turn_id: int) -> TurnProgress:
     end = row[5] or 0, row[6] or 0
     number, state, made, revision, tenant = row[:5]
     return TurnProgress(
-        number, StoredTurnState(state), made, revision, tenant, end, tuple(messages)
+        *(number, StoredTurnState(state), made, revision, tenant, end),
+        *(row[7], row[8], tuple(messages)),
     )
 
 
@@ -154,7 +165,8 @@ PROGRESS = """
         (SELECT h.position + 1 FROM history h WHERE h.conversation = t.conversation
             ORDER BY h.position DESC LIMIT 1),
         (SELECT h.first_token + m.num_tokens FROM history h JOIN messages m USING (message)
-            WHERE h.conversation = t.conversation ORDER BY h.position DESC LIMIT 1)
+            WHERE h.conversation = t.conversation ORDER BY h.position DESC LIMIT 1),
+        t.attempts, (SELECT session FROM owners o WHERE o.conversation = t.conversation)
     FROM turns t JOIN conversations c USING (conversation) WHERE t.turn_id = ?
 """
 
@@ -215,9 +227,15 @@ def restart_turn(conn: Connection, turn_id: int, tenant: str, request: NewTurn) 
     )
 
 
-def attempts_of(conn: Connection, turn_id: int) -> int | None:
-    row = conn.execute("SELECT attempts FROM turns WHERE turn_id = ?", (turn_id,)).fetchone()
-    return None if row is None else int(row[0])
+def require_fence(conn: Connection, turn_id: int) -> TurnFence:
+    row = conn.execute(
+        "SELECT t.state, t.attempts, o.session FROM turns t LEFT JOIN owners o USING (conversation)"
+        " WHERE t.turn_id = ?",
+        (turn_id,),
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"there is no turn {turn_id}")
+    return TurnFence(StoredTurnState(row[0]), row[1], row[2])
 
 
 def read_turn_messages(conn: Connection, turn_id: int) -> TurnMessages:
@@ -266,9 +284,28 @@ def interrupt_turn(conn: Connection, turn_id: int, now: float) -> None:
     )
 
 
-def running_turns(conn: Connection) -> list[int]:
-    found = conn.execute("SELECT turn_id FROM turns WHERE state = 'running'")
+def running_turns(conn: Connection, session: int | None = None) -> list[int]:
+    """All of them, or those of the conversations that a session has."""
+    if session is None:
+        found = conn.execute("SELECT turn_id FROM turns WHERE state = 'running'")
+    else:
+        found = conn.execute(
+            "SELECT t.turn_id FROM turns t JOIN owners o USING (conversation)"
+            " WHERE t.state = 'running' AND o.session = ?",
+            (session,),
+        )
     return sorted(turn_id for (turn_id,) in found)
+
+
+def runs_elsewhere(conn: Connection, turn_id: int, session: int) -> bool:
+    """Whether the turn's conversation belongs to another session, which has not ended or expired."""
+    row = conn.execute(
+        "SELECT 1 FROM turns t JOIN owners o USING (conversation) JOIN sessions s USING (session)"
+        " WHERE t.turn_id = ? AND o.session <> ?"
+        f" AND (s.lease_until IS NULL OR s.lease_until > {database_clock(conn)})",
+        (turn_id, session),
+    ).fetchone()
+    return row is not None
 
 
 def insert_logprobs(conn: Connection, tenant: str, turn_id: int, logprobs: bytes) -> None:

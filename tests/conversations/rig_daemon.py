@@ -35,7 +35,6 @@ from pensieve.jobs.worker import JobsConfig
 from pensieve.launch.model_folder import load_texts
 from pensieve.launch.shared_history import Sharing, announce, open_store
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.remote.remote_store import Store
 from pensieve.text.tool_calls import style_of
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
@@ -101,7 +100,7 @@ class DaemonRig:
         data, config, listening, program, written = self._arguments
         folder = self._model_folder
         texts = load_texts(folder, self.lines.append)
-        store: Store
+        store: ConversationStore
         if self._history:
             sharing = Sharing(data.name)
             store = open_store(data, "pensieve test", f"history://{self._history}", sharing)
@@ -125,7 +124,7 @@ class DaemonRig:
         if listening.http:
             serve_http(self.server, texts.template, style_of(texts.template))
         await self.server.listen()
-        announce(self.server)
+        await announce(self.server)
         await self.daemon.start()
         self.owners.watch_daemon(self.daemon)
 

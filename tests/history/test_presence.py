@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pensieve.history.presence import Presence, Present
-from pensieve.store.owners import Session
+from pensieve.store.replica_sessions import Session
 
 
 class Clock:

@@ -20,10 +20,10 @@ from pensieve.errors import (
 )
 from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn, StoredTurnState
 from pensieve.store.conversation_changes import Pending
-from pensieve.store.owners import NOBODY, Session
 from pensieve.store.remote import wire
 from pensieve.store.remote.calls import Call, Calls, Outcome
 from pensieve.store.remote.methods import METHODS
+from pensieve.store.replica_sessions import NOBODY, Session
 from pensieve.store.responses import StoredResponse
 from tests.store.talk import reply, user
 
@@ -156,7 +156,7 @@ def test_a_call_that_failed_is_carried_out_when_it_comes_again(rig: Rig) -> None
     (outcome,) = rig.calls.carry_out([call])
     assert "already runs" in outcome.result
     rig.kill()
-    rig.store.owners.restore([turn])
+    rig.store.replica_sessions.restore([turn])
     other = rig.call(session, "interrupt_turn", turn)
     rig.calls.carry_out([other])
     stale = rig.call(session, "rewind_conversation", "c", 9)
@@ -250,7 +250,7 @@ def test_an_end_that_failed_before_it_was_known_whose_turn_it_is_is_an_end(
 ) -> None:
     """The daemon has forgotten the turn by then; nobody would ever end it."""
     session, turn = _prepared(rig)
-    look, failing = rig.store.owners.turn, [True, True]
+    look, failing = rig.store.replica_sessions.turn, [True, True]
 
     def fail(turn_id: int) -> Any:
         if failing:
@@ -258,7 +258,7 @@ def test_an_end_that_failed_before_it_was_known_whose_turn_it_is_is_an_end(
             raise StoreUnavailable("the disk cannot be read")
         return look(turn_id)
 
-    monkeypatch.setattr(rig.store.owners, "turn", fail)
+    monkeypatch.setattr(rig.store.replica_sessions, "turn", fail)
     call = rig.call(session, "interrupt_turn", turn, 1)
     (outcome,) = rig.calls.carry_out([call])
     assert outcome.failed
@@ -408,7 +408,7 @@ def test_an_end_that_comes_again_does_not_end_the_next_owners_attempt(rig: Rig) 
         late = rig.call(a, name, turn, *given)
         rig.calls.carry_out([late])
         rig.kill()
-        rig.store.owners.give_up(name, a)
+        rig.store.replica_sessions.give_up(name, a)
         assert rig.do(b, "begin_turn", name, request("r")).turn.attempts == 2
         assert not rig.again(late).failed
         assert rig.store.get_turn(turn).state is StoredTurnState.RUNNING
@@ -433,9 +433,9 @@ def test_a_call_that_was_said_to_have_failed_is_not_carried_out_when_it_comes_ag
 def test_an_owner_whose_session_has_ended_claims_nothing(rig: Rig) -> None:
     a = rig.session("a")
     rig.do(a, "create_conversation", NewConversation("c", "fingerprint 1"))
-    rig.store.owners.end_session(a)
+    rig.store.replica_sessions.end_session(a)
     with pytest.raises(Unavailable, match="ended this session"):
-        rig.store.owners.claim("c", a)
+        rig.store.replica_sessions.claim("c", a)
 
 
 def test_a_turn_that_cannot_be_read_does_not_end_the_service(
@@ -446,7 +446,7 @@ def test_a_turn_that_cannot_be_read_does_not_end_the_service(
     def fail(turn_id: int) -> Any:
         raise StoreCorrupt("page 7 of the history")
 
-    monkeypatch.setattr(rig.store.owners, "turn", fail)
+    monkeypatch.setattr(rig.store.replica_sessions, "turn", fail)
     for _ in range(3):
         (outcome,) = rig.calls.carry_out([rig.call(session, "interrupt_turn", turn, 1)])
         assert outcome.failed

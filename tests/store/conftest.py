@@ -19,6 +19,7 @@ import pytest
 
 from pensieve.store import ConversationStore
 from pensieve.store.connection import preferred_driver
+from pensieve.store.transactions import NOBODY
 from tests.store import postgres_server
 from tests.store.faulty import world
 from tests.store.postgres_server import PostgresServer
@@ -113,6 +114,7 @@ def open_store(
         opened.append(store)
         if not is_remote:
             return store
+        vars(store)["_transactions"].session = NOBODY  # the sessions are those of replicas
         opened.append(WholeStore(store))
         return cast(ConversationStore, opened[-1])
 

@@ -13,7 +13,6 @@ from pensieve.store import (
 )
 from pensieve.store.connection import WriterConnection
 from pensieve.store.postgres.session import SqlSession
-from pensieve.store.remote.remote_store import Store
 from tests.store.talk import begin, reply, say, user
 
 NEVER = 10**9
@@ -67,7 +66,7 @@ class FaultyDriver:
 HEAD = NewMessage("system", "Be brief.", (1, 2))
 
 
-def writer_of(store: Store) -> WriterConnection:
+def writer_of(store: ConversationStore) -> WriterConnection:
     """The connection under a store, for tests that damage the database, starve it or look into it."""
     found: WriterConnection = vars(store)["_writer"]
     return found

@@ -7,11 +7,11 @@ from typing import Any
 
 from pensieve.store import ConversationStore
 from pensieve.store.folder import DataFolder
-from pensieve.store.owners import NOBODY, Session
 from pensieve.store.remote import wire
 from pensieve.store.remote.calls import Call, Calls, Outcome
 from pensieve.store.remote.methods import METHODS, Kind, Method
 from pensieve.store.remote.remote_store import Answer, RemoteStore
+from pensieve.store.replica_sessions import NOBODY, Session
 
 
 class LocalCaller:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from pensieve.store import NewConversation, NewMessage, NewTurn
-from pensieve.store.remote.remote_store import Store
+from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn
 
 DRIVERS = [name for name in ("pysqlite3", "sqlite3") if importlib.util.find_spec(name)]
 
@@ -18,17 +17,19 @@ def reply(text: str, *token_ids: int, logprobs: bytes = b"") -> NewMessage:
     return NewMessage("assistant", text, token_ids, logprobs=logprobs)
 
 
-def create(store: Store, name: str, *head: NewMessage) -> None:
+def create(store: ConversationStore, name: str, *head: NewMessage) -> None:
     store.create_conversation(NewConversation(name, "fingerprint 1", head))
 
 
-def begin(store: Store, name: str, request_id: str, text: str, *ids: int) -> int:
+def begin(store: ConversationStore, name: str, request_id: str, text: str, *ids: int) -> int:
     begun = store.begin_turn(name, NewTurn(request_id, [user(text, *ids)]))
     assert begun.must_run
     return begun.turn.turn_id
 
 
-def say(store: Store, name: str, request_id: str, question: NewMessage, answer: NewMessage) -> int:
+def say(
+    store: ConversationStore, name: str, request_id: str, question: NewMessage, answer: NewMessage
+) -> int:
     """One whole turn; returns its revision."""
     begun = store.begin_turn(name, NewTurn(request_id, [question]))
     assert begun.must_run

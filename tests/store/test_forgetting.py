@@ -234,15 +234,26 @@ def test_a_key_of_schema_8_is_known_after_the_migration_and_forgotten_with_its_t
         assert store.find_keyed("again") is None
 
 
+FROM_SCHEMA_10 = (
+    "DROP TABLE housekeeping",
+    *(
+        f"ALTER TABLE sessions DROP COLUMN {name}"
+        for name in ("folder", "lease_until", "is_draining")
+    ),
+    "CREATE INDEX owners_session ON owners (session)",
+)
 TO_SCHEMA_8 = {
     "sqlite": (
+        *FROM_SCHEMA_10,
         "DROP INDEX turns_idempotency_key",
         "ALTER TABLE turns DROP COLUMN idempotency_key",
-        "DELETE FROM _sqlite_migrations WHERE name = 'm009_idempotency_keys'",
+        "DELETE FROM _sqlite_migrations WHERE name > 'm009'",
         "PRAGMA user_version = 8",
     ),
     POSTGRES: (
+        *FROM_SCHEMA_10,
+        "DROP SEQUENCE epoch_numbers",
         "ALTER TABLE turns DROP COLUMN idempotency_key",
-        "DELETE FROM schema_versions WHERE version = 9",
+        "DELETE FROM schema_versions WHERE version > 8",
     ),
 }

@@ -26,7 +26,7 @@ from tests.store.talk import begin, create, reply, say, user
 pytestmark = pytest.mark.sqlite  # PostgreSQL's schema is in test_postgres.py
 
 Open = Callable[..., ConversationStore]
-NEWEST = 9
+NEWEST = 10
 COLOUR = "ALTER TABLE conversations ADD COLUMN colour TEXT"
 
 
@@ -62,6 +62,7 @@ def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
         ("pensieve", "m007_responses"),
         ("pensieve", "m008_owners"),
         ("pensieve", "m009_idempotency_keys"),
+        ("pensieve", "m010_leases"),
     ]
     conn.close()
 
@@ -90,7 +91,7 @@ def test_the_writer_is_durable_and_wipes_what_it_deletes(store: ConversationStor
 @pytest.mark.parametrize(
     ("statement", "version"),
     [
-        ("PRAGMA user_version = 10", 10),
+        ("PRAGMA user_version = 11", 11),
         (
             "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
             " VALUES ('pensieve', 'm004_future', '')",
@@ -118,7 +119,7 @@ def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open
 ) -> None:
     """And what it says works."""
     conn = driver.connect(str(path), isolation_level=None)
-    migrate(Database(conn), path, {**STEPS, "m010_colour": [COLOUR]})
+    migrate(Database(conn), path, {**STEPS, "m011_colour": [COLOUR]})
     conn.close()
     with pytest.raises(StoreTooNew) as refused:
         open_store()
@@ -148,7 +149,7 @@ def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
 
 
 def test_a_refusal_lets_go_of_the_folder(path: Path, driver: Any, open_store: Open) -> None:
-    edit(path, driver, "PRAGMA user_version = 10")
+    edit(path, driver, "PRAGMA user_version = 11")
     for _ in range(2):
         with pytest.raises(StoreTooNew):
             open_store()
@@ -185,7 +186,7 @@ def test_an_old_sqlite_is_refused(open_store: Open) -> None:
 
 def test_a_database_is_copied_before_its_schema_changes(path: Path, driver: Any) -> None:
     conn = driver.connect(str(path), isolation_level=None)
-    migrate(Database(conn), path, {**STEPS, "m010_colour": [COLOUR]})
+    migrate(Database(conn), path, {**STEPS, "m011_colour": [COLOUR]})
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST + 1,)
     assert conn.execute("SELECT colour FROM conversations").fetchall() == [(None,)]
     conn.close()
@@ -216,7 +217,7 @@ def first_schema(path: Path, driver: Any) -> None:
     conn.execute("DROP TABLE tenants")
     conn.execute("DROP TABLE prefixes")
     conn.execute("DROP TABLE chains")
-    for table in ("responses", "owners", "sessions", "epochs"):
+    for table in ("responses", "owners", "sessions", "epochs", "housekeeping"):
         conn.execute(f"DROP TABLE {table}")
     conn.execute("DROP INDEX turns_logprobs")
     conn.execute("ALTER TABLE turns DROP COLUMN logprobs")

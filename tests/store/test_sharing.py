@@ -95,7 +95,7 @@ def test_a_replica_that_comes_back_has_another_session_and_forgets_what_others_w
 
 def test_an_epoch_is_never_given_out_twice(shared: SharedHistory) -> None:
     a, b = shared.replica("a"), shared.replica("b")
-    owners = shared.store.owners
+    owners = shared.store.replica_sessions
     epochs = []
     for name in ("tea", "cup"):
         create(a, name)
@@ -446,15 +446,15 @@ def test_what_was_given_up_and_taken_by_none_is_as_it_was(shared: SharedHistory)
     running = begin(a, "tea", "r1", "hi", 1)
     a.give_up("tea")  # a turn of it runs
     a.finish_turn(running, reply("hello", 2), "stop", {})
-    before = shared.store.owners.owner("tea")
+    before = shared.store.replica_sessions.owner("tea")
     a.give_up("tea")
     a.claim("tea")
-    assert shared.store.owners.owner("tea") == before
+    assert shared.store.replica_sessions.owner("tea") == before
     assert shared.stale == []  # so its KV is right
 
 
 def test_a_history_that_was_put_back_gives_out_no_epoch_of_before(shared: SharedHistory) -> None:
-    owners = shared.store.owners
+    owners = shared.store.replica_sessions
     owners.begin_epochs()
     create(shared.replica("a"), "tea")
     first = owners.owner("tea")
@@ -497,7 +497,7 @@ def test_a_turn_whose_end_is_about_to_be_committed_is_not_read_as_interrupted(
 
             with pytest.raises(ZeroDivisionError):
                 failing()
-            store.owners.abandon([again])
+            store.replica_sessions.abandon([again])
             turn = again
             assert read() == (False, StoredTurnState.INTERRUPTED)
         finally:

@@ -50,8 +50,20 @@ class PostgresBackend:
         self.erasure = PostgresErasure(self.writer)
         self.marks = PostgresMarks(address, holder, statement_seconds)
 
+    is_shared = False
+
+    def share(self) -> None:
+        """One process has the history."""
+
+    def beside(self) -> PostgresWriter:
+        """Another connection would wait for the lock of the first one."""
+        raise NotImplementedError
+
     def close(self) -> None:
         self.writer.close()
+
+    def release(self, *, clean: bool) -> None:
+        """The lock has gone with the connection."""
 
     def give_up(self) -> None:
         """Close the connection."""

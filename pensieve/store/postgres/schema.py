@@ -147,6 +147,16 @@ STEPS: dict[int, tuple[str, ...]] = {  # by version
         "CREATE INDEX turns_idempotency_key ON turns (idempotency_key)"
         " WHERE idempotency_key IS NOT NULL",
     ),
+    10: (
+        "ALTER TABLE sessions ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE sessions ADD COLUMN lease_until DOUBLE PRECISION",
+        "ALTER TABLE sessions ADD COLUMN is_draining BIGINT NOT NULL DEFAULT 0",
+        "DROP INDEX owners_session",
+        "CREATE TABLE housekeeping (session BIGINT NOT NULL, epoch BIGINT NOT NULL)",
+        "INSERT INTO housekeeping (session, epoch) VALUES (0, 0)",
+        "CREATE SEQUENCE epoch_numbers",
+        "SELECT setval('epoch_numbers', greatest(1, (SELECT last FROM epochs)))",
+    ),
 }
 NEWEST = max(STEPS)
 RECORD = (

@@ -40,13 +40,12 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.declared_prefixes import MARK
-from pensieve.store.owners import NOBODY, Session
-from pensieve.store.records import BeginResult, Conversation, StoredTurnState
+from pensieve.store.records import PREFIX_MARK, BeginResult, Conversation, StoredTurnState
 from pensieve.store.remote import wire
 from pensieve.store.remote.methods import METHODS, Kind, Method
 from pensieve.store.remote.recalled import RECALLED
 from pensieve.store.remote.wire import Unreadable
+from pensieve.store.replica_sessions import NOBODY, Session
 
 ENDED_WITHOUT_REPLY = (StoredTurnState.INTERRUPTED, StoredTurnState.FAILED)
 
@@ -107,7 +106,7 @@ class Calls:
         self._answered: dict[int, Outcome] = {}  # by session: its last writing call
         # Turns that may run, whose ends failed: session, turn and attempt.
         self._in_vain: dict[tuple[int, int, int], None] = {}
-        self._open = {each.number for each in store.owners.open_sessions()}
+        self._open = {each.number for each in store.replica_sessions.open_sessions()}
         self._may_have_ended = False  # sessions of `_open`, in a commit that failed
         self._unsaid: tuple[int, ...] = ()  # sessions of which that has turned out to be so
         self._draining: set[int] = set()
@@ -144,7 +143,7 @@ class Calls:
 
     def open_session(self, session: Session) -> Session:
         """Another one, with its number; one that its replica had has ended."""
-        opened = self._store.owners.open_session(session)
+        opened = self._store.replica_sessions.open_session(session)
         self._read_sessions()
         return opened
 
@@ -154,7 +153,7 @@ class Calls:
 
     def end_session(self, session: int) -> None:
         """It writes no more."""
-        self._store.owners.end_session(session)
+        self._store.replica_sessions.end_session(session)
         self._open.discard(session)
         self._forget(session)
 
@@ -162,7 +161,7 @@ class Calls:
 
     def _read_sessions(self) -> None:
         """As they are on the disk."""
-        found = {each.number for each in self._store.owners.open_sessions()}
+        found = {each.number for each in self._store.replica_sessions.open_sessions()}
         self._unsaid += tuple(sorted(self._open - found))
         self._open, self._may_have_ended = found, False
         for session in {*self._answered, *self._draining} - found:
@@ -181,7 +180,7 @@ class Calls:
             return [self._alone(each) for each in calls]
         self._abandon_what_ended_in_vain()
         outcomes: list[Outcome] = []
-        owners, open_before = self._store.owners, self._open
+        owners, open_before = self._store.replica_sessions, self._open
         live_before = owners.live_turns
         try:
             self._be_sure_of_sessions()
@@ -216,14 +215,14 @@ class Calls:
         """Turns that their replicas have ended, in calls that failed before it was known whose they are."""
         for session, turn_id, attempt in tuple(self._in_vain):
             try:
-                found = self._store.owners.turn(turn_id)
+                found = self._store.replica_sessions.turn(turn_id)
             except PensieveError:  # the database is away, or cannot be read there: another time
                 return
             is_its = (
                 found is not None and found.session == session and attempt in (0, found.attempt)
             )
             if is_its and found is not None and found.state is StoredTurnState.RUNNING:
-                self._store.owners.abandon([turn_id])
+                self._store.replica_sessions.abandon([turn_id])
             del self._in_vain[session, turn_id, attempt]
 
     def _ends_in_vain(self, call: Call) -> None:
@@ -267,7 +266,7 @@ class Calls:
             return outcome
         outcome.result, outcome.parts = method.write_result(result)
         if method.writes:
-            self._store.owners.note_call(call.session, call.number)
+            self._store.replica_sessions.note_call(call.session, call.number)
         return outcome
 
     def _carried_out(
@@ -281,7 +280,7 @@ class Calls:
                 return self._store.get_turn(arguments["turn_id"])
         elif call.method == "give_up":
             name = arguments["conversation_id"]
-            self._store.owners.give_up(name, call.session, tenant=tenant)
+            self._store.replica_sessions.give_up(name, call.session, tenant=tenant)
             return None
         result = method.run_on(self._store, arguments)
         if isinstance(result, BeginResult):
@@ -296,9 +295,9 @@ class Calls:
 
     def _claim(self, call: Call, conversation_id: str, tenant: str, outcome: Outcome) -> None:
         """Make it the caller's; one that is not there, or is a declared prefix, has no owner."""
-        if conversation_id.startswith(MARK):
+        if conversation_id.startswith(PREFIX_MARK):
             return
-        owners = self._store.owners
+        owners = self._store.replica_sessions
         takes = call.method == "take"
         if takes:
             outcome.ended_sessions += self._end_lost_owner(conversation_id, tenant, call.session)
@@ -318,16 +317,17 @@ class Calls:
             call.session, tenant, conversation_id, claim.epoch, claim.previous
         )
         if claim.previous not in (NOBODY, call.session) and self._is_connected(claim.previous):
-            outcome.previous_address = owners.session(claim.previous).address
+            with contextlib.suppress(NotFound):
+                outcome.previous_address = owners.session(claim.previous).address
 
     def _end_lost_owner(self, conversation_id: str, tenant: str, taker: int) -> tuple[int, ...]:
         """End the session of an owner whose stream is gone."""
-        owner = self._store.owners.owner(conversation_id, tenant=tenant)
+        owner = self._store.replica_sessions.owner(conversation_id, tenant=tenant)
         if owner is None or owner.session in (taker, NOBODY) or owner.session < 0:
             return ()
         if self._is_connected(owner.session):
             return ()
-        self._store.owners.end_session(owner.session)
+        self._store.replica_sessions.end_session(owner.session)
         self._open.discard(
             owner.session
         )  # what else there was of it is forgotten behind the commit
@@ -339,7 +339,7 @@ class Calls:
         False: what is to be interrupted is so already.
         """
         turn_id, attempt = arguments["turn_id"], arguments.pop("attempt", 0)
-        found = self._store.owners.turn(turn_id)
+        found = self._store.replica_sessions.turn(turn_id)
         if found is None:
             return True  # the method says so
         is_late = found.session != call.session or attempt not in (0, found.attempt)
@@ -354,7 +354,7 @@ class Calls:
 
     def _epoch(self, call: Call, conversation_id: str, tenant: str) -> int:
         """In which the caller has the conversation; 0 if it does not."""
-        owner = self._store.owners.owner(conversation_id, tenant=tenant)
+        owner = self._store.replica_sessions.owner(conversation_id, tenant=tenant)
         return owner.epoch if owner is not None and owner.session == call.session else 0
 
     def _declared_at(self, conversation: Conversation) -> int:
@@ -368,7 +368,7 @@ class Calls:
         answered = self._answered.get(call.session)
         if answered is not None and answered.number == call.number:
             return replace(answered, claimed=None, ended_sessions=())  # which was told
-        if call.number > self._store.owners.session(call.session).last_call:
+        if call.number > self._store.replica_sessions.session(call.session).last_call:
             return None
         recall = RECALLED.get(call.method)
         outcome, tenant = Outcome(call.number), arguments.get("tenant", "")
@@ -378,7 +378,7 @@ class Calls:
         elif method.kind is Kind.TURN:
             turn_id = arguments["turn_id"]
             arguments.pop("attempt", 0)
-            if (found := self._store.owners.turn(turn_id)) is not None:
+            if (found := self._store.replica_sessions.turn(turn_id)) is not None:
                 outcome.turn_id, outcome.num_running = turn_id, -1
                 outcome.turn_epoch = found.epoch
         try:

@@ -30,10 +30,10 @@ from pensieve.store.backend import ErasureSteps, WriteFigures
 from pensieve.store.chains import Chains
 from pensieve.store.conversation_changes import ConversationChanges, Pending, PendingChange
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.declared_prefixes import MARK, PrefixStore, stored_id
+from pensieve.store.declared_prefixes import PrefixStore, stored_id
 from pensieve.store.folder import DataFolder
 from pensieve.store.history_reader import HistoryReader
-from pensieve.store.records import Conversation
+from pensieve.store.records import PREFIX_MARK, Conversation
 from pensieve.store.remote import methods
 from pensieve.store.remote.calls import prefix_epoch
 from pensieve.store.remote.methods import METHODS, Kind, Method
@@ -215,6 +215,9 @@ class RemoteReader:
 class RemoteStore:
     """Used from one thread at a time, but for what `reader` returns."""
 
+    is_shared = True
+    keeps_house = True
+
     def __init__(self, caller: Caller, folder: DataFolder, replica: str = "") -> None:
         """`folder` is the daemon's own, for all but the history; `replica` is its name."""
         self.folder = folder
@@ -278,7 +281,7 @@ class RemoteStore:
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
         """One conversation, without its messages."""
         found: Conversation = self.get_conversation_there(conversation_id, tenant=tenant)
-        if conversation_id.startswith(MARK):
+        if conversation_id.startswith(PREFIX_MARK):
             self._compare(tenant, conversation_id, prefix_epoch(found))
         return found
 
@@ -351,7 +354,3 @@ class RemoteStore:
             del self._epochs[key]
         if len(self._epochs) > EPOCHS_MAX:
             self.on_stale(*self._epochs.popitem(last=False)[0])
-
-
-Store = ConversationStore | RemoteStore
-Reader = HistoryReader | RemoteReader

@@ -23,7 +23,6 @@ from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument, PensieveError, QueueFull, TurnInterrupted
 from pensieve.sampling import Sampling
 from pensieve.store import ConversationStore
-from pensieve.store.remote.remote_store import Store
 from pensieve.text import Message, Part, ToolCall
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
@@ -731,7 +730,7 @@ def test_chains_grow_old(tmp_path: Path) -> None:
         assert talk.say("Three").how is BindingKind.NEW
 
 
-def num_chains(store: Store) -> int:
+def num_chains(store: ConversationStore) -> int:
     from pensieve.store.connection import read_only
 
     with read_only(store.folder.database_path, writer_of(store).driver) as conn:

@@ -1,0 +1,74 @@
+"""Renews the lease of a session, in a thread with a connection of its own.
+
+So the lease lives as long as the process runs, whatever the store's thread does. A lease that could not be
+renewed in time only lets other daemons claim what this one has (owners.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from pensieve.errors import PensieveError
+from pensieve.store.backend import Transactions
+from pensieve.store.housekeeper import Housekeeper
+from pensieve.store.owners import Owners, next_number
+
+log = logging.getLogger("pensieve")
+RENEWALS = 5  # in the time of a lease
+TIDY_SECONDS = 60.0
+
+
+class Leases:
+    def __init__(
+        self,
+        transactions: Transactions,
+        owners: Owners,
+        housekeeper: Housekeeper,
+        tidy: Callable[[], None],
+    ) -> None:
+        """`tidy` is called in the thread, now and then while this daemon cleans up."""
+        self._transactions, self._owners, self._housekeeper = transactions, owners, housekeeper
+        self._tidy = tidy
+        self._tidied_at = time.monotonic()
+        self._is_late = False  # and the log says so
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def start(self) -> None:
+        """Renew it once, in the caller's thread; then from time to time."""
+        self.renew()
+        self._thread.start()
+
+    def renew(self) -> None:
+        with self._transactions.writing() as conn:
+            self._owners.renew(conn)
+            self._housekeeper.look(conn, self._owners.session, next_number)
+        self._housekeeper.looked()
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with contextlib.suppress(PensieveError):
+            self._transactions.close()
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._owners.lease_seconds / RENEWALS):
+            try:
+                self.renew()
+            except PensieveError as error:
+                if not self._is_late:
+                    log.warning("the lease of this daemon could not be renewed: %s", error)
+                self._is_late = True
+                continue
+            if self._is_late:
+                log.warning("the lease of this daemon is renewed again")
+            self._is_late = False
+            if self._housekeeper.is_ours and time.monotonic() >= self._tidied_at + TIDY_SECONDS:
+                self._tidied_at = time.monotonic()
+                self._tidy()

@@ -1,0 +1,311 @@
+"""The files beside a database in SQLite that several daemons of one host have open.
+
+    FILE.lock          locked shared by each daemon, for as long as it has the database open.  A daemon that
+                       finds it free takes it exclusively first, and is *alone* until `share`.  Its text is
+                       there while the database is open, so a text that is found by who is alone means that
+                       it was not closed (a power loss, or every daemon was killed)
+    FILE.write         locked by who writes, for one transaction (WriteTurn)
+    FILE.write-next    locked by who writes next
+    FILE.damaged       damage was found
+    FILE.reserve       space for deletions on a full disk
+
+Where FILE is the `conversations.db` of a data folder, lock, mark and reserve are those of the folder
+(folder.py).  So a daemon that has such a folder for itself and daemons that share its database exclude each
+other.
+
+**Why a lock of our own for writers.**  SQLite's connections wait for its write lock by sleeping longer and
+longer, and whoever comes by in the right moment gets it.  A process that writes all the time would starve the
+others.  Here a writer first waits to be the next one, and only the next one waits for the lock itself.  So
+whoever has just written cannot overtake the next one.
+
+**A writer that stands still.**  A process that was stopped (SIGSTOP) within a transaction keeps SQLite's
+write lock and this one, and no other daemon could write, or take over what it had.  Only the end of the
+process frees SQLite's lock.  So whoever has waited for as long as a lease, and finds that the process with
+the lock is stopped, kills it.  SQLite then forgets what it had not committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
+from pensieve.store.folder import DAMAGED_NAME, DATABASE_NAME, LOCK_NAME, RESERVE_NAME, holder_in
+
+log = logging.getLogger("pensieve")
+OPEN_SECONDS_MAX = 10.0  # that a daemon which is alone needs until it shares
+EXCLUSIVE_SECONDS = 1.0  # that another text than SHARED_TEXT is there, until it is believed
+OPEN_PAUSE_SECONDS = 0.02
+STOPPED_SECONDS = 1.0  # between two looks that find a writer stopped
+PAUSES = ((0.05, 0.0002), (1.0, 0.001), (float("inf"), 0.01))  # until so long, look so often
+SHARED_TEXT = b"shared by daemons with --store sqlite://\n"
+SQLITE_SCHEME = "sqlite://"
+SHARED_SQLITE_MIN = (3, 51, 3)  # without the bug that resets a log which others write to
+NOT_LOCAL = {  # file systems on which other hosts may have the file open, too
+    *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"),
+    *("orangefs", "prl_fs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs"),
+}
+MOUNTS = Path("/proc/self/mountinfo")
+LOCKS = Path("/proc/locks")
+
+
+def open_shared(url: str, driver: Any) -> SharedFile:
+    """The file of an address such as `sqlite:///var/lib/pensieve/history.db`."""
+    if driver.sqlite_version_info < SHARED_SQLITE_MIN:
+        needed = ".".join(map(str, SHARED_SQLITE_MIN))
+        raise StoreError(
+            f"SQLite {driver.sqlite_version} may damage a history that several daemons have open; {needed} is"
+            " needed: install pysqlite3, or use postgresql://"
+        )
+    return SharedFile.open(Path(unquote(url.removeprefix(SQLITE_SCHEME))))
+
+
+class SharedFile:
+    """A database that this process has open with others; `open` makes one, `close` releases it."""
+
+    def __init__(self, path: Path, lock: int, *, is_alone: bool, stopped_unclean: bool) -> None:
+        self.path = path
+        self.is_alone = is_alone  # until `share`
+        self.stopped_unclean = stopped_unclean
+        self.reserve_path = _beside(path, RESERVE_NAME)
+        self._damaged_path = _beside(path, DAMAGED_NAME)
+        self._lock: int | None = lock
+
+    @classmethod
+    def open(cls, path: Path) -> SharedFile:
+        """Lock the database at `path`, and create it if it is missing.
+
+        Raises:
+            StoreLocked: a daemon has it for itself.
+            StoreError: its file system may be another host's.
+        """
+        refuse_network(path.parent)
+        lock_path = _beside(path, LOCK_NAME)
+        try:
+            lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(f"--store: {lock_path} cannot be used: {error.strerror}") from error
+        try:
+            is_alone = _lock_either(lock, path)
+            before = os.pread(lock, 256, 0) if is_alone else b""
+            if is_alone:
+                os.pwrite(lock, SHARED_TEXT, 0)
+                os.ftruncate(lock, len(SHARED_TEXT))
+                os.fsync(lock)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            os.close(lock)
+            raise StoreUnavailable(f"{path} cannot be written: {error.strerror}") from error
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(path, lock, is_alone=is_alone, stopped_unclean=bool(before))
+
+    def share(self) -> None:
+        """Let other daemons open it: what only one of them may do is done.
+
+        The system may free the lock for a moment.  If another process takes it then, StoreLocked.
+        """
+        if self.is_alone and self._lock is not None:
+            self.is_alone = False
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _lock_either(self._lock, self.path)
+
+    def write_turn(self, seconds: float, patience: float) -> WriteTurn:
+        """For one connection; `seconds` that a writer waits, and how long before it looks for the cause."""
+        return WriteTurn(self.path, seconds, patience)
+
+    @property
+    def is_damaged(self) -> bool:
+        return self._damaged_path.exists()
+
+    @property
+    def is_check_due(self) -> bool:
+        return self.is_damaged or self.stopped_unclean
+
+    def mark_damaged(self, is_damaged: bool) -> None:
+        """Remember it for the next start."""
+        with contextlib.suppress(OSError):  # the log has said it
+            if is_damaged:
+                self._damaged_path.touch(mode=0o600)
+            else:
+                self._damaged_path.unlink(missing_ok=True)
+
+    def close(self, *, clean: bool) -> None:
+        """Release it; the last one says that it was closed, if it was `clean`."""
+        if self._lock is None:
+            return
+        lock, self._lock = self._lock, None
+        with contextlib.suppress(OSError):
+            if clean:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(lock, 0)
+                os.fsync(lock)
+        os.close(lock)
+
+
+class WriteTurn:
+    """Whose turn it is to write; for one connection, in one thread at a time."""
+
+    def __init__(self, path: Path, seconds: float, patience: float) -> None:
+        self.waited: Callable[[float], None] = lambda seconds: None
+        self._paths = (
+            path.with_name(f"{path.name}.write-next"),
+            path.with_name(f"{path.name}.write"),
+        )
+        self._seconds, self._patience = seconds, patience
+        self._files: tuple[int, int] | None = None
+        self._depth = 0
+        self._stopped: tuple[int, float] = (
+            0,
+            0.0,
+        )  # who had the lock and was stopped, and since when
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """For one transaction; StoreUnavailable if it is not to be had in time.  It may be nested."""
+        if not self._depth:
+            self._take()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth and self._files is not None:
+                fcntl.flock(self._files[1], fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        files, self._files = self._files, None
+        for file in files or ():
+            os.close(file)
+
+    def _take(self) -> None:
+        if self._files is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            following, file = (os.open(path, flags, 0o600) for path in self._paths)
+            self._files = following, file
+        began = time.monotonic()
+        following, file = self._files
+        self._wait(following, began)
+        try:
+            self._wait(file, began)
+        finally:
+            fcntl.flock(following, fcntl.LOCK_UN)
+        self.waited(time.monotonic() - began)
+
+    def _wait(self, file: int, began: float) -> None:
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = time.monotonic() - began
+            if waited > self._seconds:
+                raise StoreUnavailable(
+                    f"the history {self._paths[1].stem}: another daemon has been writing for"
+                    f" {waited:.0f} s"
+                )
+            if waited > self._patience - STOPPED_SECONDS:
+                self._end_stopped(self._paths[1])
+            time.sleep(next(pause for until, pause in PAUSES if waited < until))
+
+    def _end_stopped(self, path: Path) -> None:
+        """Kill who has the lock if that process is stopped."""
+        pid, now = holder_of_lock(path), time.monotonic()
+        if pid is None or pid == os.getpid() or not is_stopped(pid):
+            return
+        if self._stopped[0] != pid:
+            self._stopped = pid, now
+        if now - self._stopped[1] < STOPPED_SECONDS:
+            return
+        log.error(
+            "process %d was stopped in the middle of a write to the history, which keeps all others from"
+            " writing; it is killed",
+            pid,
+        )
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def holder_of_lock(path: Path) -> int | None:
+    """The process that has the file locked with `flock`; None if nobody has, or nobody can tell."""
+    try:
+        inode = path.stat().st_ino
+        for line in LOCKS.read_text().splitlines():
+            _, kind, _, mode, pid, file, *_ = line.split()
+            if (kind, mode) == ("FLOCK", "WRITE") and file.rpartition(":")[2] == str(inode):
+                names = Path(f"/proc/{pid}/fd").iterdir()
+                return int(pid) if any(_is_same(each, path) for each in names) else None
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _is_same(descriptor: Path, path: Path) -> bool:
+    try:
+        return descriptor.samefile(path)
+    except OSError:  # it was closed, or is no file
+        return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process was stopped by a signal or a debugger."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return False
+    return after_name.split()[0] in ("T", "t")
+
+
+def refuse_network(folder: Path) -> None:
+    """StoreError on a file system that other hosts may have: SQLite's locks and the file -shm are local."""
+    kind = file_system(folder)
+    if kind in NOT_LOCAL or kind == "fuse" or kind.startswith("fuse."):
+        raise StoreError(
+            f"--store: {folder} is on {kind}; several daemons share a file in SQLite only on a disk of"
+            " their own host. Use postgresql:// to share a history between hosts"
+        )
+
+
+def file_system(folder: Path) -> str:
+    """The kind of the file system; empty if that is not known (not on Linux)."""
+    try:
+        real = folder.resolve()
+        lines = MOUNTS.read_text().splitlines()
+    except OSError:
+        return ""
+    found: tuple[int, str] = (-1, "")
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mounted = Path(before.split()[4].encode().decode("unicode_escape"))
+        if real.is_relative_to(mounted) and len(mounted.parts) >= found[0]:
+            found = len(mounted.parts), after.split()[0]
+    return found[1]
+
+
+def _beside(path: Path, name: str) -> Path:
+    return path.with_name(name if path.name == DATABASE_NAME else f"{path.name}.{name}")
+
+
+def _lock_either(lock: int, path: Path) -> bool:
+    """Lock it exclusively if it is free, else shared; whether it was free."""
+    end = time.monotonic() + OPEN_SECONDS_MAX
+    while True:
+        for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, how | fcntl.LOCK_NB)
+                return how == fcntl.LOCK_EX
+        is_shared = os.pread(lock, len(SHARED_TEXT), 0) == SHARED_TEXT  # by one that is alone yet
+        # Who has just locked it has not written who it is.
+        if time.monotonic() > end - (0 if is_shared else OPEN_SECONDS_MAX - EXCLUSIVE_SECONDS):
+            raise StoreLocked(f"the history {path} is in use by {holder_in(lock)}")
+        time.sleep(OPEN_PAUSE_SECONDS)

@@ -1,0 +1,195 @@
+"""A store in a process of its own, which shares a file of SQLite and does what it is told.
+
+A line of JSON is a call, `[method, arguments…]`, and gets a line as its answer: what came of it, or
+`["error", its class, its text]`.  `world` writes without being told, until it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, StoreUnavailable, TurnRunning
+from pensieve.store import ConversationStore, NewConversation, NewTurn
+from tests.store.talk import reply, user
+
+LEASE_SECONDS = 1.0
+
+
+class Worker:
+    """What is told to a process is done here."""
+
+    def __init__(self, path: Path, name: str, lease_seconds: float) -> None:
+        self.stale: list[str] = []
+        self.store = ConversationStore.open(
+            path.parent / name,
+            "a test",
+            url=f"sqlite://{path}",
+            replica=name,
+            lease_seconds=lease_seconds,
+        )
+        self.store.watch(lambda tenant, conversation_id: self.stale.append(conversation_id))
+        self.store.announce(f"{name}:1", "", "")
+
+    def create(self, conversation_id: str) -> None:
+        self.store.create_conversation(NewConversation(conversation_id, "f", [user("head", 1)]))
+
+    def begin(self, conversation_id: str, request_id: str, *tokens: int) -> list[Any]:
+        begun = self.store.begin_turn(
+            conversation_id, NewTurn(request_id, [user(request_id, *tokens)])
+        )
+        return [begun.turn.turn_id, begun.turn.attempts, begun.must_run, begun.turn.state.value]
+
+    def finish(self, turn_id: int, attempt: int, *tokens: int) -> int:
+        return self.store.finish_turn(turn_id, reply("reply", *tokens), "stop", {}, attempt=attempt)
+
+    def say(self, conversation_id: str, request_id: str, *tokens: int) -> int:
+        turn_id, attempt, *_ = self.begin(conversation_id, request_id, *tokens)
+        return self.finish(turn_id, attempt, *tokens)
+
+    def log(self, conversation_id: str) -> list[int]:
+        return list(self.store.log(conversation_id))
+
+    def delete(self, conversation_id: str) -> None:
+        self.store.delete_conversation(conversation_id)
+
+    def running(self, conversation_id: str) -> int | None:
+        return self.store.get_conversation(conversation_id).running_turn_id
+
+    def owner(self, conversation_id: str) -> list[Any] | None:
+        found = self.store.owners.owner(conversation_id)
+        return found and [found.replica, found.epoch, found.is_alive, found.is_ours]
+
+    def told(self) -> list[Any]:
+        """What is outdated since the last call, and where conversations came from."""
+        stale, self.stale = self.stale, []
+        return [stale, {name: at for (_, name), at in self.store.came_from.items()}]
+
+    def drain(self) -> None:
+        self.store.drain()
+
+    def keeps_house(self) -> bool:
+        return self.store.keeps_house
+
+    def hold_write_lock(self) -> None:
+        """And stop in the middle of a write, until somebody lets the process go on."""
+        with vars(self.store)["_writer"].writing():
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def race(self, prefix: str, num: int, seed: int) -> list[list[Any]]:
+        """Say something in each of these conversations, in a random order: which epochs that was in."""
+        won = []
+        names = [f"{prefix}{number}" for number in range(num)]
+        random.Random(seed).shuffle(names)
+        for name in names:
+            try:
+                turn_id, attempt, *_ = self.begin(name, f"r{seed}", seed)
+            except (OwnedElsewhere, TurnRunning):
+                continue
+            won.append([name, self.owner(name)[1], self.finish(turn_id, attempt, seed)])  # type: ignore[index]
+        return won
+
+    def close(self) -> None:
+        self.store.close()
+
+    def world(self, seed: int, num: int) -> None:
+        """Say what is random in conversations, and take over what may be had; a line for each thing."""
+        chance, number = random.Random(seed), 0
+        while True:
+            name, number = f"w{chance.randrange(num)}", number + 1
+            request_id, token = f"{seed}-{number}", seed * 100_000 + number
+            try:
+                if chance.random() < 0.05:
+                    self.create(name)
+                    continue
+                turn_id, attempt, must_run, _ = self.begin(name, request_id, token)
+                owner = self.owner(name)
+                if chance.random() < 0.3:
+                    time.sleep(chance.random() * 0.01)
+                revision = self.finish(turn_id, attempt, token)
+            except NotFound:
+                tell(["lost", name])
+            except (OwnedElsewhere, TurnRunning, StoreUnavailable, PensieveError) as error:
+                tell(["refused", name, type(error).__name__])
+                time.sleep(0.002)
+            else:
+                assert must_run
+                tell(["said", name, token, revision, owner and owner[1], seed])
+
+
+def tell(answer: Any) -> None:
+    """A line, whole or not at all."""
+    os.write(1, (json.dumps(answer) + "\n").encode())
+
+
+def main() -> None:
+    worker = Worker(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    tell("ready")
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        try:
+            tell(getattr(worker, method)(*arguments))
+        except PensieveError as error:
+            tell(["error", type(error).__name__, str(error)])
+
+
+class Process:
+    """The same, for a test."""
+
+    def __init__(self, path: Path, name: str, lease_seconds: float = LEASE_SECONDS) -> None:
+        command = (sys.executable, "-m", "tests.store.sharing_process", str(path), name)
+        self.child = subprocess.Popen(
+            (*command, str(lease_seconds)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.name = name
+
+    def ready(self) -> Process:
+        assert self.child.stdout is not None
+        if self.child.stdout.readline() != '"ready"\n':
+            raise AssertionError(self.child.communicate()[1])
+        return self
+
+    def put(self, method: str, *arguments: Any) -> None:
+        assert self.child.stdin is not None
+        print(json.dumps([method, *arguments]), file=self.child.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self.child.stdout is not None
+        line = self.child.stdout.readline()
+        assert line, self.child.communicate()[1]
+        return json.loads(line)
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        self.put(method, *arguments)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+    def stop(self) -> None:
+        self.child.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.child.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        if self.child.poll() is None:
+            self.go_on()
+            self.child.kill()
+        self.child.communicate()
+
+
+if __name__ == "__main__":
+    main()

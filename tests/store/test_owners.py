@@ -1,0 +1,194 @@
+"""Whose conversations are: sessions, claims, and the fence around the end of a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pensieve.errors import NotFound, Unavailable
+from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn, StoredTurnState
+from pensieve.store.records import NewPrefix
+from tests.store.faulty import writer_of
+from tests.store.talk import begin, create, reply, say, user
+
+Open = Callable[..., ConversationStore]
+OTHER = 17  # the number of another session
+
+
+def rows(store: ConversationStore, query: str, *values: Any) -> list[tuple[Any, ...]]:
+    with writer_of(store).reading() as conn:
+        return [tuple(row) for row in conn.execute(query, values).fetchall()]
+
+
+def own_elsewhere(store: ConversationStore, name: str) -> None:
+    """What the claim of another daemon writes."""
+    running = store.get_conversation(name).running_turn_id
+    with writer_of(store).writing() as conn:
+        conn.execute(
+            "UPDATE owners SET session = ?, epoch = ? WHERE conversation ="
+            " (SELECT max(conversation) FROM conversations)",
+            (OTHER, OTHER),
+        )
+        conn.execute("UPDATE turns SET state = 'interrupted' WHERE turn_id = ?", (running or 0,))
+
+
+def test_each_opening_is_a_session_and_the_one_before_has_ended(open_store: Open) -> None:
+    store = open_store(replica="a")
+    create(store, "tea")
+    first = store.owners.owner("tea")
+    assert first is not None
+    assert (first.is_ours, first.is_alive, first.replica) == (True, True, "a")
+    store.close()
+    store = open_store(replica="b")
+    after = store.owners.owner("tea")
+    assert after is not None
+    assert (after.is_ours, after.is_alive, after.replica) == (False, False, "")
+    reader = store.reader()
+    assert reader.owner("tea") == after
+    assert [each.replica for each in reader.sessions()] == ["b"]
+    reader.close()
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    now = store.owners.owner("tea")
+    assert now is not None
+    assert now.is_ours
+    assert now.epoch > first.epoch
+    assert now.session > first.session
+
+
+def test_who_makes_a_conversation_has_it(store: ConversationStore) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    store.fork_conversation("tea", 1, "cup")
+    store.prefixes.declare(NewPrefix("rules", "f", [NewMessage("system", "Be brief.", (1, 2))]))
+    store.prefixes.begin(NewConversation("pot", "f", prefix_id="rules"))
+    found = [store.owners.owner(name) for name in ("tea", "cup", "pot")]
+    assert all(each is not None and each.is_ours for each in found)
+    assert len({each.epoch for each in found if each is not None}) == 3
+    assert store.owners.owner("prefix:rules") is None
+    assert store.owners.owner("can") is None
+
+
+def test_a_turn_is_ended_only_by_the_owner_of_its_conversation(store: ConversationStore) -> None:
+    for name in ("tea", "cup"):
+        create(store, name)
+    running = begin(store, "cup", "r1", "hi", 1)
+    own_elsewhere(store, "cup")
+    with pytest.raises(Unavailable, match="served elsewhere"):
+        store.finish_turn(running, reply("late", 9), "stop", {}, attempt=1)
+    with writer_of(store).writing() as conn:  # as if the other daemon had begun it again
+        conn.execute(
+            "UPDATE turns SET state = 'running', attempts = 2 WHERE turn_id = ?", (running,)
+        )
+    for attempt in (0, 2):
+        with pytest.raises(Unavailable, match="served elsewhere"):
+            store.finish_turn(running, reply("late", 9), "stop", {}, attempt=attempt)
+        with pytest.raises(Unavailable, match="served elsewhere"):
+            store.fail_turn(running, "NAN_LOGITS", attempt)
+        store.interrupt_turn(running, attempt)
+    for end in (store.fail_turn, store.finish_turn):
+        given = ("x",) if end == store.fail_turn else (reply("late", 9), "stop", {})
+        with pytest.raises(NotFound):
+            end(running, *given, attempt=1)  # type: ignore[operator]
+    with pytest.raises(NotFound):
+        store.interrupt_turn(running, 1)
+    assert rows(store, "SELECT state FROM turns") == [("running",)]
+    assert list(store.log("cup")) == []
+
+
+def test_an_end_that_is_repeated_after_another_daemon_claimed_the_conversation_is_known(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    running = begin(store, "tea", "r1", "hi", 1)
+    assert store.finish_turn(running, reply("hello", 2), "stop", {}, attempt=1) == 1
+    own_elsewhere(store, "tea")
+    assert store.finish_turn(running, reply("hello", 2), "stop", {}, attempt=1) == 1
+
+
+def test_recovery_leaves_a_turn_alone_that_another_session_computes(
+    store: ConversationStore,
+) -> None:
+    """Not sure of its own rows, the store interrupts those of conversations that it has."""
+    for name in ("tea", "cup"):
+        create(store, name)
+    mine, other = begin(store, "tea", "r1", "hi", 1), begin(store, "cup", "r1", "hi", 1)
+    clock = "(julianday('now') - 2440587.5) * 86400.0"
+    if rows(store, "SELECT 1 FROM turns")[0] and writer_of(store).__class__.__name__[0] == "P":
+        clock = "extract(epoch FROM clock_timestamp())"
+    with writer_of(store).writing() as conn:
+        conn.execute(
+            "UPDATE owners SET session = ? WHERE conversation ="
+            " (SELECT max(conversation) FROM conversations)",
+            (OTHER,),
+        )
+        conn.execute(
+            "INSERT INTO sessions (session, replica, address, http_address, metrics_address,"
+            f" last_call, opened_at, lease_until) VALUES (?, 'b', 'b:1', '', '', 0, 0, {clock} + 60)",
+            (OTHER,),
+        )
+    vars(store)["_transactions"]._live.clear()
+    vars(store)["_transactions"]._unsure = True
+    assert store.get_turn(other).state is StoredTurnState.RUNNING
+    assert store.get_turn(mine).state is StoredTurnState.INTERRUPTED
+    create(store, "pot")
+    assert rows(store, "SELECT turn_id, state FROM turns ORDER BY turn_id") == [
+        (mine, "interrupted"),
+        (other, "running"),
+    ]
+    reader = store.reader()
+    assert reader.get_conversation("cup").running_turn_id == other
+    with writer_of(store).writing() as conn:
+        conn.execute("UPDATE sessions SET lease_until = 1 WHERE session = ?", (OTHER,))
+    assert reader.get_conversation("cup").running_turn_id is None
+    assert store.get_turn(other).state is StoredTurnState.INTERRUPTED
+    reader.close()
+    again = store.begin_turn("cup", NewTurn("r1", [user("hi", 1)]))
+    assert again.must_run
+    assert (again.turn.turn_id, again.turn.attempts) == (other, 2)
+
+
+def test_an_epoch_is_above_all_before_also_in_a_history_that_was_restored(open_store: Open) -> None:
+    store = open_store(now=lambda: 1e9)
+    create(store, "tea")
+    before = store.owners.owner("tea")
+    store.close()
+    store = open_store(now=lambda: 2e9)
+    create(store, "cup")
+    after = store.owners.owner("cup")
+    assert before is not None
+    assert after is not None
+    assert before.epoch < 1_000_000_000_001_000
+    assert after.epoch > 2_000_000_000_000_000
+
+
+def test_what_the_engine_may_have_of_a_name_is_outdated(store: ConversationStore) -> None:
+    stale: list[tuple[str, str]] = []
+    store.watch(lambda tenant, name: stale.append((tenant, name)))
+    create(store, "tea")
+    assert stale == [("", "tea")]  # another daemon may have deleted one of the same name
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    assert stale == [("", "tea")]
+    own_elsewhere(store, "tea")
+    store.fork_conversation("tea", 1, "cup")
+    assert stale[1:] == [("", "tea"), ("", "cup")]
+    store.claim("tea")
+    store.claim("tea")
+    assert stale[3:] == [("", "tea")]
+    store.claim("can")  # is not there
+
+
+def test_a_prefix_that_was_declared_anew_is_outdated(store: ConversationStore) -> None:
+    stale: list[tuple[str, str]] = []
+    head = [NewMessage("system", "Be brief.", (1, 2))]
+    store.prefixes.declare(NewPrefix("rules", "f", head))
+    begun = store.prefixes.begin(NewConversation("pot", "f", prefix_id="rules"))
+    store.watch(lambda tenant, name: stale.append((tenant, name)))
+    assert store.prefixes.num_shared_tokens(begun) == 2
+    with writer_of(store).writing() as conn:  # as another daemon would
+        conn.execute("UPDATE conversations SET created_at = 7 WHERE conversation = 1")
+    assert store.prefixes.num_shared_tokens(begun) == 2
+    assert stale == [("", "prefix:rules")]
+    store.get_conversation("prefix:rules")
+    assert stale == [("", "prefix:rules")]

@@ -1,0 +1,471 @@
+"""Several daemons on one file of SQLite: stores in real processes, which are killed and stopped."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.errors import StoreError, StoreLocked
+from pensieve.store import ConversationStore
+from pensieve.store import shared_file as module
+from pensieve.store.connection import preferred_driver
+from pensieve.store.shared_file import (
+    SHARED_SQLITE_MIN,
+    WriteTurn,
+    file_system,
+    holder_of_lock,
+    is_stopped,
+    refuse_network,
+)
+from tests.scale import SCALE
+from tests.store.sharing_process import LEASE_SECONDS, Process
+from tests.store.talk import create, reply, say, user
+
+pytestmark = pytest.mark.skipif(
+    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs another SQLite"
+)
+NUM_CONVERSATIONS = 12
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "shared.db"
+
+
+@pytest.fixture
+def start(path: Path) -> Iterator[Start]:
+    """Starts processes, which are ended behind the test."""
+    started: list[Process] = []
+
+    def one(name: str, **options: Any) -> Process:
+        started.append(Process(path, name, **options))
+        return started[-1].ready()
+
+    yield one
+    for each in started:
+        each.end()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + seconds, "it did not come true"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def took(process: Process, *call: Any) -> bool:
+    """Whether a call is not refused any more."""
+    answer = process(*call)
+    return not (isinstance(answer, list) and answer[:2] == ["error", "OwnedElsewhere"])
+
+
+def verified(path: Path) -> list[str]:
+    with ConversationStore.open(path.parent / "last", "test", url=f"sqlite://{path}") as store:
+        return [*store.verify(), *store.integrity_check()]
+
+
+# -- claims --
+
+
+def test_who_makes_a_conversation_has_it_and_others_are_told_where(
+    start: Start, path: Path
+) -> None:
+    a, b = start("a"), start("b")
+    a("create", "tea")
+    assert a("say", "tea", "r1", 2) == 1
+    error = b("begin", "tea", "r2", 3)
+    assert error == ["error", "OwnedElsewhere", "conversation 'tea' is served by a at a:1"]
+    assert b("log", "tea") == [1, 2, 2]  # anybody reads
+    assert b("owner", "tea")[0] == "a"
+    assert b("delete", "tea")[1] == "OwnedElsewhere"
+    a("close")
+    assert b("told") == [[], {}]
+    assert b("say", "tea", "r2", 3) == 2
+    assert b("told") == [["tea"], {}]  # who had it has left
+    b("close")
+    assert verified(path) == []
+
+
+def test_what_a_killed_daemon_had_is_claimed_after_its_lease(start: Start, path: Path) -> None:
+    a, b = start("a"), start("b")
+    a("create", "tea")
+    turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
+    assert b("running", "tea") == turn_id
+    a.kill()
+    seconds = wait_until(lambda: took(b, "begin", "tea", "r1", 2))
+    assert seconds < LEASE_SECONDS + 2
+    again = b("begin", "tea", "r1", 2)
+    assert again == [turn_id, attempt + 1, False, "running"]
+    assert b("finish", turn_id, attempt + 1, 7) == 1
+    assert b("log", "tea") == [1, 2, 7]
+    b("close")
+    assert verified(path) == []
+
+
+def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
+    """At once: the lock on its folder shows that it is dead."""
+    a, b = start("a", lease_seconds=60.0), start("b", lease_seconds=60.0)
+    a("create", "tea")
+    turn_id, *_ = a("begin", "tea", "r1", 2)
+    b("create", "cup")
+    other, *_ = b("begin", "cup", "r1", 3)
+    a.kill()
+    again = start("a", lease_seconds=60.0)
+    assert again("running", "tea") is None
+    assert again("running", "cup") == other  # another session's, which goes on
+    assert b("say", "tea", "r2", 4) == 1
+    assert b("finish", other, 1, 5) == 1
+    assert again("say", "tea", "r3", 6)[1] == "OwnedElsewhere"
+    assert turn_id != other
+
+
+def test_the_late_end_of_a_turn_is_refused(start: Start, path: Path) -> None:
+    """Of a daemon that was stopped for longer than its lease."""
+    a, b = start("a"), start("b")
+    a("create", "tea")
+    turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
+    a.stop()
+    wait_until(lambda: took(b, "begin", "tea", "r1", 2))
+    a.go_on()
+    for late, error in ((attempt, "NotFound"), (0, "Unavailable"), (attempt + 1, "Unavailable")):
+        assert a("finish", turn_id, late, 99)[1] == error
+    assert b("log", "tea") == [1]
+    assert b("finish", turn_id, attempt + 1, 7) == 1
+    assert a("finish", turn_id, attempt, 99)[1] == "NotFound"
+    assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"  # it has found that it lives
+    assert a("log", "tea") == [1, 2, 7]
+    for each in (a, b):
+        each("close")
+    assert verified(path) == []
+
+
+def test_an_expired_lease_ends_nothing_that_nobody_has_claimed(start: Start) -> None:
+    a, b = start("a"), start("b")
+    a("create", "tea")
+    turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
+    a.stop()
+    wait_until(lambda: b("running", "tea") is None)  # as the next claim would find it
+    a.go_on()
+    assert a("finish", turn_id, attempt, 7) == 1
+    assert a("log", "tea") == [1, 2, 7]
+
+
+def test_a_draining_daemon_gives_up_what_is_idle_and_says_where_its_kv_is(start: Start) -> None:
+    a, b = start("a"), start("b")
+    a("create", "tea")
+    a("create", "cup")
+    turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
+    a("drain")
+    assert b("say", "tea", "r2", 3)[1] == "OwnedElsewhere"
+    assert b("say", "cup", "r1", 3) == 1
+    assert a("finish", turn_id, attempt, 4) == 1
+    assert b("say", "tea", "r2", 3) == 2
+    assert b("told") == [["cup", "tea"], {"cup": "a:1", "tea": "a:1"}]
+
+
+def test_what_another_daemon_deleted_and_made_again_is_not_taken_for_what_it_was(
+    start: Start,
+) -> None:
+    a, b = start("a"), start("b")
+    a("create", "tea")
+    a("say", "tea", "r1", 2)
+    a("drain")
+    b("delete", "tea")
+    a("told")
+    a("create", "tea")
+    assert a("told")[0] == ["tea"]
+    assert a("say", "tea", "r1", 5) == 1
+
+
+def test_two_owners_never_share_an_epoch(start: Start, path: Path) -> None:
+    """Three daemons want the same conversations of a fourth one that is gone, all at once."""
+    before = start("before")
+    for number in range(20 * SCALE):
+        before("create", f"c{number}")
+    before("close")
+    racers = [start(name) for name in ("a", "b", "c")]
+    for seed, each in enumerate(racers):
+        each.put("race", "c", 20 * SCALE, seed)
+    won = [entry for each in racers for entry in each.answer()]
+    assert len(won) == 20 * SCALE  # each by one
+    assert len({epoch for _, epoch, _ in won}) == len(won)
+    for each in racers:
+        each("close")
+    assert verified(path) == []
+
+
+# -- one host --
+
+
+def test_a_daemon_that_stops_in_the_middle_of_a_write_is_killed(start: Start) -> None:
+    a, b = start("a"), start("b")
+    a("create", "tea")
+    b("create", "cup")
+    a.put("hold_write_lock")
+    wait_until(lambda: is_stopped(a.child.pid))
+    began = time.monotonic()
+    assert b("say", "cup", "r1", 2) == 1
+    assert b("say", "tea", "r1", 2) == 1
+    assert time.monotonic() - began < LEASE_SECONDS + 2
+    assert a.child.wait() == -signal.SIGKILL
+
+
+def test_a_daemon_that_has_a_history_for_itself_excludes_others_and_is_excluded(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "old" / "conversations.db"
+    url = f"sqlite://{path}"
+    with ConversationStore.open(path.parent, "pensieve serve") as store:
+        create(store, "tea")
+        with pytest.raises(StoreLocked, match=r"is in use by pensieve serve, pid \d+"):
+            ConversationStore.open(tmp_path / "a", "test", url=url)
+    with (
+        ConversationStore.open(tmp_path / "a", "test", url=url) as a,
+        ConversationStore.open(tmp_path / "b", "test", url=url) as b,
+    ):
+        assert not a.integrity_check_due
+        assert say(b, "tea", "r1", user("hi", 1), reply("hello", 2)) == 1
+        with pytest.raises(StoreLocked, match="is in use by daemons that share it"):
+            ConversationStore.open(path.parent, "test")
+        with pytest.raises(StoreLocked):
+            ConversationStore.open(tmp_path / "a", "test", url=url)  # its own folder
+    with ConversationStore.open(path.parent, "test") as store:
+        assert list(store.log("tea")) == [1, 2]
+        assert not store.integrity_check_due
+        assert not store.is_shared
+
+
+def test_a_file_that_all_left_unclosed_is_checked(start: Start, path: Path) -> None:
+    a, b = start("a"), start("b")
+    a("create", "tea")
+    a.kill()
+    with ConversationStore.open(path.parent / "c", "test", url=f"sqlite://{path}") as store:
+        assert not store.integrity_check_due  # others have it open
+    b.kill()
+    with ConversationStore.open(path.parent / "c", "test", url=f"sqlite://{path}") as store:
+        assert store.integrity_check_due
+        assert store.integrity_check() == []
+    with ConversationStore.open(path.parent / "c", "test", url=f"sqlite://{path}") as store:
+        assert not store.integrity_check_due
+
+
+def test_what_is_deleted_is_in_no_file_while_others_have_it_open(start: Start, path: Path) -> None:
+    a = start("a")
+    a("create", "keep")
+    with ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}") as store:
+        create(store, "gone", user("SECRET", 1))
+        a("say", "keep", "r1", 2)
+        store.delete_conversation("gone")
+        names = [each for each in path.parent.iterdir() if each.is_file()]
+        assert [each.name for each in names if b"SECRET" in each.read_bytes()] == []
+        assert a("say", "keep", "r2", 3) == 2
+
+
+def test_what_a_daemon_that_died_had_to_erase_is_erased_by_who_cleans_up(
+    start: Start, path: Path
+) -> None:
+    with ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}") as store:
+        assert store.keeps_house
+        store.erasure.tidy()
+        assert store.erasure.due  # whatever the log contains
+        while store.erasure.step():
+            pass
+        assert path.with_name("shared.db-wal").stat().st_size == 0
+
+
+def test_one_daemon_cleans_up_and_another_one_takes_over(start: Start) -> None:
+    a, b = start("a"), start("b")
+    assert (a("keeps_house"), b("keeps_house")) == (True, False)
+    a.stop()
+    wait_until(lambda: bool(b("keeps_house")))
+    a.go_on()
+    wait_until(lambda: not a("keeps_house"))
+    b("close")
+    wait_until(lambda: bool(a("keeps_house")))
+
+
+def test_a_schema_that_others_need_is_not_changed(
+    start: Start, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pensieve.store import migrations
+
+    start("a")
+    newer = {**migrations.STEPS, "m011_more": ("CREATE TABLE more (number INTEGER)",)}
+    monkeypatch.setattr(
+        migrations.migrate, "__defaults__", (newer, *migrations.migrate.__defaults__[1:])
+    )
+    with pytest.raises(StoreError, match="daemons of an older Pensieve have it open; stop all"):
+        ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}")
+
+
+def test_an_old_sqlite_is_refused(path: Path) -> None:
+    class Old:
+        sqlite_version = "3.51.2"
+        sqlite_version_info = (3, 51, 2)
+
+    with pytest.raises(StoreError, match=r"SQLite 3.51.2 may damage .* 3.51.3 is needed"):
+        ConversationStore.open(path.parent / "a", "test", url=f"sqlite://{path}", driver=Old)
+    assert not path.exists()
+
+
+MOUNTINFO = """\
+22 1 0:21 / / rw shared:1 - ext4 /dev/root rw
+30 22 0:40 / /mnt rw,relatime shared:2 - {kind} server:/export rw
+31 22 0:41 / /mnt2 rw shared:3 - tmpfs tmpfs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [("nfs4", True), ("cifs", True), ("fuse.sshfs", True), ("xfs", False), ("fuseblk", False)],
+)
+def test_a_file_system_of_other_hosts_is_refused(
+    kind: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTINFO.format(kind=kind))
+    monkeypatch.setattr(module, "MOUNTS", mounts)
+    assert file_system(Path("/mnt/history")) == kind
+    assert file_system(Path("/mnt2")) == "tmpfs"
+    assert file_system(Path("/mnt22")) == "ext4"
+    if refused:
+        with pytest.raises(StoreError, match=f"/mnt/x is on {kind}; .* Use postgresql://"):
+            refuse_network(Path("/mnt/x"))
+    else:
+        refuse_network(Path("/mnt/x"))
+
+
+def test_who_has_just_written_does_not_overtake_who_waits(tmp_path: Path) -> None:
+    import threading
+
+    order: list[int] = []
+    path, ending = tmp_path / "db", threading.Event()
+
+    def write(number: int) -> None:
+        turn = WriteTurn(path, 10.0, 10.0)
+        while not ending.is_set():
+            with turn.taken():
+                order.append(number)
+                time.sleep(0.001)
+        turn.close()
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(3)]
+    for each in threads:
+        each.start()
+    time.sleep(1.0)
+    ending.set()
+    for each in threads:
+        each.join()
+    runs = [len(list(group)) for _, group in itertools.groupby(order[10:-10])]
+    assert max(runs) <= 20
+    assert min(order.count(number) for number in range(3)) > len(order) / 6
+
+
+def test_the_process_that_has_a_lock_is_known(tmp_path: Path) -> None:
+    turn = WriteTurn(tmp_path / "db", 1.0, 1.0)
+    file = tmp_path / "db.write"
+    assert holder_of_lock(file) is None
+    with turn.taken():
+        assert holder_of_lock(file) == os.getpid()
+        assert not is_stopped(os.getpid())
+    assert holder_of_lock(file) is None
+    turn.close()
+
+
+# -- random worlds --
+
+
+def test_in_a_random_world_nothing_is_lost_or_doubled(start: Start, path: Path) -> None:
+    """Three daemons talk in the same conversations, and are killed and stopped meanwhile.
+
+    The model: what was acknowledged is in the log, in the order of its revisions, once; and whatever was said
+    in an epoch was said by one daemon.
+    """
+    said: list[list[Any]] = []
+    first = start("first")
+    for number in range(NUM_CONVERSATIONS):
+        first("create", f"w{number}")
+    first("close")
+    lives: dict[str, Process] = {}
+
+    def live(name: str, seed: int) -> None:
+        lives[name] = start(name)
+        os.set_blocking(lives[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
+        lives[name].put("world", seed, NUM_CONVERSATIONS)
+
+    def drain() -> None:
+        for name, process in lives.items():
+            data = b""
+            while True:
+                try:
+                    piece = os.read(process.child.stdout.fileno(), 1 << 16)  # type: ignore[union-attr]
+                except BlockingIOError:
+                    piece = b""
+                if not piece:
+                    break
+                data += piece
+            left[name] = left.get(name, b"") + data
+            *lines, left[name] = left[name].split(b"\n")
+            said.extend(entry for line in lines if (entry := _entry(line))[0] == "said")
+
+    left: dict[str, bytes] = {}
+    seeds = itertools.count(1)
+    for name in "abc":
+        live(name, next(seeds))
+    for step in range(6 * SCALE):
+        time.sleep(0.4)
+        drain()
+        victim = "abc"[step % 3]
+        if step % 2:
+            lives[victim].kill()
+            drain()
+            left[victim] = b""
+            live(victim, next(seeds))
+        else:
+            lives[victim].stop()
+            time.sleep(LEASE_SECONDS + 0.3)
+            lives[victim].go_on()
+    time.sleep(0.4)
+    for each in lives.values():
+        each.kill()
+    drain()
+
+    assert len(said) > 100
+    check_epochs(said)
+    with ConversationStore.open(path.parent / "last", "test", url=f"sqlite://{path}") as store:
+        for number in range(NUM_CONVERSATIONS):
+            name = f"w{number}"
+            log, messages = list(store.log(name)), store.messages(name)
+            by_revision = {entry[3]: entry[2] for entry in said if entry[1] == name}
+            assert len(by_revision) == len([entry for entry in said if entry[1] == name])
+            for revision, token in by_revision.items():
+                assert log.count(token) == 2  # the message and its reply
+                assert [m.revision for m in messages if list(m.token_ids or ()) == [token]] in (
+                    [revision, revision],
+                    [],
+                )
+        assert store.verify() == []
+        assert store.integrity_check() == []
+
+
+def _entry(line: bytes) -> list[Any]:
+    import json
+
+    found: list[Any] = json.loads(line)
+    return found
+
+
+def check_epochs(said: list[list[Any]]) -> None:
+    """Never two owners in one epoch."""
+    owners: dict[int, tuple[str, int]] = {}
+    for _, name, _, _, epoch, seed in said:
+        assert owners.setdefault(epoch, (name, seed)) == (name, seed), "two owners in one epoch"
