@@ -6,7 +6,7 @@
                        it was not closed (a power loss, or every daemon was killed)
     FILE.write         locked by who writes, for one transaction (WriteTurn)
     FILE.write-next    locked by who writes next
-    FILE.write-done    a pipe with a byte for each transaction that has ended, read by who writes next
+    FILE.write-done    a pipe with a byte from each writer whose time is over, read by who writes next
     FILE.damaged       damage was found
     FILE.reserve       space for deletions on a full disk
 
@@ -17,8 +17,8 @@ other.
 **Why a lock of our own for writers.**  SQLite's connections wait for its write lock by sleeping longer and
 longer, and whoever comes by in the right moment gets it.  A process that writes all the time would starve the
 others.  Here a writer first waits to be the next one, and only the next one waits for the lock itself.  So
-whoever has just written cannot overtake the next one.  The next one waits at a pipe, since between two looks
-at a lock the disk would stand idle.
+whoever has written for SLICE_SECONDS cannot overtake the next one, and a byte in the pipe wakes that.  Within
+this time it may, since after a transaction of another process SQLite reads every page anew.
 
 **A writer that stands still.**  A process that was stopped (SIGSTOP) within a transaction keeps SQLite's
 write lock and this one, and no other daemon could write, or take over what it had.  Only the end of the
@@ -48,9 +48,9 @@ OPEN_SECONDS_MAX = 10.0  # that a daemon which is alone needs until it shares
 EXCLUSIVE_SECONDS = 1.0  # that another text than SHARED_TEXT is there, until it is believed
 OPEN_PAUSE_SECONDS = 0.02
 STOPPED_SECONDS = 1.0  # between two looks that find a writer stopped
-PAUSES = ((0.05, 0.0002), (1.0, 0.001), (float("inf"), 0.01))  # until so long, look so often
+PAUSES = ((0.05, 0.001), (1.0, 0.005), (float("inf"), 0.02))  # until so long, look so often
 SHARED_TEXT = b"shared by daemons with --store sqlite://\n"
-PIPE_FACTOR = 25  # how much less often to look, where a pipe says when
+SLICE_SECONDS = 0.005
 SQLITE_SCHEME = "sqlite://"
 SHARED_SQLITE_MIN = (3, 51, 3)  # without the bug that resets a log which others write to
 NOT_LOCAL = {  # file systems on which other hosts may have the file open, too
@@ -172,6 +172,7 @@ class WriteTurn:
         self._seconds, self._patience = seconds, patience
         self._files: tuple[int, int] | None = None
         self._depth = 0
+        self._until = 0.0  # until then it may overtake
         self._stopped: tuple[int, float] = (
             0,
             0.0,
@@ -189,7 +190,7 @@ class WriteTurn:
             self._depth -= 1
             if not self._depth and self._files is not None:
                 fcntl.flock(self._files[1], fcntl.LOCK_UN)
-                if self._pipe is not None:
+                if self._pipe is not None and time.monotonic() >= self._until:
                     with contextlib.suppress(OSError):  # it is full of what nobody waited for
                         os.write(self._pipe, b".")
 
@@ -209,12 +210,19 @@ class WriteTurn:
             self._pipe = _open_pipe(self._pipe_path)
         began = time.monotonic()
         following, file = self._files
+        if began < self._until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.waited(0.0)
+                return
         self._wait(following, began)
         try:
             self._wait(file, began, self._pipe)
         finally:
             fcntl.flock(following, fcntl.LOCK_UN)
-        self.waited(time.monotonic() - began)
+        now = time.monotonic()
+        self._until = now + SLICE_SECONDS
+        self.waited(now - began)
 
     def _wait(self, file: int, began: float, pipe: int | None = None) -> None:
         while True:
@@ -232,7 +240,7 @@ class WriteTurn:
             pause = next(pause for until, pause in PAUSES if waited < until)
             if pipe is None:
                 time.sleep(pause)
-            elif select.select([pipe], (), (), PIPE_FACTOR * pause)[0]:
+            elif select.select([pipe], (), (), pause)[0]:
                 with contextlib.suppress(BlockingIOError):
                     os.read(pipe, 1 << 16)
 
