@@ -538,9 +538,30 @@ def test_damage_is_known_to_whoever_opens_the_history_next_and_to_no_other_histo
         assert of_sqlite.integrity_check_due
 
 
+@pytest.fixture
+def with_amcheck(postgres: PostgresServer) -> Iterator[PostgresServer]:
+    """A server that has the extension: the system's, where the package's programs lack it."""
+    available = "SELECT 1 FROM pg_available_extensions WHERE name = 'amcheck'"
+    if postgres.execute(available):
+        yield postgres
+        return
+    if (place := postgres_server.system_programs()) is None:
+        pytest.skip("amcheck comes with Debian's postgresql")
+    server = PostgresServer(place=place)
+    try:
+        server.initialise()
+        server.start()
+        if not server.execute(available):
+            pytest.skip("amcheck comes with Debian's postgresql-contrib")
+        yield server
+    finally:
+        server.close()
+
+
 def test_indices_are_checked_where_the_role_may(
-    tmp_path: Path, postgres: PostgresServer, url: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, with_amcheck: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    postgres, url = with_amcheck, with_amcheck.new_database()
     name = name_of(url)
     postgres.execute("DROP ROLE IF EXISTS modest")
     postgres.execute("CREATE ROLE modest LOGIN")
@@ -563,6 +584,7 @@ def test_indices_are_checked_where_the_role_may(
         postgres.execute("DROP OWNED BY modest", name)
         postgres.execute("DROP OWNED BY modest")
         postgres.execute("DROP ROLE modest")
+        postgres.drop(url)
 
 
 def damage_an_index(postgres: PostgresServer, name: str) -> None:
