@@ -201,7 +201,9 @@ class Conversations:
         )
         self.tokenizing.charge(settings.tenant, num_tokens)
         while True:
-            found = await self._threads.in_store(settings.tenant, self._history.create, settings)
+            found = await self._threads.in_store(
+                settings.tenant, self._history.create, settings, lane=settings.conversation_id
+            )
             if not isinstance(found, OutdatedTokens):
                 return found
             await self.tokenizing.renew(found)  # its declared prefix
@@ -224,6 +226,7 @@ class Conversations:
                 at_revision,
                 metadata=metadata,
                 tenant=tenant,
+                lane=source_id,  # the engine hears of it in the order of what changes the source
             )
             source, target = cache_key(tenant, source_id), cache_key(tenant, new_id)
             self._engine.tell(ForkConversation(source, fork.num_tokens, target))
@@ -247,6 +250,7 @@ class Conversations:
                 self._history.rewind,
                 *(conversation_id, to_revision, expected_revision),
                 tenant=tenant,
+                lane=conversation_id,
             )
             self._engine.tell(
                 RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens)
@@ -265,7 +269,8 @@ class Conversations:
 
         async def sequence() -> records.Conversation:
             deleted = await self._threads.in_store(
-                seen.tenant, self._history.delete_last, seen, pending
+                *(seen.tenant, self._history.delete_last, seen, pending),
+                lane=seen.conversation_id,
             )
             left = deleted.conversation
             if deleted.is_rewound:
@@ -289,7 +294,8 @@ class Conversations:
     ) -> None:
         async def sequence() -> None:
             deleted = await self._threads.in_store(
-                tenant, self._history.delete, conversation_id, tenant, unused_since
+                *(tenant, self._history.delete, conversation_id, tenant, unused_since),
+                lane=conversation_id,
             )
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
             if live is not None and (cancel := self.turns.interrupt(live)) is not None:
@@ -328,7 +334,9 @@ class Conversations:
             return None
         self._num_lookups[request.tenant] += 1
         try:
-            known = await self._threads.in_store(request.tenant, self._history.known, request)
+            known = await self._threads.in_store(
+                request.tenant, self._history.known, request, lane=request.conversation_id
+            )
         except NotFound:
             return None
         finally:
@@ -375,7 +383,8 @@ class Conversations:
         history, threads = self._history, self._threads
         while True:
             found = await threads.in_store(
-                request.tenant, history.start, request, self._short_characters
+                *(request.tenant, history.start, request, self._short_characters),
+                lane=request.conversation_id,
             )
             if not isinstance(found, OutdatedTokens):
                 break
@@ -384,7 +393,9 @@ class Conversations:
             return found
         prompt = await self.tokenizing.run(request.tenant, found.prompt)
         try:
-            return await threads.in_store(request.tenant, history.begin, found, prompt)
+            return await threads.in_store(
+                request.tenant, history.begin, found, prompt, lane=request.conversation_id
+            )
         except ContextFull:
             self.tokenizing.charge(request.tenant, sum(map(len, prompt)))
             raise
@@ -399,6 +410,8 @@ class Conversations:
             if live.phase is TurnPhase.RUNNING:
                 self._admission.prompts.submitted(live)
                 self.turns.check_suspect(live)
+                if submit.prefix_of and not begun.may_share():
+                    submit = replace(submit, prefix_of="", prefix_tokens=0)
                 self._engine.put(submit)
         except PensieveError as error:
             await self.interrupt(live, error)
@@ -494,8 +507,12 @@ class Conversations:
     async def _provide_log(self, needed: LogNeeded) -> None:
         """A turn that cannot have its log cannot run, and would wait for it without end."""
         try:
-            tenant, _ = names_of(needed.conversation_id)
-            self._engine.put(await self._threads.in_store(tenant, self._history.log_for, needed))
+            tenant, conversation_id = names_of(needed.conversation_id)
+            self._engine.put(
+                await self._threads.in_store(
+                    tenant, self._history.log_for, needed, lane=conversation_id
+                )
+            )
         except Exception as error:
             if not isinstance(error, PensieveError):  # a fault of ours
                 log.exception("a log could not be provided")
@@ -543,7 +560,9 @@ class Conversations:
                 state = await self._threads.in_text_pool(live.tenant, read)
                 reply = replace(reply, chain=None, state=state)
         reply = replace(reply, response=await self._response(live, reply))
-        return await self._threads.in_store(live.tenant, self._history.finish, reply)
+        return await self._threads.in_store(
+            live.tenant, self._history.finish, reply, lane=live.conversation_id
+        )
 
     async def _response(self, live: LiveTurn, reply: TurnReply) -> StoredResponse | None:
         """What the store keeps of the turn beside the history, in the same transaction."""
@@ -566,7 +585,8 @@ class Conversations:
     async def _store_failure(self, live: LiveTurn, reason: str) -> None:
         if live.is_stored:
             await self._threads.in_store(
-                live.tenant, self._history.fail, live.turn_id, reason, live.attempt
+                *(live.tenant, self._history.fail, live.turn_id, reason, live.attempt),
+                lane=live.conversation_id,
             )
 
     async def _store_interruption(self, live: LiveTurn) -> None:
@@ -579,7 +599,8 @@ class Conversations:
             return
         try:
             await self._threads.in_store(
-                live.tenant, self._history.interrupt, live.turn_id, live.attempt
+                *(live.tenant, self._history.interrupt, live.turn_id, live.attempt),
+                lane=live.conversation_id,
             )
         except NotFound:
             pass  # it was deleted meanwhile

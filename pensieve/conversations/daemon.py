@@ -100,7 +100,7 @@ class Daemon:
                 store, self._loop, self.config.text_threads, events.failed
             )
         else:
-            threads = Threads(self._loop, self.config.text_threads, events.failed)
+            threads = Threads(self._loop, self.config.text_threads, events.failed, store.num_lanes)
         self.threads = threads
         self.damage = Damage(store, self.threads, self._tell_serving)
         self.full_disk = FullDisk(store, self.threads, self._tell_serving)

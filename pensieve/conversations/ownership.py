@@ -49,23 +49,31 @@ class SharedThreads(Threads):
         text_threads: int,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        super().__init__(loop, text_threads, on_failure)
+        super().__init__(loop, text_threads, on_failure, store.num_lanes)
         self._store = store
 
     async def in_store(
-        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
+        self,
+        tenant: str,
+        function: Callable[..., T],
+        /,
+        *arguments: Any,
+        lane: str = "",
+        **named: Any,
     ) -> T:
         try:
-            return await super().in_store(tenant, function, *arguments, **named)
+            return await super().in_store(tenant, function, *arguments, lane=lane, **named)
         except OwnedElsewhere as elsewhere:  # and it has written nothing
             if not takes_over.get():
                 raise
             await self.take(elsewhere.conversation_id, tenant)
-        return await super().in_store(tenant, function, *arguments, **named)
+        return await super().in_store(tenant, function, *arguments, lane=lane, **named)
 
     async def take(self, conversation_id: str, tenant: str) -> None:
         """Serve a conversation of another daemon here; OwnedElsewhere if a turn of it runs there."""
-        await super().in_store(tenant, self._store.take, conversation_id, tenant=tenant)
+        await super().in_store(
+            tenant, self._store.take, conversation_id, tenant=tenant, lane=conversation_id
+        )
 
 
 class StaleConversations:

@@ -164,9 +164,8 @@ class ForwardingService(ConversationService):
         self, request: pb.CancelTurnRequest, context: Any
     ) -> pb.CancelTurnResponse:
         daemon, tenant = self.daemon, caller().tenant
-        await daemon.threads.in_store(
-            tenant, daemon.store.claim, request.conversation_id, tenant=tenant
-        )
+        lane = request.conversation_id
+        await daemon.threads.in_store(tenant, daemon.store.claim, lane, tenant=tenant, lane=lane)
         return await super().CancelTurn(request, context)
 
 

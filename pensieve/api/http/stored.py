@@ -169,16 +169,23 @@ class StoredConversations:
         found = await self.response(response_id, tenant)
         if found is not None and await self.runs(found):
             named = found.conversation_id
-            await self._threads.in_store(tenant, self._store.claim, named, tenant=tenant)
+            await self._threads.in_store(
+                tenant, self._store.claim, named, tenant=tenant, lane=named
+            )
 
     async def save(self, response: StoredResponse) -> None:
         await self._threads.whole(
-            self._threads.in_store(response.tenant, self._store.responses.save, response)
+            self._threads.in_store(
+                *(response.tenant, self._store.responses.save, response),
+                lane=response.conversation_id,
+            )
         )
 
     async def is_made_for(self, conversation_id: str, tenant: str) -> bool:
         return await self._threads.in_store(
-            tenant, self._store.responses.is_made_for, conversation_id, tenant=tenant
+            *(tenant, self._store.responses.is_made_for, conversation_id),
+            tenant=tenant,
+            lane=conversation_id,
         )
 
     async def delete(self, response_id: str, tenant: str) -> str:
@@ -220,7 +227,9 @@ class StoredConversations:
     ) -> records.Conversation:
         await self._check(tenant)
         return await self._threads.in_store(
-            tenant, self._store.changes.set_metadata, conversation_id, metadata, tenant=tenant
+            *(tenant, self._store.changes.set_metadata, conversation_id, metadata),
+            tenant=tenant,
+            lane=conversation_id,
         )
 
     async def begin_with(
@@ -237,6 +246,7 @@ class StoredConversations:
             self._store.changes.begin_with,
             *(conversation_id, system_prompt, tools, template_options),
             tenant=tenant,
+            lane=conversation_id,
         )
 
     async def change_pending(
@@ -250,7 +260,9 @@ class StoredConversations:
         self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
     ) -> Pending:
         changed: PendingChange = await self._threads.in_store(
-            tenant, self._store.changes.change_pending, conversation_id, change, tenant=tenant
+            *(tenant, self._store.changes.change_pending, conversation_id, change),
+            tenant=tenant,
+            lane=conversation_id,
         )
         if changed.is_erasure_due:
             await erased(self._store.erasure.finish, self._threads)
