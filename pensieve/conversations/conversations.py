@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pensieve.conversations.admission import Admission
@@ -193,7 +194,9 @@ class Conversations:
         )
         self.tokenizing.charge(settings.tenant, num_tokens)
         while True:
-            found = await self._threads.in_store(settings.tenant, self._history.create, settings)
+            found = await self._threads.in_store(
+                settings.tenant, self._history.create, settings, lane=settings.conversation_id
+            )
             if not isinstance(found, OutdatedTokens):
                 return found
             await self.tokenizing.renew(found)  # its declared prefix
@@ -216,6 +219,7 @@ class Conversations:
                 at_revision,
                 metadata=metadata,
                 tenant=tenant,
+                lane=source_id,  # the engine hears of it in the order of what changes the source
             )
             source, target = cache_key(tenant, source_id), cache_key(tenant, new_id)
             self._engine.tell(ForkConversation(source, fork.num_tokens, target))
@@ -239,6 +243,7 @@ class Conversations:
                 self._history.rewind,
                 *(conversation_id, to_revision, expected_revision),
                 tenant=tenant,
+                lane=conversation_id,
             )
             self._engine.tell(
                 RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens)
@@ -257,7 +262,8 @@ class Conversations:
 
         async def sequence() -> records.Conversation:
             deleted = await self._threads.in_store(
-                seen.tenant, self._history.delete_last, seen, pending
+                *(seen.tenant, self._history.delete_last, seen, pending),
+                lane=seen.conversation_id,
             )
             left = deleted.conversation
             if deleted.is_rewound:
@@ -281,7 +287,8 @@ class Conversations:
     ) -> None:
         async def sequence() -> None:
             deleted = await self._threads.in_store(
-                tenant, self._history.delete, conversation_id, tenant, unused_since
+                *(tenant, self._history.delete, conversation_id, tenant, unused_since),
+                lane=conversation_id,
             )
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
             if live is not None:
@@ -318,7 +325,9 @@ class Conversations:
             return None
         self._num_lookups[request.tenant] += 1
         try:
-            known = await self._threads.in_store(request.tenant, self._history.known, request)
+            known = await self._threads.in_store(
+                request.tenant, self._history.known, request, lane=request.conversation_id
+            )
         except NotFound:
             return None
         finally:
@@ -365,7 +374,8 @@ class Conversations:
         history, threads = self._history, self._threads
         while True:
             found = await threads.in_store(
-                request.tenant, history.start, request, self._short_characters
+                *(request.tenant, history.start, request, self._short_characters),
+                lane=request.conversation_id,
             )
             if not isinstance(found, OutdatedTokens):
                 break
@@ -374,7 +384,9 @@ class Conversations:
             return found
         prompt = await self.tokenizing.run(request.tenant, found.prompt)
         try:
-            return await threads.in_store(request.tenant, history.begin, found, prompt)
+            return await threads.in_store(
+                request.tenant, history.begin, found, prompt, lane=request.conversation_id
+            )
         except ContextFull:
             self.tokenizing.charge(request.tenant, sum(map(len, prompt)))
             raise
@@ -389,6 +401,8 @@ class Conversations:
             if live.phase is TurnPhase.RUNNING:
                 self._admission.prompts.submitted(live)
                 self.turns.check_suspect(live)
+                if submit.prefix_of and not begun.may_share():
+                    submit = replace(submit, prefix_of="", prefix_tokens=0)
                 self._engine.put(submit)
         except PensieveError as error:
             self.ends.give_up(live, error)
@@ -435,8 +449,12 @@ class Conversations:
     async def _provide_log(self, needed: LogNeeded) -> None:
         """A turn that cannot have its log cannot run, and would wait for it without end."""
         try:
-            tenant, _ = names_of(needed.conversation_id)
-            self._engine.put(await self._threads.in_store(tenant, self._history.log_for, needed))
+            tenant, conversation_id = names_of(needed.conversation_id)
+            self._engine.put(
+                await self._threads.in_store(
+                    tenant, self._history.log_for, needed, lane=conversation_id
+                )
+            )
         except Exception as error:
             if not isinstance(error, PensieveError):  # a fault of ours
                 log.exception("a log could not be provided")

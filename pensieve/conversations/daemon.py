@@ -95,7 +95,7 @@ class Daemon:
             report=report,
             answer_seconds=self.config.answer_seconds,
         )
-        self.threads = Threads(self._loop, self.config.text_threads, events.failed)
+        self.threads = Threads(self._loop, self.config.text_threads, events.failed, store.num_lanes)
         # None of a daemon that shares its history with no other one.
         self.owners = Owners(store, self.threads) if store.is_shared else None
         self.damage = Damage(store, self.threads, self._tell_serving)

@@ -60,7 +60,9 @@ class Warming:
             try:
                 while True:
                     found = await self._threads.in_store(
-                        tenant, self._history.warm, conversation_id, number, tenant=tenant
+                        *(tenant, self._history.warm, conversation_id, number),
+                        tenant=tenant,
+                        lane=conversation_id,
                     )
                     if not isinstance(found, OutdatedTokens):
                         break
@@ -95,7 +97,15 @@ class DeclaredPrefixes:
         tokens = await self._tokens(settings, template_time)
         prefixes_max = self._allowance(tenant).limits.prefixes_max
         declared = await self._threads.in_store(
-            tenant, self._history.declared.declare, settings, tokens, template_time, prefixes_max
+            *(
+                tenant,
+                self._history.declared.declare,
+                settings,
+                tokens,
+                template_time,
+                prefixes_max,
+            ),
+            lane=stored_id(settings.prefix_id),
         )
         if settings.keep_warm:
             await self._warm(tenant, settings.prefix_id)
@@ -108,7 +118,8 @@ class DeclaredPrefixes:
         tenant, template_time = settings.tenant, self._now()
         tokens = await self._tokens(settings, template_time)
         return await self._threads.in_store(
-            tenant, self._history.declared.begin_with_history, settings, tokens, template_time
+            *(tenant, self._history.declared.begin_with_history, settings, tokens, template_time),
+            lane=settings.conversation_id,
         )
 
     async def _tokens(self, settings: BeginningSettings, template_time: float) -> list[list[int]]:

@@ -203,7 +203,7 @@ class KvReceiver:
         daemon.engine.put(OpenImport(key))  # first: see above
         try:
             tokens = await daemon.threads.in_store(
-                tenant, daemon.store.log, conversation_id, tenant=tenant
+                tenant, daemon.store.log, conversation_id, tenant=tenant, lane=conversation_id
             )
         except NotFound:
             raise _TransferStopped("the conversation is not in the store") from None

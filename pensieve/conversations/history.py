@@ -1,4 +1,6 @@
-"""Draft, begin and end turns in transactions on the history: the store thread's part of every request.
+"""Draft, begin and end turns in transactions on the history: the store threads' part of every request.
+
+Several threads may be in here at once, each for other conversations (threads.py).
 
 `History` knows neither live turns nor the pipe to the engine. Its results say what the engine must hear, and
 the event loop puts those messages. A turn, in order:
@@ -50,7 +52,7 @@ from pensieve.conversations.live_turn import (
     names_of,
 )
 from pensieve.conversations.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
-from pensieve.conversations.prefixes import LogBeginning, Prefixes
+from pensieve.conversations.prefixes import LogBeginning, LogCuts, Prefixes
 from pensieve.engine.messages import ForkConversation, LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     AlreadyExists,
@@ -120,7 +122,7 @@ class History:
         self._constraints = ConstraintChecker(self._template.tokenizer)
         self._texts = self._template, self.heads, self._constraints
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
-        self._prefixes = Prefixes()
+        self._prefixes, self._cuts = Prefixes(), LogCuts()
         self._beginnings: dict[int, LogBeginning] = {}  # by turn id, while the turn runs
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
         self._storage: Mapping[str, int] = {}  # the most bytes of the tenants that have a limit
@@ -171,7 +173,7 @@ class History:
         tenant: str = "",
     ) -> records.Conversation:
         """The conversation as it is afterwards; StaleRevision unless it is at the expected revision."""
-        self._prefixes.forget(tenant, conversation_id)
+        self._log_is_cut(tenant, conversation_id)
         self._store.rewind_conversation(
             conversation_id, to_revision, expected_revision, tenant=tenant
         )
@@ -183,7 +185,7 @@ class History:
         """Delete the last message of a conversation that is as it was `seen`, with these pending messages."""
         conversation_id, tenant = seen.conversation_id, seen.tenant
         if not pending:
-            self._prefixes.forget(tenant, conversation_id)
+            self._log_is_cut(tenant, conversation_id)
         return self._store.changes.delete_last(
             conversation_id, seen.revision, seen.created_at, pending, tenant=tenant
         )
@@ -220,7 +222,7 @@ class History:
     def forget(self, tenant: str, conversation_id: str) -> None:
         """What is remembered of a conversation that was deleted, or that others have written to."""
         self._tokenized_again.discard((tenant, conversation_id))
-        self._prefixes.forget(tenant, conversation_id)
+        self._log_is_cut(tenant, conversation_id)
 
     def finish_erasure(self) -> None:
         """Of what was deleted, from the files; ErasurePending if that is not possible yet."""
@@ -341,9 +343,9 @@ class History:
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         if self._store.get_conversation(conversation_id, tenant=tenant) != conversation:
             return
+        self._log_is_cut(tenant, conversation_id)
         self._store.replace_log(conversation_id, self._fingerprint, tokens, tenant=tenant)
         self._tokenized_again.add((tenant, conversation_id))
-        self._prefixes.forget(tenant, conversation_id)
         self._report(
             f"conversation {conversation_id} was written under another tokenizer or template; "
             f"its {len(tokens)} messages were tokenized again"
@@ -372,6 +374,7 @@ class History:
             expected_revision=conversation.revision,
             expected_created_at=conversation.created_at,
         )
+        was_cut = self._cuts.since()
         # Read before the commit: an error behind it would leave a turn that nobody runs.
         prefix_of, prefix_tokens = self.declared.shared(conversation)
         is_hint = conversation.prefix_id and not prefix_tokens
@@ -410,6 +413,7 @@ class History:
             (draft.log_end + tokens)[-PROMPT_TAIL_TOKENS:],
             conversation.updated_at,
             is_tokenized_again,
+            lambda: not was_cut(prefix_of),
         )
 
     # -- a turn ends --
@@ -448,6 +452,11 @@ class History:
         self._store.interrupt_turn(turn_id, attempt)
 
     # -- inside --
+
+    def _log_is_cut(self, tenant: str, conversation_id: str) -> None:
+        """Nobody shares the beginning of a log that becomes another one; called before it does."""
+        self._prefixes.forget(tenant, conversation_id)
+        self._cuts.count(cache_key(tenant, conversation_id))
 
     def _forget(self, turn_id: int) -> None:
         """The turn lends its beginning to nobody."""

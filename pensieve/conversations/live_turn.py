@@ -11,7 +11,7 @@ An unstored turn (unstored.py) begins and ends in the event loop alone. All valu
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
@@ -62,6 +62,8 @@ class StartedTurn:
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
     changed_at: float  # when the conversation was last changed
     is_tokenized_again: bool  # since its last turn, under another tokenizer or template
+    # Whether the conversation whose KV it shares has kept its log; the loop asks when it submits the turn.
+    may_share: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class Owners:
             self._store.get_conversation(conversation_id, tenant=tenant)
 
         try:
-            await self._threads.in_store(tenant, call)
+            await self._threads.in_store(tenant, call, lane=conversation_id)
         except OwnedElsewhere as owner:
             return owner
         return None

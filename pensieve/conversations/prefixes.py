@@ -3,19 +3,23 @@
 Templates weave system prompts and messages together, so two conversations share what their logs have in
 common from the front, token by token. For each prefix_id of a tenant, the latest conversation that has
 finished a turn is remembered with its log, from the commit of the turn until the conversation is rewound or
-deleted.
+deleted.  Any thread may ask.
 """
 
 from __future__ import annotations
 
+import threading
+import zlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pensieve.store.records import Conversation
 
 PREFIXES_MAX = 256
 TOKENS_MAX = 16_384  # of a log that are remembered
+CUT_COUNTS = 1024
 
 
 class SharedPrefix(NamedTuple):
@@ -33,23 +37,26 @@ class LogBeginning(NamedTuple):
 class Prefixes:
     def __init__(self, prefixes_max: int = PREFIXES_MAX) -> None:
         self._prefixes_max = prefixes_max
+        self._lock = threading.Lock()
         self._latest: OrderedDict[tuple[str, str], tuple[str, array[int]]] = OrderedDict()
 
     def remember(self, tenant: str, prefix_id: str, conversation_id: str, log: array[int]) -> None:
         key = (tenant, prefix_id)
-        self._latest[key] = (conversation_id, log[:TOKENS_MAX])
-        self._latest.move_to_end(key)
-        if len(self._latest) > self._prefixes_max:
-            self._latest.popitem(last=False)
+        with self._lock:
+            self._latest[key] = (conversation_id, log[:TOKENS_MAX])
+            self._latest.move_to_end(key)
+            if len(self._latest) > self._prefixes_max:
+                self._latest.popitem(last=False)
 
     def forget(self, tenant: str, conversation_id: str) -> None:
-        gone = [
-            key
-            for key, (holder, _) in self._latest.items()
-            if key[0] == tenant and holder == conversation_id
-        ]
-        for key in gone:
-            del self._latest[key]
+        with self._lock:
+            gone = [
+                key
+                for key, (holder, _) in self._latest.items()
+                if key[0] == tenant and holder == conversation_id
+            ]
+            for key in gone:
+                del self._latest[key]
 
     def shared(self, tenant: str, prefix_id: str, tokens: array[int]) -> SharedPrefix | None:
         """Whose KV covers the front of `tokens`, and how far; never all of it."""
@@ -72,19 +79,49 @@ def common(one: array[int], other: array[int]) -> int:
     return low
 
 
+class LogCuts:
+    """Count when logs are about to be cut, for whoever wants to share what a log begins with.
+
+    Another thread may rewind or delete a conversation while a turn that shares its KV begins.  The count
+    changes before that is committed, and the engine hears of it only afterwards.  So a turn whose count is
+    the same when it is submitted reaches the engine first.  Counts are of many conversations each.
+    """
+
+    def __init__(self) -> None:
+        self._counts = array("Q", bytes(8 * CUT_COUNTS))
+        self._lock = threading.Lock()
+
+    def count(self, key: str) -> None:
+        """The log of this conversation, by its key in the engine, is about to be cut."""
+        with self._lock:
+            self._counts[_place(key)] += 1
+
+    def since(self) -> Callable[[str], bool]:
+        """Return a function that tells whether a conversation's log was cut since this call."""
+        with self._lock:
+            before = self._counts[:]
+        return lambda key: self._counts[_place(key)] != before[_place(key)]
+
+
+def _place(key: str) -> int:
+    return zlib.crc32(key.encode()) % CUT_COUNTS
+
+
 class SharedPrompt:
     """One prompt of several turns in new conversations: the choices of one request.
 
     The first turn lends its KV to those after it, as far as their tokens are the same (a template may write
-    the time).  It belongs to the store thread.
+    the time).  Any thread may call it.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._lender, self._tokens = "", array("I")
 
     def begin(self, key: str, tokens: array[int]) -> tuple[str, int] | None:
         """Whose KV the conversation of this key may begin with, and how many tokens; None of the first."""
-        if not self._lender:
-            self._lender, self._tokens = key, tokens
-            return None
+        with self._lock:
+            if not self._lender:
+                self._lender, self._tokens = key, tokens
+                return None
         return self._lender, common(self._tokens, tokens)

@@ -1,15 +1,16 @@
-"""The event loop, the store thread and the text pool, and the order in which they exchange values.
+"""The event loop, the store threads and the text pool, and the order in which they exchange values.
 
     event loop     live turns, their readers, the pipe to the engine
-    store thread   the history, one job at a time
+    store threads  the history, one job at a time in each: one thread with SQLite, several with PostgreSQL
     read thread    what clients read of the history, on a connection of its own
     text pool      tokenizing long drafts; touches nothing shared
 
 Each of them owns its state. The loop sends a function with values as arguments and gets a value back.
 
-**Order.** A tenant's jobs in the store thread run in the order of their `in_store` calls; tenants take turns
-(`FairPool`). The coroutines that wait for the jobs resume in the same order. So a coroutine that acts on a
-result before it waits for anything else acts in the order of the store.
+**Order.** Each conversation has a *lane*, which is one of the store threads. A tenant's jobs in a lane run
+in the order of their `in_store` calls; tenants take turns (`FairPool`). The coroutines that wait for the jobs
+of a lane resume in the same order. So a coroutine that acts on a result before it waits for anything else
+acts in the order of the store, as far as one conversation is concerned.
 
 **Sequences.** Steps that must follow a job, even if the caller is gone, run in a task of their own (`whole`).
 
@@ -26,6 +27,7 @@ import contextlib
 import logging
 import math
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -125,9 +127,10 @@ class Threads:
         loop: asyncio.AbstractEventLoop,
         text_threads: int,
         on_failure: Callable[[BaseException], None] = lambda error: None,
+        num_lanes: int = 1,
     ) -> None:
         self.loop = loop  # also the clock, but for what is recorded
-        self._store_thread = FairPool(loop, 1, "store")
+        self._lanes = [FairPool(loop, 1, "store") for _ in range(num_lanes)]
         self._read_thread = FairPool(loop, 1, "read")
         self._text_pool = FairPool(loop, text_threads, "text", drops_abandoned=True)
         self._sequences: set[asyncio.Task[Any]] = set()
@@ -135,14 +138,31 @@ class Threads:
         self._on_failure = on_failure
 
     async def in_store(
-        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
+        self,
+        tenant: str,
+        function: Callable[..., T],
+        /,
+        *arguments: Any,
+        lane: str = "",
+        **named: Any,
     ) -> T:
-        """Call it in the store thread, behind what this tenant waits for there."""
-        return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
+        """Call it in a store thread, behind what this tenant waits for there.
+
+        `lane` is the id of the conversation that the call is about. Calls without one share a thread.
+        """
+        place = zlib.crc32(f"{tenant}\0{lane}".encode()) % len(self._lanes) if lane else 0
+        return await self._lanes[place].run(tenant, lambda: function(*arguments, **named))
+
+    async def store_answers(self) -> None:
+        """Return once every store thread has had time for a job."""
+        await asyncio.gather(*(each.run("", lambda: None) for each in self._lanes))
 
     @property
     def store_waiting(self) -> WaitingJobs:
-        return self._store_thread.waiting
+        waiting = [each.waiting for each in self._lanes]
+        return WaitingJobs(
+            sum(each.num_jobs for each in waiting), max(each.oldest_seconds for each in waiting)
+        )
 
     async def in_reader(
         self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
@@ -178,7 +198,8 @@ class Threads:
         """Wait for the jobs of the store; no other is taken."""
         self._text_pool.close(drop=True)
         await asyncio.to_thread(self._read_thread.close)
-        await asyncio.to_thread(self._store_thread.close)
+        for each in self._lanes:
+            await asyncio.to_thread(each.close)
 
     def _sequence_ended(self, task: asyncio.Task[Any]) -> None:
         self._sequences.discard(task)

@@ -30,9 +30,9 @@ class Tokenizing:
 
     async def renew(self, outdated: OutdatedTokens) -> None:
         """Tokenize a conversation again, whose tokens are of another tokenizer or template."""
-        tenant = outdated.conversation.tenant
+        tenant, lane = outdated.conversation.tenant, outdated.conversation.conversation_id
         tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
-        await self._threads.in_store(tenant, self._history.renew, outdated, tokens)
+        await self._threads.in_store(tenant, self._history.renew, outdated, tokens, lane=lane)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         self._admission.charge(tenant, num_tokens, self._threads.loop.time())

@@ -192,8 +192,10 @@ class TurnEnds:
         finish, failure = FinishReason.FAILED, None if reply else failure_of(reason)
         try:
             if reply is None and live.is_stored:
-                named = live.turn_id, reason, live.attempt
-                await self._threads.in_store(live.tenant, self._history.fail, *named)
+                await self._threads.in_store(
+                    *(live.tenant, self._history.fail, live.turn_id, reason, live.attempt),
+                    lane=live.conversation_id,
+                )
             elif reply is not None:
                 committed = await self._store_reply(live, reply)
                 finish, live.revision, live.tail = reply.finish, committed.revision, committed.tail
@@ -239,7 +241,9 @@ class TurnEnds:
                 state = await self._threads.in_text_pool(live.tenant, read)
                 reply = replace(reply, chain=None, state=state)
         reply = replace(reply, response=await self._response(live, reply))
-        return await self._threads.in_store(live.tenant, self._history.finish, reply)
+        return await self._threads.in_store(
+            live.tenant, self._history.finish, reply, lane=live.conversation_id
+        )
 
     async def _response(self, live: LiveTurn, reply: TurnReply) -> StoredResponse | None:
         """What the store keeps of the turn beside the history, in the same transaction."""
@@ -268,7 +272,8 @@ class TurnEnds:
             return
         try:
             await self._threads.in_store(
-                live.tenant, self._history.interrupt, live.turn_id, live.attempt
+                *(live.tenant, self._history.interrupt, live.turn_id, live.attempt),
+                lane=live.conversation_id,
             )
         except NotFound:
             pass  # it was deleted meanwhile

@@ -26,7 +26,7 @@ from pensieve.store.remote.remote_store import RemoteStore
 
 log = logging.getLogger("pensieve")
 SCHEMES = ("history://", "historys://")
-SQLITE = "sqlite://"
+DATABASES = ("sqlite://", "postgresql://", "postgres://")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def sharing_of(settings: Settings) -> Sharing:
 
 def is_shared(url: str | None) -> bool:
     """Whether several daemons may have it."""
-    return (url or "").startswith((*SCHEMES, SQLITE))
+    return (url or "").startswith((*SCHEMES, *DATABASES))
 
 
 def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> ConversationStore:

@@ -10,6 +10,7 @@ both; `insert_numbered` and postgres/session.py have the little that is not.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pensieve.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -36,14 +39,22 @@ NUMBER_COLUMNS = {  # of tables whose rows have numbers of their own
 }
 
 
+class Conflict(StoreUnavailable):
+    """Another transaction changed the same rows.  Nothing was committed, so the call may be repeated."""
+
+
 class Transactions(Protocol):
-    """The connection that writes; in one thread at a time."""
+    """What writes: one connection, or one for each thread that writes at the same time."""
 
-    def writing(self) -> AbstractContextManager[Connection]:
-        """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
+    def writing(self, is_serializable: bool = False) -> AbstractContextManager[Connection]:
+        """One transaction: at the end of the block it is committed and on the disk, or rolled back.
 
-    def reading(self) -> AbstractContextManager[Connection]:
-        """Statements outside a transaction."""
+        Conflict if another transaction came first.  A transaction must be `is_serializable` if it decides
+        what to delete or to share by rows that others may add or remove meanwhile.
+        """
+
+    def reading(self, is_snapshot: bool = False) -> AbstractContextManager[Connection]:
+        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
 
     def close(self) -> None: ...
 
@@ -123,6 +134,10 @@ class Marks(Protocol):
 
 class Backend(Protocol):
     @property
+    def num_lanes(self) -> int:
+        """How many threads may write at the same time."""
+
+    @property
     def writer(self) -> Transactions: ...
     @property
     def figures(self) -> WriteFigures: ...
@@ -183,13 +198,14 @@ class TimeLimit:
 
 
 class WriteFigures:
-    """How writing the history goes, in figures: the writer adds to them, and any thread may look."""
+    """How writing the history goes, in figures: writers add to them, and any thread may look."""
 
     def __init__(self, journal: Path | None = None) -> None:
         self.num_commits = 0
         self.on_commit: Callable[[float], None] = lambda seconds: None  # in the writer's thread
         self.on_full: Callable[[], None] = lambda: None  # the disk is; in the writer's thread
         self._journal = journal
+        self._lock = threading.Lock()
         self._seconds: deque[float] = deque(maxlen=COMMITS_MAX)
         self._waits: deque[float] = deque(maxlen=COMMITS_MAX)
 
@@ -198,7 +214,10 @@ class WriteFigures:
         on_commit: Callable[[float], None] | None = None,
         on_full: Callable[[], None] | None = None,
     ) -> None:
-        """Call these in the writer's thread: with the seconds of each commit; when the disk is full."""
+        """Call these in a writer's thread: with the seconds of each commit; when the disk is full.
+
+        The calls for commits come one at a time.
+        """
         self.on_commit, self.on_full = on_commit or self.on_commit, on_full or self.on_full
 
     def waited(self, seconds: float) -> None:
@@ -212,14 +231,16 @@ class WriteFigures:
 
     def committed(self, seconds: float) -> None:
         """A transaction is on the disk, which took so long, most of it for the disk's sync."""
-        self._seconds.append(seconds)
-        self.num_commits += 1
-        self.on_commit(seconds)
+        with self._lock:
+            self._seconds.append(seconds)
+            self.num_commits += 1
+            self.on_commit(seconds)
 
     @property
     def commit_seconds(self) -> tuple[float, ...]:
         """Of the latest transactions."""
-        return tuple(self._seconds)
+        with self._lock:
+            return tuple(self._seconds)
 
     @property
     def journal_bytes(self) -> int:
@@ -233,9 +254,15 @@ class WriteFigures:
 
 
 class ServerSession:
-    """A connection that reserves numbers, and does not keep rows that were wiped."""
+    """A connection that reserves numbers, and does not keep rows that were wiped.
+
+    Several of them write at the same time, so each counts the bytes of tenants in rows of its own.
+    """
 
     def take_number(self, table: str) -> int:
+        raise NotImplementedError
+
+    def count_bytes(self, tenant: str, num_bytes: int) -> None:
         raise NotImplementedError
 
     note_wiped: Callable[[], None]

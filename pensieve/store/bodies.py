@@ -19,7 +19,8 @@ A wiped row keeps its space in its leaf.  `wiped_bytes` counts that space; when 
 file, compaction.py gives it back.  So the file is at most about twice as large as its content, and the cost
 of moving what is alive is spread over the deletions.
 
-`tenants` has how many bytes each tenant's conversations take, counted in the transactions that change it:
+`tenants` has how many bytes each tenant's conversations take, counted in the transactions that change it
+(in PostgreSQL it is a view that adds up what each writing connection has counted):
 
     counted       each body that is not wiped: private part, tokens, and ROW_BYTES for rows and indices
     not counted   what wiped bodies waste, the write-ahead log, backups
@@ -153,13 +154,17 @@ def wipe_bodies(conn: Connection, tenant: str, bodies: Iterable[int]) -> None:
 
 
 def _waste(conn: Connection, num_bytes: int) -> None:
-    conn.execute("UPDATE space SET wiped_bytes = wiped_bytes + ?", (num_bytes,))
     if isinstance(conn, ServerSession):
         conn.note_wiped()
+    else:
+        conn.execute("UPDATE space SET wiped_bytes = wiped_bytes + ?", (num_bytes,))
 
 
 def _count(conn: Connection, tenant: str, num_bytes: int) -> None:
     """So much more for a tenant, or less."""
+    if isinstance(conn, ServerSession):
+        conn.count_bytes(tenant, num_bytes)
+        return
     conn.execute(
         "INSERT INTO tenants (tenant, stored_bytes) VALUES (?, ?)"
         " ON CONFLICT (tenant) DO UPDATE SET stored_bytes = tenants.stored_bytes + excluded.stored_bytes",

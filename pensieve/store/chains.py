@@ -26,7 +26,7 @@ from pensieve.store import conversation_rows
 from pensieve.store.conversation_rows import tenant_key
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.records import ChainMatch, ChainState
-from pensieve.store.transactions import StoreTransactions
+from pensieve.store.transactions import StoreTransactions, repeated
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -60,7 +60,7 @@ class Chains:
         `digests` are those of the beginnings of a client's history, from the longest on.  Of conversations at
         the same point one is preferred that the turn may be appended to.
         """
-        with self._transactions.reading() as conn:
+        with self._transactions.reading(is_snapshot=True) as conn:
             for digest in digests:
                 messages, is_of_session = _states(conn, tenant_key(tenant, digest), session)
                 if messages:
@@ -73,6 +73,7 @@ class Chains:
             digest, found.conversation_id, holder.revision, found.revision, may_append
         )
 
+    @repeated
     def forget(self, before: float) -> bool:
         """Delete some of the states from before that time; whether there may be more.
 

@@ -124,8 +124,11 @@ class WriterConnection:
             self._turn.waited = self.figures.waited
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
+    def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
+        """One transaction: at the end of the block it is committed and on the disk, or rolled back.
+
+        All are serializable, because one connection writes at a time.
+        """
         with self._to_write(), self._operation() as db:
             db.conn.execute("BEGIN IMMEDIATE")
             try:
@@ -138,10 +141,17 @@ class WriterConnection:
             self.figures.committed(time.perf_counter() - began)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """Statements outside a transaction."""
+    def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
+        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
         with self._operation() as db:
-            yield db.conn
+            if not is_snapshot:
+                yield db.conn
+                return
+            db.conn.execute("BEGIN")
+            try:
+                yield db.conn
+            finally:
+                db.rollback()
 
     @property
     def journal_path(self) -> Path:

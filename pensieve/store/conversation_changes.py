@@ -26,7 +26,7 @@ from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.owners import Owners
 from pensieve.store.records import Conversation, NewMessage, check_text
-from pensieve.store.transactions import StoreTransactions
+from pensieve.store.transactions import StoreTransactions, repeated
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -72,6 +72,7 @@ class ConversationChanges:
         self._erasure = erasure
         self._now = now
 
+    @repeated
     def set_metadata(
         self, conversation_id: str, metadata: Mapping[str, Any], *, tenant: str = ""
     ) -> Conversation:
@@ -80,6 +81,7 @@ class ConversationChanges:
             _change_private(conn, number, tenant, {"metadata": dict(metadata)})
             return require_conversation(conn, conversation_id, tenant)[1]
 
+    @repeated
     def begin_with(
         self,
         conversation_id: str,
@@ -104,6 +106,7 @@ class ConversationChanges:
             message_rows.append_history(conn, number, links)
             return require_conversation(conn, conversation_id, tenant)[1]
 
+    @repeated
     def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], *, tenant: str = ""
     ) -> PendingChange:
@@ -122,6 +125,7 @@ class ConversationChanges:
                 self._erasure.prepare()
         return PendingChange(after, is_deletion and self._is_erasure_due())
 
+    @repeated
     def delete_last(
         self,
         conversation_id: str,
@@ -141,7 +145,7 @@ class ConversationChanges:
             StaleRevision: the conversation has changed since the caller read it.
             InvalidArgument: the last message is one that the conversation began with, or there is none.
         """
-        with self._transactions.writing() as conn:
+        with self._transactions.writing(is_serializable=True) as conn:
             number, found = require_conversation(conn, conversation_id, tenant)
             found = self._owners.hold(conn, number, found)
             refuse_running(found)

@@ -22,8 +22,9 @@ Invariants, whatever happens to the process or the disk:
   after `delete_conversation` no byte of them is left in SQLite's files (PostgreSQL: postgres/backend.py).
   Until `erasure` has done what is `due`, the owner calls its `step` from time to time.
 
-The caller uses the store from one thread at a time; `verify`, `integrity_check` and what `reader` returns
-open their own read-only connection and may run in another.
+The caller uses the store from `num_lanes` threads at a time: one with SQLite, several with PostgreSQL.  Calls
+about one conversation come from one thread at a time.  `verify`, `integrity_check` and what `reader` returns
+open their own read-only connection and may run in another thread.
 """
 
 from __future__ import annotations
@@ -81,10 +82,13 @@ from pensieve.store.records import (
 from pensieve.store.replica_sessions import ReplicaSessions
 from pensieve.store.responses import ResponseStore, StoredResponse, put_response
 from pensieve.store.shared_file import SQLITE_SCHEME, open_shared
-from pensieve.store.transactions import TAKEN, StoreTransactions
+from pensieve.store.transactions import TAKEN, StoreTransactions, repeated
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
+
+
+LANES = 16  # threads that write to PostgreSQL at the same time
 
 
 class ConversationStore:
@@ -102,20 +106,26 @@ class ConversationStore:
         replica: str = "",
         keep_running: bool = False,
         lease_seconds: float = LEASE_SECONDS,
+        num_lanes: int = LANES,
     ) -> None:
-        """`url` is the address of a PostgreSQL database, or of a file of SQLite that several daemons open.
+        """`url` is that of a PostgreSQL database or a file of SQLite, which several daemons may open.
 
         Without it the history is in the folder, and nobody else has it.
 
         `replica` is the name of this daemon among those that share the history.  With `keep_running` other
-        processes compute the turns, and those that run are not interrupted.
+        processes compute the turns, and those that run are not interrupted.  `num_lanes` is how many threads
+        may use the store at a time, if the history is in PostgreSQL.
         """
         self.folder = folder
         self.now = now
         times = busy_timeout_seconds, compact_bytes_min, statement_seconds
-        housekeeper = Housekeeper(is_ours=not url.startswith(SQLITE_SCHEME))
-        self._backend = open_backend(folder, url, driver, *times, housekeeper, lease_seconds)
-        self._writer = self._backend.writer
+        housekeeper = Housekeeper(is_ours=not url or keep_running)
+        self._backend = open_backend(
+            *(folder, url, driver, *times, housekeeper, lease_seconds),
+            num_lanes=num_lanes,
+            is_exclusive=keep_running,
+        )
+        self._writer, self.num_lanes = self._backend.writer, self._backend.num_lanes
         self._transactions = StoreTransactions(self._writer, now)
         self.group = self._transactions.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
@@ -205,6 +215,7 @@ class ConversationStore:
 
     # -- conversations --
 
+    @repeated
     def create_conversation(self, new: NewConversation) -> Conversation:
         """Create a conversation at revision 0, whose log is its head: most often a system prompt.
 
@@ -217,7 +228,7 @@ class ConversationStore:
             check_id("prefix_id", new.prefix_id)
         check_text((*new.messages, *new.pending))
         now = self.now() if new.created_at is None else new.created_at
-        with self._transactions.writing() as conn:
+        with self._transactions.writing(is_serializable=bool(new.prefix_id)) as conn:
             conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
             shared = _shared_head(conn, new)
             number = conversation_rows.insert_conversation(
@@ -251,9 +262,10 @@ class ConversationStore:
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
     ) -> Page:
         """A page of conversations, the newest first; new ones do not move the later pages."""
-        with self._transactions.reading() as conn:
+        with self._transactions.reading(is_snapshot=True) as conn:
             return page_of_conversations(conn, self._transactions, page_size, page_token, tenant)
 
+    @repeated
     def fork_conversation(
         self,
         source_id: str,
@@ -269,7 +281,7 @@ class ConversationStore:
         """
         check_id("conversation_id", new_id)
         now = self.now()
-        with self._transactions.writing() as conn:
+        with self._transactions.writing(is_serializable=True) as conn:
             number, source = require_conversation(conn, source_id, tenant)
             conversation_rows.refuse_taken(conn, new_id, tenant)
             links = message_rows.require_links(conn, number, source, at_revision)
@@ -290,6 +302,7 @@ class ConversationStore:
             self.owners.made(conn, fork, forked)
             return forked
 
+    @repeated
     def rewind_conversation(
         self,
         conversation_id: str,
@@ -302,7 +315,7 @@ class ConversationStore:
 
         StaleRevision if the conversation is not at the expected revision; None accepts any.
         """
-        with self._transactions.writing() as conn:
+        with self._transactions.writing(is_serializable=True) as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             conversation = self.owners.hold(conn, number, conversation)
             refuse_running(conversation)
@@ -314,6 +327,7 @@ class ConversationStore:
             conversation_rows.set_revision(conn, number, conversation.revision + 1, self.now())
             return Rewound(conversation.revision + 1, sum(link.num_tokens for link in links))
 
+    @repeated
     def replace_log(
         self,
         conversation_id: str,
@@ -326,7 +340,7 @@ class ConversationStore:
 
         `token_ids` has one sequence per message of the history, in order.
         """
-        with self._transactions.writing() as conn:
+        with self._transactions.writing(is_serializable=True) as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             conversation = self.owners.hold(conn, number, conversation)
             refuse_running(conversation)
@@ -339,6 +353,7 @@ class ConversationStore:
             conversation_rows.set_fingerprint(conn, number, fingerprint)
             return require_conversation(conn, conversation_id, tenant)[1]
 
+    @repeated
     def delete_conversation(self, conversation_id: str, *, tenant: str = "") -> None:
         """Leave nothing of the conversation on the disk; messages that a fork holds stay the fork's.
 
@@ -347,7 +362,7 @@ class ConversationStore:
         """
 
         def delete() -> None:
-            with self._transactions.writing() as conn:
+            with self._transactions.writing(is_serializable=True) as conn:
                 number, conversation = require_conversation(conn, conversation_id, tenant)
                 conversation = self.owners.hold(conn, number, conversation)
                 refuse_running(conversation)
@@ -363,6 +378,7 @@ class ConversationStore:
 
     # -- turns --
 
+    @repeated
     def begin_turn(
         self, conversation_id: str, request: NewTurn, *, tenant: str = ""
     ) -> BeginResult:
@@ -396,9 +412,10 @@ class ConversationStore:
                 turn_rows.restart_turn(conn, stored.turn.turn_id, tenant, request)
                 turn = turn_rows.require_turn(conn, stored.turn.turn_id).turn
             message_rows.insert_messages(conn, tenant, request.messages, turn.turn_id, 0)
-        self._transactions.add(turn.turn_id)
+            self._transactions.add(turn.turn_id)
         return BeginResult(turn, must_run=True)
 
+    @repeated
     def finish_turn(
         self,
         turn_id: int,
@@ -443,6 +460,7 @@ class ConversationStore:
             turn_rows.finish_turn(conn, turn_id, state, finish_reason, usage, revision, now)
             return revision
 
+    @repeated
     def fail_turn(self, turn_id: int, failure: str, attempt: int = 0) -> StoredTurn:
         """End a turn that the engine could not finish; its messages stay out of the history."""
         with self._transactions.ending(turn_id) as conn:
@@ -454,6 +472,7 @@ class ConversationStore:
                 turn_rows.fail_turn(conn, turn_id, failure, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
+    @repeated
     def interrupt_turn(self, turn_id: int, attempt: int = 0) -> StoredTurn:
         """End a turn that no client waits for any more; its messages stay out of the history.
 
@@ -502,7 +521,7 @@ class ConversationStore:
 
     def turn_messages(self, turn_id: int) -> TurnMessages:
         """The messages and the reply of a turn, even if a rewind has cut them."""
-        with self._transactions.reading() as conn:
+        with self._transactions.reading(is_snapshot=True) as conn:
             turn_rows.require_turn(conn, turn_id)
             return turn_rows.read_turn_messages(conn, turn_id)
 
@@ -557,7 +576,7 @@ class ConversationStore:
         self, conversation_id: str, num_tokens: int | None = None, *, tenant: str = ""
     ) -> array[int]:
         """The exact token ids of the conversation, or the first so many of them, checked ('I')."""
-        with self._transactions.reading() as conn:
+        with self._transactions.reading(is_snapshot=True) as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_log(conn, number, conversation, num_tokens)
 
@@ -577,7 +596,7 @@ class ConversationStore:
         tenant: str = "",
     ) -> list[Message]:
         """The messages at positions [start, start + limit), or all from start on."""
-        with self._transactions.reading() as conn:
+        with self._transactions.reading(is_snapshot=True) as conn:
             return some_messages(conn, conversation_id, start, limit, include_token_ids, tenant)
 
     def reader(self) -> HistoryReader:
@@ -644,6 +663,8 @@ def open_backend(
     statement_seconds: float,
     housekeeper: Housekeeper | None = None,
     lease_seconds: float = LEASE_SECONDS,
+    num_lanes: int = 1,
+    is_exclusive: bool = True,
 ) -> Backend:
     """Of the address of a PostgreSQL database, of a shared file of SQLite, or of the data folder without one.
 
@@ -654,7 +675,9 @@ def open_backend(
         from pensieve.store.postgres.connection import Address
 
         return PostgresBackend(
-            Address(url, driver), folder.holder, busy_timeout_seconds, statement_seconds
+            *(Address(url, driver), folder.holder, busy_timeout_seconds, statement_seconds),
+            num_lanes,
+            is_exclusive,
         )
     from pensieve.store.connection import preferred_driver
     from pensieve.store.sqlite_backend import SqliteBackend

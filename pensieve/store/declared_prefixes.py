@@ -35,7 +35,7 @@ from pensieve.store.records import (
     check_id,
     check_text,
 )
-from pensieve.store.transactions import StoreTransactions
+from pensieve.store.transactions import StoreTransactions, repeated
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -58,6 +58,7 @@ class PrefixStore:
         self._owners = owners
         self._now = now
 
+    @repeated
     def declare(self, new: NewPrefix) -> Prefix:
         """Raises AlreadyExists if the tenant has declared one with this id."""
         check_id("prefix_id", new.prefix_id)
@@ -84,12 +85,13 @@ class PrefixStore:
             self._owners.look_at_prefix(found.conversation)
             return found
 
+    @repeated
     def begin(self, new: NewConversation) -> Conversation:
         """Create a conversation under its declared prefix, whose messages, tools and options it takes."""
         check_id("conversation_id", new.conversation_id)
         check_text(new.pending)
         now = self._now()
-        with self._transactions.writing() as conn:
+        with self._transactions.writing(is_serializable=True) as conn:
             source_id = stored_id(new.prefix_id)
             number, source = conversation_rows.require_conversation(conn, source_id, new.tenant)
             conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
@@ -136,7 +138,7 @@ class PrefixStore:
 
     def num_shared_tokens(self, conversation: Conversation) -> int:
         """How many first tokens of a conversation are those of its declared prefix, message by message."""
-        with self._transactions.reading() as conn:
+        with self._transactions.reading(is_snapshot=True) as conn:
             found = conversation_rows.find_conversation(
                 conn, stored_id(conversation.prefix_id), conversation.tenant
             )
@@ -158,7 +160,7 @@ class PrefixStore:
 
     def has_turns(self, conversation: Conversation) -> bool:
         """Whether its history has more than what it began with."""
-        with self._transactions.reading() as conn:
+        with self._transactions.reading(is_snapshot=True) as conn:
             row = conn.execute(
                 "SELECT h.revision FROM history h JOIN conversations c USING (conversation)"
                 " WHERE c.key = ? ORDER BY h.position DESC LIMIT 1",

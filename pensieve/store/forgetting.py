@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pensieve.store.bodies import shorten_body, wipe_bodies
 from pensieve.store.conversation_rows import KEY_BYTES
 from pensieve.store.housekeeper import Housekeeper
-from pensieve.store.transactions import StoreTransactions
+from pensieve.store.transactions import StoreTransactions, repeated
 from pensieve.store.turn_rows import wipe_logprobs
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Forgetting:
         self._after = 0  # where the next step begins
         self._has_gap = False  # in this pass: a turn that cannot be forgotten yet
 
+    @repeated
     def step(self, before: float) -> bool:
         """Forget some of the turns that ended before that time; whether the pass goes on.
 
@@ -76,7 +77,7 @@ class Forgetting:
             has_gap = has_gap or (is_known and not has_ended)
             after, first = turn_id, first if has_gap else turn_id
         if old:
-            with self._transactions.writing() as conn:
+            with self._transactions.writing(is_serializable=True) as conn:
                 if not may_go_on(conn):
                     return False
                 for turn_id, body in old:

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 
 from pensieve.errors import PensieveError
-from pensieve.store.backend import Transactions
+from pensieve.store.backend import Conflict, Transactions
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.owners import Owners, next_number
+from pensieve.store.transactions import CALLS_MAX
 
 log = logging.getLogger("pensieve")
 RENEWALS = 5  # in the time of a lease
@@ -44,6 +45,13 @@ class Leases:
         self._thread.start()
 
     def renew(self) -> None:
+        for _ in range(CALLS_MAX - 1):
+            with contextlib.suppress(Conflict):  # two daemons took over the cleaning
+                self._renew()
+                return
+        self._renew()
+
+    def _renew(self) -> None:
         with self._transactions.writing() as conn:
             self._owners.renew(conn)
             self._housekeeper.look(conn, self._owners.session, next_number)

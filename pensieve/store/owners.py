@@ -29,6 +29,7 @@ An expired lease only lets others claim. A daemon with an expired lease goes on 
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ from pensieve.errors import OwnedElsewhere
 from pensieve.store import conversation_rows, turn_rows
 from pensieve.store.backend import ServerSession, database_clock
 from pensieve.store.records import PREFIX_MARK, Conversation
-from pensieve.store.transactions import NOBODY, StoreTransactions
+from pensieve.store.transactions import NOBODY, StoreTransactions, repeated
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -82,7 +83,7 @@ class Owner(NamedTuple):
 
 
 class Owners:
-    """Used in the thread of the store, like the transactions."""
+    """Used in the threads of the store, like the transactions; `on_stale` is called in them."""
 
     def __init__(self, transactions: StoreTransactions, now: Callable[[], float]) -> None:
         self._transactions = transactions
@@ -91,6 +92,7 @@ class Owners:
         # Addresses of daemons that may still have KV of a conversation, by (tenant, conversation_id).
         self.came_from: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._declared: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._lock = threading.Lock()  # of these two
         self._opening = Opening()
         self._places = ("", "", "")
 
@@ -105,6 +107,7 @@ class Owners:
 
     # -- sessions --
 
+    @repeated
     def opened(self, opening: Opening) -> list[int]:
         """Open our session; returns the turns that were interrupted, of sessions that have ended."""
         with self._transactions.opening() as conn:
@@ -152,6 +155,7 @@ class Owners:
             ),
         )
 
+    @repeated
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
         """Tell the other daemons where this one is reached."""
         self._places = address, http_address, metrics_address
@@ -162,6 +166,7 @@ class Owners:
                 (*self._places, self._transactions.session),
             )
 
+    @repeated
     def drain(self) -> None:
         """Let other daemons claim each conversation of ours without a running turn."""
         with self._transactions.writing() as conn:
@@ -170,6 +175,7 @@ class Owners:
                 (self._transactions.session,),
             )
 
+    @repeated
     def end(self) -> None:
         """End our session; its running turns are interrupted."""
         session = self._transactions.session
@@ -219,9 +225,10 @@ class Owners:
         if owner is not None:
             self.on_stale(*key)
         if address:
-            self.came_from[key] = address
-            if len(self.came_from) > CAME_FROM_MAX:
-                self.came_from.popitem(last=False)
+            with self._lock:
+                self.came_from[key] = address
+                if len(self.came_from) > CAME_FROM_MAX:
+                    self.came_from.popitem(last=False)
         return conversation if running is None else replace(conversation, running_turn_id=None)
 
     def made(self, conn: Connection, number: int, conversation: Conversation) -> None:
@@ -246,11 +253,15 @@ class Owners:
     def look_at_prefix(self, prefix: Conversation) -> None:
         """Before its KV is used: it may have been declared anew, by another daemon."""
         key = prefix.tenant, prefix.conversation_id
-        if self._declared.get(key, prefix.created_at) != prefix.created_at:
-            self.on_stale(*key)
-        self._declared[key] = prefix.created_at
-        if len(self._declared) > DECLARED_MAX:
-            self.on_stale(*self._declared.popitem(last=False)[0])
+        forgotten = []
+        with self._lock:
+            if self._declared.get(key, prefix.created_at) != prefix.created_at:
+                forgotten.append(key)
+            self._declared[key] = prefix.created_at
+            if len(self._declared) > DECLARED_MAX:
+                forgotten.append(self._declared.popitem(last=False)[0])
+        for each in forgotten:
+            self.on_stale(*each)
 
     def _refuse_owned(
         self, conn: Connection, owner: int, conversation: Conversation, takes: bool
@@ -271,15 +282,20 @@ class Owners:
         return str(address)
 
     def _own(self, conn: Connection, number: int) -> None:
+        values: tuple[int, ...] = number, self._transactions.session
+        epoch = "nextval('epoch_numbers')"  # not asked for, so that nobody waits for the answer
+        if not isinstance(conn, ServerSession):
+            epoch, values = "?", (*values, next_number(conn))
         conn.execute(
-            "INSERT INTO owners (conversation, session, epoch) VALUES (?, ?, ?)"
+            f"INSERT INTO owners (conversation, session, epoch) VALUES (?, ?, {epoch})"
             " ON CONFLICT (conversation) DO UPDATE"
             " SET session = excluded.session, epoch = excluded.epoch",
-            (number, self._transactions.session, next_number(conn)),
+            values,
         )
 
     # -- calls --
 
+    @repeated
     def claim(self, conversation_id: str, *, tenant: str = "", takes: bool = False) -> None:
         """Make a conversation ours, for what is not written to the history; `hold` has the rest.
 

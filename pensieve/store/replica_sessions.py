@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pensieve.errors import NotFound, OwnedElsewhere, Unavailable
 from pensieve.store import conversation_rows
 from pensieve.store.records import StoredTurnState
-from pensieve.store.transactions import StoreTransactions
+from pensieve.store.transactions import StoreTransactions, repeated
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -80,6 +80,7 @@ class ReplicaSessions:
 
     # -- sessions --
 
+    @repeated
     def open_session(self, session: Session) -> Session:
         """Another one, with the number that it gets; one that its replica had before has ended."""
         with self._transactions.writing() as conn:
@@ -106,6 +107,7 @@ class ReplicaSessions:
             ).fetchone()
             return _session(conn, number)
 
+    @repeated
     def move_session(self, session: Session) -> None:
         """It has other addresses."""
         with self._transactions.writing() as conn:
@@ -115,6 +117,7 @@ class ReplicaSessions:
                 (session.address, session.http_address, session.metrics_address, session.number),
             )
 
+    @repeated
     def end_session(self, number: int) -> None:
         """It writes no more; its turns are interrupted before anything else is written."""
         with self._transactions.writing() as conn:
@@ -167,11 +170,13 @@ class ReplicaSessions:
                 found.setdefault(session, []).append(turn_id)
         return found
 
+    @repeated
     def note_call(self, session: int, number: int) -> None:
         """This writing call of the session is part of the transaction."""
         with self._transactions.writing() as conn:
             conn.execute("UPDATE sessions SET last_call = ? WHERE session = ?", (number, session))
 
+    @repeated
     def begin_epochs(self) -> None:
         """From now on numbers are above all that were given out, also where the history is a restored one.
 
@@ -183,6 +188,7 @@ class ReplicaSessions:
 
     # -- conversations --
 
+    @repeated
     def claim(
         self,
         conversation_id: str,
@@ -230,6 +236,7 @@ class ReplicaSessions:
             )
             return Claim(taken, True, abs(owner or NOBODY))
 
+    @repeated
     def give_up(self, conversation_id: str, session: int, *, tenant: str = "") -> bool:
         """The next one that claims the conversation gets it; whether it was the session's, and idle."""
         with self._transactions.writing() as conn:

@@ -23,7 +23,7 @@ from pensieve.store import conversation_rows
 from pensieve.store.backend import ErasureSteps
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.conversation_rows import digest
-from pensieve.store.transactions import StoreTransactions
+from pensieve.store.transactions import StoreTransactions, repeated
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -60,6 +60,7 @@ class ResponseStore:
         self._transactions = transactions
         self._erasure = erasure
 
+    @repeated
     def save(self, response: StoredResponse) -> None:
         """Store a response, in place of what is stored of it; NotFound without its conversation."""
         with self._transactions.writing() as conn:
@@ -70,7 +71,7 @@ class ResponseStore:
 
     def is_made_for(self, conversation_id: str, *, tenant: str = "") -> bool:
         """Whether a conversation was made to hold responses, and holds some; NotFound without it."""
-        with self._transactions.reading() as conn:
+        with self._transactions.reading(is_snapshot=True) as conn:
             number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
             row = conn.execute(
                 "SELECT 1 FROM responses WHERE conversation = ? AND is_ours = 1 LIMIT 1", (number,)
@@ -79,9 +80,10 @@ class ResponseStore:
 
     def goes_with(self, response_id: str, *, tenant: str = "") -> Removed:
         """What its deletion would leave unneeded; NotFound if there is none."""
-        with self._transactions.reading() as conn:
+        with self._transactions.reading(is_snapshot=True) as conn:
             return _unneeded_without(conn, _require(conn, response_id, tenant))
 
+    @repeated
     def delete(self, response_id: str, *, tenant: str = "") -> Removed:
         """Leave nothing of a response on the disk; NotFound if there is none.
 
@@ -89,7 +91,7 @@ class ResponseStore:
         """
 
         def delete() -> Removed:
-            with self._transactions.writing() as conn:
+            with self._transactions.writing(is_serializable=True) as conn:
                 removed = _delete(conn, response_id, tenant)
                 self._erasure.prepare()
             return removed

@@ -44,6 +44,8 @@ PENDING = "what was deleted is not yet erased from the files of the history, whi
 
 
 class SqliteBackend:
+    num_lanes = 1
+
     def __init__(
         self,
         folder: DataFolder,

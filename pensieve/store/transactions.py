@@ -1,12 +1,12 @@
 """The store's transactions: they keep `running` rows to turns that somebody computes.
 
-A turn of ours is *live* from the return of `begin_turn` to the call that ends it.  In conversations that are
-ours (owners.py) only live turns may have a `running` row.  Two things break the rule.  A process that died
-left `running` rows behind: the transaction that opens a session mends that.  And a write that failed may or
-may not have been committed (an error at COMMIT does not say).  Then the store is *unsure*: there may be
-`running` rows of ours that are not live, here called *dead*.  So before the next transaction every dead row
-on the disk becomes `interrupted`, and only once that is committed is the store sure again.  Turns in
-conversations of other daemons are left alone.
+A turn of ours is *live* from the transaction that begins it to the call that ends it.  In conversations
+that are ours (owners.py) only live turns may have a `running` row.  Two things break the rule.  A process
+that died left `running` rows behind: the transaction that opens a session mends that.  And a write that
+failed may or may not have been committed (an error at COMMIT does not say).  Then the store is *unsure*:
+there may be `running` rows of ours that are not live, here called *dead*.  So before the next transaction
+every dead row on the disk becomes `interrupted`, and only once that is committed is the store sure again.
+Turns in conversations of other daemons are left alone.
 
 Where other processes compute the turns (the history service), there is no session of ours, and all rows count
 as ours.  Then `keep` takes those that are running at the start for live until it is known whether their
@@ -17,6 +17,13 @@ running sends nothing that would write.  So they return a dead row as the interr
 A turn of another daemon is dead for them if the daemon's session has ended or its lease has expired.
 A turn whose end was written is not live either, but a reader's snapshot may be older than the commit (several
 calls may be in one commit): there it runs.  So the last ENDED_MAX of those are remembered.
+
+**Lanes.**  Several threads may write at the same time, each in a transaction of its own (backend.py).  They
+share what is known of turns: a turn is live before its `running` row is committed, so no other thread takes
+it for dead, and while one thread interrupts what is dead, the others wait.  A group belongs to its thread.
+
+**Conflicts.**  Where another transaction came first, nothing is committed, and `repeated` calls the public
+method again, at most CALLS_MAX times.  A turn that such a call was to end stays live meanwhile.
 
 **Groups.**  A commit costs a sync of the disk, which is most of what a turn costs the history.  Whoever has
 several calls at hand (the history service, for many daemons) runs them in one group:
@@ -35,13 +42,17 @@ of it is rolled back.  Nothing of a group is on the disk before `group` returns,
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from pensieve.errors import NotFound, PensieveError
 from pensieve.store import turn_rows
-from pensieve.store.backend import Transactions
+from pensieve.store.backend import Conflict, Transactions
 from pensieve.store.records import Conversation, StoredTurn, StoredTurnState
 from pensieve.store.turn_rows import TurnFence, TurnProgress
 
@@ -52,33 +63,52 @@ if TYPE_CHECKING:
 NOBODY = 0  # no session
 TAKEN = "the conversation was served elsewhere meanwhile; say it again"
 ENDED_MAX = 10_000  # many more than end while a reader has a snapshot
+CALLS_MAX = 10  # of a method whose transactions lose every race
+PAUSE_SECONDS = 0.002  # before a call is repeated, about; longer each time
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _OfThread(threading.local):
+    """What belongs to the thread that calls."""
+
+    group: Connection | None = None  # that of the group that runs
+    depth = 0  # savepoints inside of each other
+    begun: tuple[int, ...] = ()  # turns that the transaction that runs has begun
+    undecided = NOBODY  # a live turn whose end has lost a race
+    late = NOBODY  # a turn whose end came late: another attempt of ours runs
 
 
 class StoreTransactions:
-    """Used in one thread at a time, like the connection beneath; `as_read` and `turn_as_read` in any."""
+    """Used in as many threads as the connections beneath allow; `as_read` and `turn_as_read` in any."""
 
     def __init__(self, writer: Transactions, now: Callable[[], float]) -> None:
         self._writer = writer
         self._now = now
         self._live: set[int] = set()
         self._ended: dict[int, None] = {}  # turns whose end was written, the oldest first
-        self._unsure = True
+        self._lock = threading.Lock()  # of these two
+        self._here = _OfThread()
+        # Unsure while they differ: failures that may have left dead rows, and of them those that were mended.
+        self._num_failures, self._num_mended = 1, 0
+        self._mending = threading.Lock()
         self.session = NOBODY  # ours; none where other processes compute the turns
-        self._late = NOBODY  # a turn whose end came late: another attempt of ours runs
-        self._group: Connection | None = None  # that of the group that runs
-        self._depth = 0  # savepoints inside of each other
 
     # -- transactions --
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """One transaction, in which every `running` row is live."""
+    def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
+        """One transaction, in which every `running` row is live; `is_serializable` as in backend.py."""
         self.interrupt_dead()
+        self._here.begun = ()
         try:
-            with self._transaction() as conn:
+            with self._transaction(is_serializable) as conn:
                 yield conn
-        except BaseException:
-            self._unsure = True
+        except BaseException as error:
+            with self._lock:
+                self._live.difference_update(self._here.begun)
+            if not isinstance(error, Conflict):
+                self._note_failure()
             raise
 
     @contextlib.contextmanager
@@ -86,7 +116,7 @@ class StoreTransactions:
         """The transaction that opens our session, and interrupts what is dead by then."""
         with self._writer.writing() as conn:
             yield conn
-        self._unsure = False
+        self._num_mended = self._num_failures
 
     @contextlib.contextmanager
     def ending(self, turn_id: int) -> Iterator[Connection]:
@@ -94,22 +124,31 @@ class StoreTransactions:
 
         It asks `may_end`.
         """
-        was_live = turn_id in self._live
-        self._live.add(turn_id)  # also when an earlier attempt to end it has failed
-        self._late = NOBODY
+        was_live, stays_live = turn_id in self._live, False
+        with self._lock:
+            self._live.add(turn_id)  # also when an earlier attempt to end it has failed
+        self._here.undecided = self._here.late = NOBODY
         try:
             with self.writing() as conn:
                 yield conn
-            self._ended[turn_id] = None
-            if len(self._ended) > ENDED_MAX:
-                del self._ended[next(iter(self._ended))]
+            with self._lock:
+                self._ended[turn_id] = None
+                if len(self._ended) > ENDED_MAX:
+                    del self._ended[next(iter(self._ended))]
+        except Conflict:
+            stays_live = True
+            self._here.undecided = turn_id
+            raise
         except BaseException:
-            self._unsure = True
-            self._ended.pop(turn_id, None)
+            with self._lock:
+                self._ended.pop(turn_id, None)
             raise
         finally:
-            if not (self._late == turn_id and was_live):
-                self._live.discard(turn_id)
+            if not stays_live and not (self._here.late == turn_id and was_live):
+                with self._lock:
+                    self._live.discard(turn_id)
+                if turn_id not in self._ended:
+                    self._note_failure()  # after it is not live any more
 
     def may_end(self, turn_id: int, attempt: int, fence: TurnFence | TurnProgress) -> bool:
         """Whether the turn is ours to end; no other daemon has claimed its conversation.
@@ -118,38 +157,38 @@ class StoreTransactions:
         """
         is_ours = self.session in (NOBODY, fence.owner)
         if attempt and attempt != fence.attempt:
-            self._late = turn_id if is_ours else NOBODY
+            self._here.late = turn_id if is_ours else NOBODY
             raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
         return is_ours
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """Statements outside a transaction, or in the group that runs."""
-        if self._group is not None:
-            yield self._group
+    def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
+        """Statements outside a transaction, or in the group that runs; `is_snapshot` as in backend.py."""
+        if self._here.group is not None:
+            yield self._here.group
             return
-        with self._writer.reading() as conn:
+        with self._writer.reading(is_snapshot) as conn:
             yield conn
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
         """One transaction around the calls of the block."""
         with self._writer.writing() as conn:
-            self._group, self._depth = conn, 0
+            self._here.group, self._here.depth = conn, 0
             try:
                 yield
             finally:
-                self._group = None
+                self._here.group = None
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[Connection]:
-        conn = self._group
+    def _transaction(self, is_serializable: bool = False) -> Iterator[Connection]:
+        conn = self._here.group
         if conn is None:
-            with self._writer.writing() as alone:
+            with self._writer.writing(is_serializable) as alone:
                 yield alone
             return
-        self._depth += 1
-        name = f"call_{self._depth}"
+        self._here.depth += 1
+        name = f"call_{self._here.depth}"
         conn.execute(f"SAVEPOINT {name}")
         try:
             yield conn
@@ -160,38 +199,67 @@ class StoreTransactions:
         else:
             conn.execute(f"RELEASE SAVEPOINT {name}")
         finally:
-            self._depth -= 1
+            self._here.depth -= 1
+
+    def repeat(self, call: Callable[[], T]) -> T:
+        """Call it until it has lost no race, at most CALLS_MAX times; then Conflict."""
+        for number in range(1, CALLS_MAX + 1):
+            try:
+                return call()
+            except Conflict:
+                if number == CALLS_MAX or self._here.group is not None:
+                    self._give_up()
+                    raise
+                time.sleep(random.uniform(0.5, 1.5) * number * PAUSE_SECONDS)
+        raise AssertionError
+
+    def _give_up(self) -> None:
+        """The turn that was to end is live no more, as after any other error."""
+        turn_id, self._here.undecided = self._here.undecided, NOBODY
+        if turn_id != NOBODY:
+            self.abandon([turn_id])
+
+    def _note_failure(self) -> None:
+        with self._lock:
+            self._num_failures += 1
 
     # -- live turns --
 
     def add(self, turn_id: int) -> None:
-        """A turn has begun, perhaps again; it is live from now on."""
-        self._live.add(turn_id)
-        self._ended.pop(turn_id, None)
+        """The transaction that runs begins a turn, perhaps again; it is live unless that fails."""
+        self._here.begun += (turn_id,)
+        self._make_live([turn_id])
 
     def keep(self) -> None:
         """Every turn that is `running` now is live."""
         with self.reading() as conn:
-            self._live.update(turn_rows.running_turns(conn))
+            self._make_live(turn_rows.running_turns(conn))
 
     @property
     def live(self) -> frozenset[int]:
         """The turns that are live now."""
-        return frozenset(self._live)
+        with self._lock:
+            return frozenset(self._live)
 
     def restore(self, turn_ids: Iterable[int]) -> None:
         """These are live again: what has ended them since was rolled back, or perhaps so."""
-        for turn_id in turn_ids:
-            self.add(turn_id)
-        self._unsure = True
+        self._make_live(turn_ids)
+        self._note_failure()
+
+    def _make_live(self, turn_ids: Iterable[int]) -> None:
+        with self._lock:
+            for turn_id in turn_ids:
+                self._live.add(turn_id)
+                self._ended.pop(turn_id, None)
 
     def abandon(self, turn_ids: Iterable[int]) -> None:
         """These are not live any more, if they were; also where the commit that began them failed."""
         gone = tuple(turn_ids)
-        self._live.difference_update(gone)
-        for turn_id in gone:
-            self._ended.pop(turn_id, None)
-        self._unsure = True
+        with self._lock:
+            self._live.difference_update(gone)
+            for turn_id in gone:
+                self._ended.pop(turn_id, None)
+        self._note_failure()
 
     def is_dead(self, conn: Connection, turn_id: int) -> bool:
         """Whether nobody computes this turn, if its row is `running`."""
@@ -201,14 +269,19 @@ class StoreTransactions:
 
     def interrupt_dead(self) -> list[int]:
         """Interrupt every turn with a dead row; returns their ids."""
-        if not self._unsure:
+        if self._num_mended == self._num_failures:
             return []
         ours = self.session or None
-        with self._transaction() as conn:
-            dead = [turn for turn in turn_rows.running_turns(conn, ours) if turn not in self._live]
-            for turn_id in dead:
-                turn_rows.interrupt_turn(conn, turn_id, self._now())
-        self._unsure = False
+        with self._mending:
+            num_failures = self._num_failures
+            if self._num_mended == num_failures:
+                return []
+            with self._transaction() as conn:
+                running = turn_rows.running_turns(conn, ours)
+                dead = [turn for turn in running if turn not in self._live]
+                for turn_id in dead:  # Conflict for one that has ended since
+                    turn_rows.interrupt_turn(conn, turn_id, self._now())
+            self._num_mended = num_failures
         return dead
 
     # -- for reads --
@@ -228,3 +301,22 @@ class StoreTransactions:
 
     def _reads_dead(self, conn: Connection, turn_id: int) -> bool:
         return turn_id not in self._ended and self.is_dead(conn, turn_id)
+
+
+class Writes(Protocol):
+    """A part of the store that has public methods."""
+
+    _transactions: StoreTransactions
+
+
+W = TypeVar("W", bound=Writes)
+
+
+def repeated(method: Callable[Concatenate[W, P], T]) -> Callable[Concatenate[W, P], T]:
+    """Make a public method of the store one that is called again where its transaction has lost a race."""
+
+    @functools.wraps(method)
+    def call(self: W, /, *arguments: P.args, **named: P.kwargs) -> T:
+        return self._transactions.repeat(lambda: method(self, *arguments, **named))
+
+    return call

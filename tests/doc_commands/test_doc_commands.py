@@ -61,6 +61,8 @@ def test_its_parser_takes_the_line(line: str) -> None:
             check_extras(words)
         elif program.startswith("scripts/"):
             check_script(words)
+        elif program == "python" and "-c" in words:
+            compile(words[words.index("-c") + 1], line, "exec")
         elif program == "python" and words[1] != "-m":
             assert (ROOT / words[1]).is_file(), line
         else:

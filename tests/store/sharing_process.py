@@ -1,4 +1,4 @@
-"""A store in a process of its own, which shares a file of SQLite and does what it is told.
+"""A store in a process of its own, which shares a history and does what it is told.
 
 A line of JSON is a call, `[method, arguments…]`, and gets a line as its answer: what came of it, or
 `["error", its class, its text]`.  `world` writes without being told, until it is killed.
@@ -27,12 +27,12 @@ LONG_SECONDS = 60.0  # of one whose is not, however slow the machine is
 class Worker:
     """What is told to a process is done here."""
 
-    def __init__(self, path: Path, name: str, lease_seconds: float) -> None:
+    def __init__(self, path: Path, name: str, lease_seconds: float, url: str) -> None:
         self.stale: list[str] = []
         self.store = ConversationStore.open(
             path.parent / name,
             "a test",
-            url=f"sqlite://{path}",
+            url=url,
             replica=name,
             lease_seconds=lease_seconds,
         )
@@ -131,7 +131,8 @@ def tell(answer: Any) -> None:
 
 
 def main() -> None:
-    worker = Worker(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    path, name, lease_seconds, url = sys.argv[1:]
+    worker = Worker(Path(path), name, float(lease_seconds), url)
     tell("ready")
     for line in sys.stdin:
         method, *arguments = json.loads(line)
@@ -144,10 +145,13 @@ def main() -> None:
 class Process:
     """The same, for a test."""
 
-    def __init__(self, path: Path, name: str, lease_seconds: float = LONG_SECONDS) -> None:
+    def __init__(
+        self, path: Path, name: str, lease_seconds: float = LONG_SECONDS, url: str = ""
+    ) -> None:
+        """`url` is that of a PostgreSQL database; without it the history is in the file `path`."""
         command = (sys.executable, "-m", "tests.store.sharing_process", str(path), name)
         self.child = subprocess.Popen(
-            (*command, str(lease_seconds)),
+            (*command, str(lease_seconds), url or f"sqlite://{path}"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -253,6 +253,10 @@ TO_SCHEMA_8 = {
     POSTGRES: (
         *FROM_SCHEMA_10,
         "DROP SEQUENCE epoch_numbers",
+        "DROP VIEW tenants",
+        "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, stored_bytes BIGINT NOT NULL)",
+        "INSERT INTO tenants SELECT tenant, sum(stored_bytes) FROM tenant_bytes GROUP BY tenant",
+        "DROP TABLE tenant_bytes",
         "ALTER TABLE turns DROP COLUMN idempotency_key",
         "DELETE FROM schema_versions WHERE version > 8",
     ),

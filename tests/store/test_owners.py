@@ -128,8 +128,7 @@ def test_recovery_leaves_a_turn_alone_that_another_session_computes(
             f" last_call, opened_at, lease_until) VALUES (?, 'b', 'b:1', '', '', 0, 0, {clock} + 60)",
             (OTHER,),
         )
-    vars(store)["_transactions"]._live.clear()
-    vars(store)["_transactions"]._unsure = True
+    vars(store)["_transactions"].abandon([mine, other])
     assert store.get_turn(other).state is StoredTurnState.RUNNING
     assert store.get_turn(mine).state is StoredTurnState.INTERRUPTED
     create(store, "pot")

@@ -28,7 +28,7 @@ from pensieve.errors import (
     StoreUnavailable,
 )
 from pensieve.store import ConversationStore, NewConversation, StoredTurnState
-from pensieve.store.backend import NUMBER_COLUMNS
+from pensieve.store.backend import NUMBER_COLUMNS, Conflict
 from pensieve.store.postgres.backend import WALKS
 from pensieve.store.postgres.schema import NEWEST, SCHEMA
 from pensieve.store.postgres.session import translated
@@ -85,10 +85,30 @@ def end_sessions(postgres: PostgresServer, url: str) -> None:
 # -- one owner --
 
 
-def test_a_second_daemon_is_refused_and_learns_who_has_the_history(opened: Open) -> None:
-    opened("pensieve serve")
-    with pytest.raises(StoreLocked, match=rf"in use by pensieve serve, pid {os.getpid()} on "):
-        opened("another", busy_timeout_seconds=0.05)
+def test_who_needs_the_history_alone_is_refused_and_learns_who_has_it(opened: Open) -> None:
+    alone = {"keep_running": True, "busy_timeout_seconds": 0.05}
+    with opened("pensieve serve"), opened("another"):
+        us = rf"in use by another, pid {os.getpid()} on .*, pensieve serve, pid {os.getpid()} on "
+        with pytest.raises(StoreLocked, match=us):
+            opened("alone", **alone)
+    with opened("alone", **alone):
+        for options in (alone, {"busy_timeout_seconds": 0.05}):
+            with pytest.raises(StoreLocked, match=rf"is in use by alone, pid {os.getpid()} on "):
+                opened("another", **options)
+    opened("another")
+
+
+def test_a_step_of_the_schema_needs_the_history_alone(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened("pensieve serve"):
+        with monkeypatch.context() as patch:
+            patch.setattr("pensieve.store.postgres.connection.needs_step", lambda conn: True)
+            with pytest.raises(
+                StoreLocked, match="which needs it alone, but is in use by pensieve"
+            ):
+                opened("newer", busy_timeout_seconds=0.05)
+        opened("another")
 
 
 def test_who_has_the_history_next_is_there_as_soon_as_the_one_before_has_gone(opened: Open) -> None:
@@ -100,7 +120,8 @@ def test_who_has_the_history_next_is_there_as_soon_as_the_one_before_has_gone(op
 def test_who_has_lost_the_history_to_another_writes_no_more(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
-    first = opened("first", busy_timeout_seconds=0.05)
+    """A process that has it alone; one of several daemons has lost only what others have claimed."""
+    first = opened("first", keep_running=True, busy_timeout_seconds=0.05)
     create(first, "tea")
     turn_id = begin(first, "tea", "r1", "hi", 1)
     end_sessions(postgres, url)
@@ -138,7 +159,7 @@ def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
     """The network between was lost, and with it our end of the connection."""
     store = opened(busy_timeout_seconds=20.0)
     create(store, "tea")
-    descriptor = writer_of(store)._wire.conn.fileno()  # type: ignore[attr-defined]
+    descriptor = writer_of(store).writers[0]._wire.conn.fileno()  # type: ignore[attr-defined]
     kept, nothing = os.dup(descriptor), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, descriptor)
     os.close(nothing)
@@ -367,7 +388,7 @@ def test_the_tables_and_columns_are_those_of_sqlite(
         f" WHERE table_schema = '{SCHEMA}'",
         name_of(url),
     )
-    only_here = {"owner", "schema_versions"}
+    only_here = {"owner", "schema_versions", "tenant_bytes"}
     there = {(table, column) for table, column in found if table not in only_here}
     with (
         ConversationStore.open(tmp_path / "sqlite", "test") as store,
@@ -538,9 +559,30 @@ def test_damage_is_known_to_whoever_opens_the_history_next_and_to_no_other_histo
         assert of_sqlite.integrity_check_due
 
 
+@pytest.fixture
+def with_amcheck(postgres: PostgresServer) -> Iterator[PostgresServer]:
+    """A server that has the extension: the system's, where the package's programs lack it."""
+    available = "SELECT 1 FROM pg_available_extensions WHERE name = 'amcheck'"
+    if postgres.execute(available):
+        yield postgres
+        return
+    if (place := postgres_server.system_programs()) is None:
+        pytest.skip("amcheck comes with Debian's postgresql")
+    server = PostgresServer(place=place)
+    try:
+        server.initialise()
+        server.start()
+        if not server.execute(available):
+            pytest.skip("amcheck comes with Debian's postgresql-contrib")
+        yield server
+    finally:
+        server.close()
+
+
 def test_indices_are_checked_where_the_role_may(
-    tmp_path: Path, postgres: PostgresServer, url: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, with_amcheck: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    postgres, url = with_amcheck, with_amcheck.new_database()
     name = name_of(url)
     postgres.execute("DROP ROLE IF EXISTS modest")
     postgres.execute("CREATE ROLE modest LOGIN")
@@ -563,6 +605,7 @@ def test_indices_are_checked_where_the_role_may(
         postgres.execute("DROP OWNED BY modest", name)
         postgres.execute("DROP OWNED BY modest")
         postgres.execute("DROP ROLE modest")
+        postgres.drop(url)
 
 
 def damage_an_index(postgres: PostgresServer, name: str) -> None:
@@ -668,7 +711,10 @@ def test_no_session_stays_in_a_transaction_whatever_became_of_it(
     store = opened()
     create(store, "tea")
     reads = store._backend.snapshots()
-    there = f"SELECT DISTINCT state FROM pg_stat_activity WHERE datname = '{name_of(url)}'"
+    there = (
+        f"SELECT DISTINCT state FROM pg_stat_activity WHERE datname = '{name_of(url)}'"
+        " AND backend_type = 'client backend'"
+    )
 
     def read(*statements: str) -> None:
         with reads.snapshot() as conn:
@@ -699,7 +745,7 @@ def test_an_error_that_nobody_has_waited_for_undoes_the_transaction(opened: Open
             conn.execute(insert)
             conn.execute(insert)
 
-    with pytest.raises(psycopg_error(), match="prefixes_pkey"):
+    with pytest.raises(Conflict, match="prefixes_pkey"):
         twice()
     with writer_of(store).reading() as conn:
         assert conn.execute("SELECT * FROM prefixes").fetchall() == []

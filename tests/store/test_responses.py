@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.errors import AlreadyExists, NotFound
 from pensieve.store import ConversationStore
-from pensieve.store.postgres.connection import PostgresWriter
+from pensieve.store.postgres.connection import PostgresLanes
 from pensieve.store.responses import StoredResponse
 from tests.store.faulty import without_foreign_keys, writer_of
 from tests.store.talk import begin, create, reply, say, user
@@ -25,7 +25,7 @@ def found(store: ConversationStore, response_id: str, tenant: str = "") -> Store
 
 def raw(store: ConversationStore) -> bytes:
     """What is in SQLite's files, or what PostgreSQL can be asked for."""
-    if isinstance(writer := writer_of(store), PostgresWriter):
+    if isinstance(writer := writer_of(store), PostgresLanes):
         with writer.reading() as conn:
             rows = conn.execute("SELECT coalesce(private, '') || coalesce(tokens, '') FROM bodies")
             return b"".join(private for (private,) in rows)

@@ -9,6 +9,7 @@ import pytest
 
 from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn
+from pensieve.store.backend import ServerSession
 from pensieve.store.bodies import ROW_BYTES
 from tests.scale import SCALE
 from tests.store.faulty import writer_of
@@ -120,6 +121,7 @@ def act(
 def test_verify_finds_a_count_that_is_wrong(store: ConversationStore) -> None:
     create(store, "tea")
     with writer_of(store).writing() as conn:
-        conn.execute("UPDATE tenants SET stored_bytes = stored_bytes + 1")
+        table = "tenant_bytes" if isinstance(conn, ServerSession) else "tenants"
+        conn.execute(f"UPDATE {table} SET stored_bytes = stored_bytes + 1")
     (problem,) = store.verify()
     assert problem.startswith("tenant '': its conversations take")

@@ -1,17 +1,19 @@
-"""One thread at a time may use the store."""
+"""One thread at a time may use the store, or as many as there are lanes."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from pensieve.store import (
-    ConversationStore,
-)
+from pensieve.store import ConversationStore
 from tests.store.faulty import writer_of
 from tests.store.talk import create, user
 
 
-def test_two_threads_at_once_are_a_mistake(store: ConversationStore) -> None:
+def test_more_threads_than_lanes_are_a_mistake(
+    open_store: Callable[..., ConversationStore],
+) -> None:
+    store = open_store(num_lanes=1, busy_timeout_seconds=0.05)
     create(store, "tea")
     raised: list[RuntimeError] = []
 

@@ -217,7 +217,7 @@ class SharedConversationService(ConversationService):
         self, request: pb.CancelTurnRequest, context: Any
     ) -> pb.CancelTurnResponse:
         daemon, tenant, named = self.daemon, caller().tenant, request.conversation_id
-        await daemon.threads.in_store(tenant, daemon.store.claim, named, tenant=tenant)
+        await daemon.threads.in_store(tenant, daemon.store.claim, named, tenant=tenant, lane=named)
         return await super().CancelTurn(request, context)
 
 

@@ -329,9 +329,9 @@ class Server:
         return ServerFacts(self._loop_lag.quantiles(), port, self.listening.connections_max, lost)
 
     async def answers(self) -> None:
-        """Return once the store thread answers; it is not asked while the server stops."""
+        """Return once the store threads answer; they are not asked while the server stops."""
         if not self.stopping.is_set():
-            await self.daemon.threads.in_store("", lambda: None)
+            await self.daemon.threads.store_answers()
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error

@@ -177,17 +177,22 @@ class StoredConversations:
         OwnedElsewhere if another daemon runs the turn.
         """
         tenant, named = conversation.tenant, conversation.conversation_id
-        await self._threads.in_store(tenant, self._store.claim, named, tenant=tenant)
+        await self._threads.in_store(tenant, self._store.claim, named, tenant=tenant, lane=named)
         return await self.conversation(named, tenant)
 
     async def save(self, response: StoredResponse) -> None:
         await self._threads.whole(
-            self._threads.in_store(response.tenant, self._store.responses.save, response)
+            self._threads.in_store(
+                *(response.tenant, self._store.responses.save, response),
+                lane=response.conversation_id,
+            )
         )
 
     async def is_made_for(self, conversation_id: str, tenant: str) -> bool:
         return await self._threads.in_store(
-            tenant, self._store.responses.is_made_for, conversation_id, tenant=tenant
+            *(tenant, self._store.responses.is_made_for, conversation_id),
+            tenant=tenant,
+            lane=conversation_id,
         )
 
     async def delete(self, response_id: str, tenant: str) -> str:
@@ -229,7 +234,9 @@ class StoredConversations:
     ) -> records.Conversation:
         await self._check(tenant)
         return await self._threads.in_store(
-            tenant, self._store.changes.set_metadata, conversation_id, metadata, tenant=tenant
+            *(tenant, self._store.changes.set_metadata, conversation_id, metadata),
+            tenant=tenant,
+            lane=conversation_id,
         )
 
     async def begin_with(
@@ -244,6 +251,7 @@ class StoredConversations:
             self._store.changes.begin_with,
             *(conversation_id, settings.system_prompt, settings.tools, settings.template_options),
             tenant=tenant,
+            lane=conversation_id,
         )
 
     async def change_pending(
@@ -257,7 +265,9 @@ class StoredConversations:
         self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
     ) -> Pending:
         changed: PendingChange = await self._threads.in_store(
-            tenant, self._store.changes.change_pending, conversation_id, change, tenant=tenant
+            *(tenant, self._store.changes.change_pending, conversation_id, change),
+            tenant=tenant,
+            lane=conversation_id,
         )
         if changed.is_erasure_due:
             await erased(self._store.erasure.finish, self._threads)

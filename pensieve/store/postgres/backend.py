@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 
 from pensieve.errors import StoreCorrupt
 from pensieve.store.backend import NUMBER_COLUMNS, ErasureSteps, Reads
-from pensieve.store.postgres.connection import Address, PostgresSnapshots, PostgresWriter, opened
+from pensieve.store.postgres.connection import (
+    Address,
+    PostgresLanes,
+    PostgresSnapshots,
+    PostgresWriter,
+    opened,
+)
 from pensieve.store.postgres.schema import SCHEMA
 from pensieve.store.postgres.session import SqlSession
 from pensieve.store.verify import (
@@ -30,7 +36,7 @@ T = TypeVar("T")
 log = logging.getLogger("pensieve")
 CHECK_SECONDS = 3600.0  # of one statement of a check, which takes as long as it takes
 ERASED_AT_ONCE = 256
-SMALL_TABLES = ("space", "tenants", "prefixes", "owner", "schema_versions")
+SMALL_TABLES = ("space", "tenant_bytes", "prefixes", "owner", "schema_versions")
 NO_INDICES = "the indices of the history were not checked: the database %s amcheck's bt_index_check"
 
 
@@ -41,32 +47,35 @@ class PostgresBackend:
         holder: str,
         busy_timeout_seconds: float,
         statement_seconds: float,
+        num_lanes: int,
+        is_exclusive: bool,
     ) -> None:
+        self.is_shared = not is_exclusive
         self._address = address
         self._holder = holder
         self._statement_seconds = statement_seconds
-        self.writer = PostgresWriter(address, holder, busy_timeout_seconds, statement_seconds)
+        self.num_lanes = num_lanes
+        self.writer = PostgresLanes(
+            address, holder, busy_timeout_seconds, statement_seconds, num_lanes, is_exclusive
+        )
         self.figures = self.writer.figures
         self.erasure = PostgresErasure(self.writer)
         self.marks = PostgresMarks(address, holder, statement_seconds)
 
-    is_shared = False
-
-    def share(self) -> None:
-        """One process has the history."""
-
-    def beside(self) -> PostgresWriter:
-        """Another connection would wait for the lock of the first one."""
-        raise NotImplementedError
-
     def close(self) -> None:
         self.writer.close()
 
+    def share(self) -> None:
+        """Others may have it from the beginning."""
+
+    def beside(self) -> PostgresWriter:
+        return self.writer.beside()
+
     def release(self, *, clean: bool) -> None:
-        """The lock has gone with the connection."""
+        """The locks have gone with the connections."""
 
     def give_up(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         self.writer.close()
 
     def snapshots(self) -> PostgresSnapshots:
@@ -99,11 +108,10 @@ class PostgresErasure(ErasureSteps):
     was written there, in its write-ahead log until that is recycled, and in every archive or copy
     (docs/postgresql.md, "What a deletion leaves").  So nothing is ever pending here.
 
-    Other changes wipe bodies, too, and tell the writer.  The count of wiped bytes (`space`), which is 0 when
-    no wiped row is left, tells the next process that there is something to do.
+    Other changes wipe bodies, too, and tell the writer.  The next process looks for wiped rows at its start.
     """
 
-    def __init__(self, writer: PostgresWriter) -> None:
+    def __init__(self, writer: PostgresLanes) -> None:
         self._writer = writer
 
     @property
@@ -116,10 +124,16 @@ class PostgresErasure(ErasureSteps):
         return True
 
     def resume(self) -> None:
-        with self._writer.reading() as conn:
-            (wiped_bytes,) = conn.execute("SELECT wiped_bytes FROM space").fetchone()
-        if wiped_bytes:
+        try:
+            with self._writer.reading() as conn:
+                found = conn.execute("SELECT 1 FROM bodies WHERE crc IS NULL LIMIT 1").fetchall()
+        except StoreCorrupt:  # told where it is read for somebody
+            return
+        if found:
             self._writer.note_wiped()
+
+    def tidy(self) -> None:
+        self._writer.note_wiped()  # the next step looks for them
 
     def step(self) -> bool:
         self._writer.has_wiped = False
@@ -127,11 +141,10 @@ class PostgresErasure(ErasureSteps):
             with self._writer.writing() as conn:
                 removed = conn.execute(
                     "DELETE FROM bodies WHERE body IN"
-                    " (SELECT body FROM bodies WHERE crc IS NULL ORDER BY body LIMIT ?) RETURNING 1",
+                    " (SELECT body FROM bodies WHERE crc IS NULL ORDER BY body LIMIT ?"
+                    " FOR UPDATE SKIP LOCKED) RETURNING 1",
                     (ERASED_AT_ONCE,),
                 ).fetchall()
-                if len(removed) < ERASED_AT_ONCE:
-                    conn.execute("UPDATE space SET wiped_bytes = 0")
         except BaseException:
             self._writer.note_wiped()
             raise

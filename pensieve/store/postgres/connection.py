@@ -1,25 +1,36 @@
-"""The only read-write connection to a history in PostgreSQL, and the connections of reads.
+"""The read-write connections to a history in PostgreSQL, and the connections of reads.
 
-One writer.  A session that may write holds an advisory lock of the database from its first statement to its
-end, so a second daemon is refused and is told who has the history.  The lock ends with the session, however
-the process or its host dies, once the server knows (keepalives; the socket of a process that was killed is
-closed by its system at once).  No transaction of a session can be committed after its lock is gone.
+Lanes.  `PostgresLanes` has a connection for each thread that writes at the same time, up to a number.  A
+transaction sees the database as it was when it began ("repeatable read").  If another one has changed the
+same rows since, or two wait for each other, it ends with Conflict, and the store repeats the call
+(transactions.py).
 
-Nobody in between.  The row of `owner` has a token of the process that had the lock last.  A connection that
-is opened again after an error takes the lock again, and if the token is not its own any more, another
-daemon has written since: what this process knows of running turns is worth nothing, and it writes no more.
+Daemons.  Each session that may write holds an advisory lock of the database from its first statement to its
+end.  Daemons share it: owners.py says which of them may write to a conversation.  A process that needs the
+database for itself (a migration, a copy, the history service) takes the lock alone, and is told who has it.
+The lock ends with the session, however the process or its host dies, once the server knows (keepalives; the
+socket of a process that was killed is closed by its system at once).  No transaction of a session can be
+committed after its lock is gone.
+
+Nobody in between.  The row of `owner` has a token of the process that opened the database last.  A process
+that has the database for itself and opens another connection stops writing if that is not its own token: what
+it knows of running turns is worth nothing.
+
+Slots.  A connection also holds the lock of a slot, a small number that no other connection has.  Rows that
+every transaction changes exist once for each slot, so connections do not wait for each other.
 
 Messages.  A transaction goes through a pipeline (session.py).  What it only writes is not waited for, so it
 costs one message there and back for each question, and one for its commit.
 
 Durable on return.  `synchronous_commit` is on (or stronger), and a server with fsync off is refused.  A
 commit that waits for a standby happens in any case: who ends the wait (a lost connection, an operator) makes
-it visible before the standby has it.  So whoever opens a connection again writes to `owner` before it reads,
-and waits for the standby to have that, and with it all that was committed before.
+it visible before the standby has it.  So whoever opens a connection again writes a row of its slot before it
+reads, and waits for the standby to have that, and with it all that was committed before.
 
 After an error the transaction is rolled back.  After a lost connection it is unknown whether a COMMIT that
 was under way has happened, and it may still be happening.  Nothing is retried; the next use opens a new
-connection, which gets the lock only when the old session has ended, and so reads how the commit ended.
+connection, which first gets the slot of the old session.  That is free only when the old session has ended,
+so the new one reads how the commit ended.
 
 A job has the time of its TimeLimit, looked at before each statement, and no statement takes longer.
 """
@@ -34,7 +45,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pensieve.errors import (
@@ -46,14 +57,33 @@ from pensieve.errors import (
     one_line,
 )
 from pensieve.extras import need
-from pensieve.store.backend import TimeLimit, WriteFigures
-from pensieve.store.postgres.schema import SCHEMA, migrate
+from pensieve.store.backend import Conflict, TimeLimit, WriteFigures
+from pensieve.store.postgres.schema import SCHEMA, migrate, needs_step
 from pensieve.store.postgres.session import ReservedNumbers, SqlSession
 from pensieve.store.postgres.wire import Wire
 
 VERSION_MIN = 14_00_00
 LOCK_KEY = 0x50656E7300000001  # "Pens"
+SLOTS_KEY = (
+    LOCK_KEY >> 32
+)  # with the number of the slot; these are other locks than that with one key
+SLOTS_MAX = 10_000
 LOCK_PAUSE_SECONDS = 0.02
+FREE_SLOT = (
+    f"SELECT slot FROM generate_series(0, {SLOTS_MAX}) AS slot"
+    f" WHERE pg_try_advisory_lock({SLOTS_KEY}, slot) LIMIT 1"
+)
+HOLDERS = (
+    "SELECT DISTINCT application_name FROM pg_locks JOIN pg_stat_activity USING (pid)"
+    " WHERE locktype = 'advisory' AND granted AND objsubid = 1 AND classid::bigint = %s"
+    " AND objid::bigint = %s AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    " ORDER BY 1"
+)
+KNOWN_TO_STANDBY = (
+    "INSERT INTO tenant_bytes (tenant, slot, stored_bytes) VALUES ('', %s, 0)"
+    " ON CONFLICT (tenant, slot) DO UPDATE SET stored_bytes = tenant_bytes.stored_bytes"
+)
+SAME_BACKEND = "FROM pg_stat_activity WHERE pid = %s AND backend_start::text = %s"
 # libpq's own names; an address that sets one keeps its own.
 CONNECTING = {
     "connect_timeout": 5,
@@ -67,7 +97,7 @@ SESSION = {
     "client_encoding": "UTF8",
     "search_path": SCHEMA,
     "default_transaction_isolation": "repeatable read",
-    "idle_in_transaction_session_timeout": "60s",
+    "idle_in_transaction_session_timeout": "10s",  # a lease: a daemon that stands still has lost it, too
     "idle_session_timeout": "0",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
@@ -99,6 +129,8 @@ CORRUPT = {
 }
 NO_TABLE = {"3F000", "42P01", "42501"}  # they went, or the right to use them
 STRONGER = ("on", "remote_apply")  # of synchronous_commit
+# Of rows: changed meanwhile, deadlock, a key that is there already, a row that others refer to.
+CONFLICTS = {"40001", "40P01", "23505", "23503"}
 
 
 class Address:
@@ -145,8 +177,8 @@ class Address:
         return conn
 
 
-class PostgresWriter:
-    """The connection for one thread at a time; it opens again after an error."""
+class PostgresLanes:
+    """The connections of a process that write; a thread has one as long as its block lasts."""
 
     def __init__(
         self,
@@ -154,26 +186,120 @@ class PostgresWriter:
         holder: str,
         busy_timeout_seconds: float,
         statement_seconds: float,
+        num_lanes: int,
+        is_exclusive: bool = False,
     ) -> None:
+        """`is_exclusive`: no other process may have the database meanwhile."""
         self.address = address
         self.figures = WriteFigures()
-        self.limit = TimeLimit(statement_seconds)
-        self._holder = f"{holder}, pid {os.getpid()} on {socket.gethostname()}"
-        self._busy_timeout_seconds = busy_timeout_seconds
-        self._in_use = threading.Lock()
-        self._token = secrets.token_hex(16)
-        self._is_owner = False  # it was, once
-        self._backend: tuple[int, str] | None = None  # the last session: its process at the server
-        self._wire: Wire | None = None
+        self.num_lanes = num_lanes
         self.has_wiped = False
+        name = f"{holder}, pid {os.getpid()} on {socket.gethostname()}"
+        self._claim = _DatabaseClaim(name, is_exclusive)
+        self._seconds = busy_timeout_seconds, statement_seconds
+        self._freed = threading.Condition()
+        self._here = threading.local()
+        self.writers: list[PostgresWriter] = []
+        self._idle: list[PostgresWriter] = []  # the one that was used last is the next
+
+    @contextlib.contextmanager
+    def writing(self, is_serializable: bool = False) -> Iterator[Any]:
+        """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
+        with self._writer() as writer, writer.writing(is_serializable) as session:
+            yield session
+
+    @contextlib.contextmanager
+    def reading(self, is_snapshot: bool = False) -> Iterator[Any]:
+        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
+        with self._writer() as writer, writer.reading(is_snapshot) as session:
+            yield session
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        for writer in self.writers:
+            writer.close()
+
+    def beside(self) -> PostgresWriter:
+        """Another connection, for another thread; its commits may be lost with the server's power."""
+        figures = WriteFigures()
+        return PostgresWriter(
+            self.address, self._claim, *self._seconds, figures, self.note_wiped, is_durable=False
+        )
+
+    def note_wiped(self) -> None:
+        """Rows of bodies were wiped, and are to be deleted (backend.py)."""
+        self.has_wiped = True
+
+    @contextlib.contextmanager
+    def _writer(self) -> Iterator[PostgresWriter]:
+        if getattr(self._here, "is_busy", False):
+            raise RuntimeError("the history is being used by this thread already")
+        with self._freed:
+            if not self._freed.wait_for(self._has_writer, self._seconds[0]):
+                raise RuntimeError("the history is being used by another thread")
+            writer = self._idle.pop()
+        self._here.is_busy = True
+        try:
+            yield writer
+        finally:
+            self._here.is_busy = False
+            with self._freed:
+                self._idle.append(writer)
+                self._freed.notify()
+
+    def _has_writer(self) -> bool:
+        """Whether one is idle, perhaps a new one."""
+        if not self._idle and len(self.writers) < self.num_lanes:
+            made = PostgresWriter(
+                self.address, self._claim, *self._seconds, self.figures, self.note_wiped
+            )
+            self.writers.append(made)
+            self._idle.append(made)
+        return bool(self._idle)
+
+
+class _DatabaseClaim:
+    """That this process has the database, perhaps beside others; its connections share it."""
+
+    def __init__(self, name: str, is_exclusive: bool) -> None:
+        self.name, self.is_exclusive = name, is_exclusive
+        self.token = secrets.token_hex(16)
+        self.is_made = False  # it was, once
+        self.opening = threading.Lock()  # until one connection has made it, the others wait
+
+
+class PostgresWriter:
+    """The connection for one thread at a time; it opens again after an error."""
+
+    def __init__(
+        self,
+        address: Address,
+        claim: _DatabaseClaim,
+        busy_timeout_seconds: float,
+        statement_seconds: float,
+        figures: WriteFigures,
+        note_wiped: Callable[[], None],
+        *,
+        is_durable: bool = True,
+    ) -> None:
+        self.address = address
+        self.figures = figures
+        self._is_durable = is_durable
+        self.limit = TimeLimit(statement_seconds)
+        self._claim = claim
+        self._busy_timeout_seconds = busy_timeout_seconds
+        self._note_wiped = note_wiped
+        self._backend: tuple[int, str] | None = None  # the last session: its process at the server
+        self._slot: int | None = None
+        self._wire: Wire | None = None
         self._reserve = ReservedNumbers()
         self._warning = ""  # of the server, at a commit
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Any]:
+    def writing(self, is_serializable: bool = False) -> Iterator[Any]:
         """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
         with self._operation() as session:
-            session.begin()
+            session.begin("ISOLATION LEVEL SERIALIZABLE" if is_serializable else "")
             yield session
             self._warning = ""
             began = time.perf_counter()
@@ -186,9 +312,11 @@ class PostgresWriter:
             self.figures.committed(time.perf_counter() - began)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Any]:
-        """Statements outside a transaction."""
+    def reading(self, is_snapshot: bool = False) -> Iterator[Any]:
+        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
         with self._operation() as session:
+            if is_snapshot:
+                session.begin("READ ONLY")
             yield session
 
     def close(self) -> None:
@@ -205,29 +333,29 @@ class PostgresWriter:
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[SqlSession]:
-        if not self._in_use.acquire(blocking=False):
-            raise RuntimeError("the history is being used by another thread")
         try:
             if self._wire is not None and is_lost(self._wire.conn):
                 self.close()
             if self._wire is None:
                 self._wire = self._open()
             with self.limit.counting():
-                yield SqlSession(self._wire, self.limit, self._reserve, self.note_wiped)
+                yield SqlSession(
+                    self._wire, self.limit, self._reserve, self._note_wiped, self._slot or 0
+                )
         except self.address.driver.Error as error:
             raise self._explained(error) from error  # a local name would make it a cycle
         finally:
             if self._wire is not None and not end_transaction(self._wire):
                 self.close()
-            self._in_use.release()
 
     def _open(self) -> Wire:
-        conn = self.address.connect(self._holder, self.limit.seconds, self._busy_timeout_seconds)
+        seconds = self.limit.seconds, self._busy_timeout_seconds
+        conn = self.address.connect(self._claim.name, *seconds)
         try:
             self._check(conn)
-            self._lock(conn)
-            migrate(conn, self.address.shown)
-            self._own(conn)
+            self._take_slot(conn)
+            with self._claim.opening:
+                self._take_database(conn)
             self._backend = conn.execute(
                 "SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()"
             ).fetchone()
@@ -237,10 +365,6 @@ class PostgresWriter:
         except BaseException:
             conn.close()
             raise
-
-    def note_wiped(self) -> None:
-        """Rows of bodies were wiped, and are to be deleted (backend.py)."""
-        self.has_wiped = True
 
     def _notice(self, notice: Any) -> None:
         if notice.severity_nonlocalized == "WARNING":
@@ -260,43 +384,66 @@ class PostgresWriter:
                 raise StoreError(
                     f"{self.address.shown} runs with {name} = off, and would lose what it acknowledged"
                 )
-        if setting("synchronous_commit") not in STRONGER:
+        if not self._is_durable:
+            conn.execute("SET synchronous_commit = off")
+        elif setting("synchronous_commit") not in STRONGER:
             conn.execute("SET synchronous_commit = on")
 
-    def _lock(self, conn: Any) -> None:
-        """Take the history, or raise StoreLocked; what a dying session still holds is waited for."""
+    def _take_slot(self, conn: Any) -> None:
+        """Take the lock of a slot: that of our last session, once that has ended, or else a free one."""
         end = time.monotonic() + self._busy_timeout_seconds
         has_ended_ours = False
-        while not conn.execute("SELECT pg_try_advisory_lock(%s)", [LOCK_KEY]).fetchone()[0]:
-            if self._backend is not None and not has_ended_ours:
-                # Our own, whose connection was lost, as the server does not know yet.
-                conn.execute(
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                    " WHERE pid = %s AND backend_start::text = %s",
-                    self._backend,
-                )
+        while self._slot is not None and self._backend is not None:
+            ours = "SELECT pg_try_advisory_lock(%s, %s)"
+            if conn.execute(ours, [SLOTS_KEY, self._slot]).fetchone()[0]:
+                return
+            if not conn.execute(f"SELECT 1 {SAME_BACKEND}", self._backend).fetchall():
+                break  # our session has ended, and another one was faster
+            if not has_ended_ours:  # its connection was lost, as the server does not know yet
+                conn.execute(f"SELECT pg_terminate_backend(pid) {SAME_BACKEND}", self._backend)
                 has_ended_ours = True
             if time.monotonic() > end:
-                names = f"the history {self.address.shown} is in use by {_holder(conn)}"
-                raise StoreUnavailable(names) if self._is_owner else StoreLocked(names)
+                raise StoreUnavailable(
+                    f"the history {self.address.shown}: an earlier session of this process has not ended"
+                )
             time.sleep(LOCK_PAUSE_SECONDS)
+        (self._slot,) = conn.execute(FREE_SLOT).fetchone()
 
-    def _own(self, conn: Any) -> None:
-        """Say that this process has the history, or that it has lost it."""
-        if not self._is_owner:
+    def _take_database(self, conn: Any) -> None:
+        """Take the lock of the database, and make sure that it has our schema; or raise StoreLocked."""
+        is_outdated, claim = needs_step(conn), self._claim
+        if claim.is_exclusive or is_outdated:
+            why = "has to be changed for this version, which needs it alone, but is " * is_outdated
+            self._lock(conn, "pg_try_advisory_lock", why or "is ")
+        if not claim.is_exclusive:
+            self._lock(conn, "pg_try_advisory_lock_shared")
+        migrate(conn, self.address.shown)
+        if is_outdated and not claim.is_exclusive:
+            conn.execute("SELECT pg_advisory_unlock(%s)", [LOCK_KEY])
+        conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")  # others may do the same
+        conn.execute(KNOWN_TO_STANDBY, [self._slot])
+        found = conn.execute("SELECT token, name FROM owner").fetchone()
+        if not claim.is_made:
             conn.execute(
                 "UPDATE owner SET token = %s, name = %s, taken_at = now()",
-                [self._token, self._holder],
+                [claim.token, claim.name],
             )
-            self._is_owner = True
-            return
-        still = "UPDATE owner SET taken_at = now() WHERE token = %s"
-        if not conn.execute(still, [self._token]).rowcount:
-            (name,) = conn.execute("SELECT name FROM owner").fetchone()
+        conn.execute("COMMIT")
+        if claim.is_made and claim.is_exclusive and found[0] != claim.token:
             raise StoreLocked(
-                f"the history {self.address.shown} was taken over by {name}; this process writes no"
+                f"the history {self.address.shown} was taken over by {found[1]}; this process writes no"
                 " more to it"
             )
+        claim.is_made = True
+
+    def _lock(self, conn: Any, function: str, why: str = "is ") -> None:
+        """What a dying session still holds is waited for."""
+        end = time.monotonic() + self._busy_timeout_seconds
+        while not conn.execute(f"SELECT {function}(%s)", [LOCK_KEY]).fetchone()[0]:
+            if time.monotonic() > end:
+                names = f"the history {self.address.shown} {why}in use by {_holders(conn)}"
+                raise StoreUnavailable(names) if self._claim.is_made else StoreLocked(names)
+            time.sleep(LOCK_PAUSE_SECONDS)
 
 
 class PostgresSnapshots:
@@ -378,11 +525,11 @@ def is_lost(conn: Any) -> bool:
     return False
 
 
-def _holder(conn: Any) -> str:
-    """Who has the history now, by its row; the row may not be there yet."""
+def _holders(conn: Any) -> str:
+    """Who has the lock of the database now."""
     with contextlib.suppress(Exception):
-        (name,) = conn.execute("SELECT name FROM owner").fetchone()
-        return name or "another process"
+        found = conn.execute(HOLDERS, [LOCK_KEY >> 32, LOCK_KEY & 0xFFFFFFFF]).fetchall()
+        return ", ".join(name for (name,) in found) or "another process"
     return "another process"
 
 
@@ -395,6 +542,9 @@ def explained(error: Any, shown: str) -> Exception:
     code = error.sqlstate or ""
     if code == DISK_FULL:
         return DiskFull(f"the history {shown}: {UNAVAILABLE[code]}")
+    if code in CONFLICTS:
+        first = str(error).partition("\n")[0]  # the other lines may name values
+        return Conflict(f"the history {shown}: another transaction changed the same rows: {first}")
     for table, kind in ((CORRUPT, StoreCorrupt), (UNAVAILABLE, StoreUnavailable)):
         words = table.get(code) or table.get(code[:2])
         if words is not None:

@@ -11,6 +11,8 @@ Three things are here that SQLite has otherwise:
                    damage was found
     bodies_wiped   the index of wiped bodies, which are deleted in steps (backend.py); in SQLite they stay
     numbers        come from sequences: a number that was given out is never given out again
+    tenants        is a view.  Each writing connection counts in rows of `tenant_bytes` that are its own as
+                   long as it has their slot (connection.py), so none waits for the commit of another
 """
 
 from __future__ import annotations
@@ -156,6 +158,13 @@ STEPS: dict[int, tuple[str, ...]] = {  # by version
         "INSERT INTO housekeeping (session, epoch) VALUES (0, 0)",
         "CREATE SEQUENCE epoch_numbers",
         "SELECT setval('epoch_numbers', greatest(1, (SELECT last FROM epochs)))",
+        "CREATE TABLE tenant_bytes (tenant TEXT NOT NULL, slot BIGINT NOT NULL,"
+        " stored_bytes BIGINT NOT NULL, PRIMARY KEY (tenant, slot)) WITH (fillfactor = 50)",
+        "INSERT INTO tenant_bytes SELECT tenant, 0, stored_bytes FROM tenants",
+        "DROP TABLE tenants",
+        "CREATE VIEW tenants AS SELECT tenant, sum(stored_bytes)::BIGINT AS stored_bytes"
+        " FROM tenant_bytes GROUP BY tenant",
+        "UPDATE space SET wiped_bytes = 0",
     ),
 }
 NEWEST = max(STEPS)
@@ -166,6 +175,14 @@ RECORD = (
     " is_damaged BOOLEAN NOT NULL)",
     "INSERT INTO owner VALUES ('', '', now(), false)",
 )
+
+
+def needs_step(conn: Any, newest: int = NEWEST) -> bool:
+    """Whether the schema is older than ours, or not there."""
+    if conn.execute(f"SELECT to_regclass('{SCHEMA}.schema_versions')").fetchone() == (None,):
+        return True
+    found = conn.execute("SELECT coalesce(max(version), 0) FROM schema_versions").fetchone()
+    return bool(found[0] < newest)
 
 
 def migrate(conn: Any, shown: str, steps: Mapping[int, Sequence[str]] = STEPS) -> None:

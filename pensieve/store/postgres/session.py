@@ -11,6 +11,9 @@ Outside of a transaction each statement is one by itself, and is waited for.
 Numbers of new rows are reserved (`insert_numbered` of backend.py): the sequence gives a hundred with one
 question.  A reserve belongs to a connection, since a server that crashed before a commit may give the same
 numbers again.
+
+What a transaction adds to the bytes of a tenant is added up and written once, before its end or the next
+savepoint.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ STATEMENTS_MAX = 1024  # that are remembered; those with a list in them differ
 PLACEHOLDER = re.compile(r"\?|(?<!:):([a-z_]+)")
 RESERVED_AT_ONCE = 100
 NEXT_NUMBERS = "SELECT nextval(pg_get_serial_sequence(?, ?)) FROM generate_series(1, ?)"
+COUNT_BYTES = (
+    "INSERT INTO tenant_bytes (tenant, slot, stored_bytes) VALUES (?, ?, ?) ON CONFLICT (tenant, slot)"
+    " DO UPDATE SET stored_bytes = tenant_bytes.stored_bytes + excluded.stored_bytes"
+)
 
 
 class ReservedNumbers:
@@ -51,8 +58,12 @@ class SqlSession(ServerSession):
         limit: TimeLimit | None = None,
         reserve: ReservedNumbers | None = None,
         on_wiped: Callable[[], None] = lambda: None,
+        slot: int = 0,
     ) -> None:
+        """`slot` says which rows of `tenant_bytes` are this connection's."""
         self._is_transaction = False
+        self._slot = slot
+        self._counted: dict[str, int] = {}  # bytes by tenant, of the transaction that runs
         self.note_wiped = on_wiped
         self._wire = wire
         self._limit = limit
@@ -61,8 +72,11 @@ class SqlSession(ServerSession):
     def execute(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> PendingResult:
         if self._limit is not None and self._limit.is_over():
             raise StoreUnavailable("the history: a statement took too long and was ended")
+        if self._counted and sql.startswith(("SAVEPOINT", "RELEASE")):
+            self._write_counted()
         statement = translated(sql)
         if sql.startswith("ROLLBACK"):
+            self._counted.clear()
             self._wire.clear()  # what failed is what it undoes
         result = self._wire.send(statement.sql, statement.in_order(values))
         if not self._is_transaction or sql.startswith(("RELEASE", "ROLLBACK")):
@@ -75,12 +89,21 @@ class SqlSession(ServerSession):
 
     def commit(self) -> str:
         """What the server has made of it."""
+        self._write_counted()
         result = self._wire.send("COMMIT")
         self._wire.sync()
         return result.status
 
     def take_number(self, table: str) -> int:
         return self._reserve.take(self, table)
+
+    def count_bytes(self, tenant: str, num_bytes: int) -> None:
+        self._counted[tenant] = self._counted.get(tenant, 0) + num_bytes
+
+    def _write_counted(self) -> None:
+        counted, self._counted = self._counted, {}
+        for tenant, num_bytes in counted.items():
+            self.execute(COUNT_BYTES, (tenant, self._slot, num_bytes))
 
 
 class Statement(NamedTuple):

@@ -215,6 +215,8 @@ class RemoteReader:
 class RemoteStore:
     """Used from one thread at a time, but for what `reader` returns."""
 
+    num_lanes = 1
+
     is_shared = True
     keeps_house = True
 

@@ -1,0 +1,97 @@
+"""Measure how many turns daemons commit to one database, by the connections with which each of them writes.
+
+A daemon is a process with the real store and neither engine nor clients. Each of its threads has
+conversations of its own and says one turn after the other: look_up, begin_turn, finish_turn. So there are as
+many turns at the same time as threads. `--store` is a PostgreSQL database; docs/postgresql.md says how to
+have one without installing PostgreSQL. Compare figures of one run only: they share the disk.
+
+Before a figure is printed, every conversation is read back: it must have the revision of its last turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from pensieve.bench.report import percentile
+from pensieve.store.conversation_store import ConversationStore
+from scripts.measurements.history import Talker
+from scripts.measurements.processes import counts
+
+BEGIN_SECONDS = 10.0  # until turns count: in that time all processes have begun
+names = count(time.time_ns())  # so that a database can be measured again
+
+
+class Found(NamedTuple):
+    turns: list[float]  # the seconds of each
+    commits: list[float]  # of the latest
+    cpu_seconds: float
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/measure lanes", description=__doc__)
+    parser.add_argument("--store", required=True, metavar="URL", help="postgresql://…")
+    parser.add_argument("--lanes", type=counts, default=(1, 16), metavar="N,N,…")
+    parser.add_argument("--daemons", type=counts, default=(1, 3), metavar="N,N,…")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each figure (default: 5)")
+    parser.add_argument("--pairs", type=int, default=3, help="how often (default: 3)")
+    arguments = parser.parse_args(given)
+    for _ in range(arguments.pairs):
+        for num_daemons in arguments.daemons:
+            for num_lanes in arguments.lanes:
+                found = measured(arguments.store, num_daemons, num_lanes, arguments.seconds)
+                turns, commits, cpu = found
+                print(
+                    f"{num_daemons} daemons of {num_lanes} connections: "
+                    f"{len(turns) / arguments.seconds:,.0f} turns/s, a turn p50 "
+                    f"{percentile(turns, 0.5) * 1e3:.1f} ms, p99 {percentile(turns, 0.99) * 1e3:.1f} ms; a "
+                    f"commit p50 {percentile(commits, 0.5) * 1e3:.1f} ms; {cpu / len(turns) * 1e3:.2f} ms of "
+                    "CPU a turn beside the server's",
+                    flush=True,
+                )
+
+
+def measured(url: str, num_daemons: int, num_lanes: int, seconds: float) -> Found:
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(num_daemons, context) as processes:
+        from_ = time.monotonic() + BEGIN_SECONDS
+        running = [
+            processes.submit(
+                _daemon, url, f"bench-{next(names)}", num_lanes, from_, from_ + seconds
+            )
+            for _ in range(num_daemons)
+        ]
+        found = [each.result() for each in running]
+    return Found(
+        [turn for each in found for turn in each.turns],
+        [commit for each in found for commit in each.commits],
+        sum(each.cpu_seconds for each in found),
+    )
+
+
+def _daemon(url: str, name: str, num_lanes: int, from_: float, until: float) -> Found:
+    with (
+        tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder,
+        ConversationStore.open(
+            Path(folder), "scripts/measure", url=url, num_lanes=num_lanes
+        ) as store,
+        ThreadPoolExecutor(num_lanes) as threads,
+    ):
+        talkers = [threads.submit(Talker, store, f"{name}-{number}") for number in range(num_lanes)]
+        ready = [each.result() for each in talkers]
+        running = [threads.submit(each.talk, from_, until) for each in ready]
+        time.sleep(max(from_ - time.monotonic(), 0.0))
+        cpu = time.process_time()
+        turns = [turn for each in running for turn in each.result()]
+        return Found(turns, list(store.figures.commit_seconds), time.process_time() - cpu)
+
+
+if __name__ == "__main__":
+    main()

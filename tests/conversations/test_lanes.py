@@ -1,0 +1,79 @@
+"""Several store threads: a conversation's jobs keep their order, and others do not wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from pensieve.conversations.prefixes import LogCuts
+from pensieve.conversations.threads import Threads
+
+NUM_LANES = 4
+NAMES = [f"c{number}" for number in range(40)]
+
+
+def test_a_conversation_has_one_thread_and_its_jobs_keep_their_order() -> None:
+    async def main() -> None:
+        threads = Threads(asyncio.get_running_loop(), 1, num_lanes=NUM_LANES)
+        ran: dict[str, list[tuple[int, int]]] = {name: [] for name in NAMES}
+
+        def job(name: str, number: int) -> None:
+            ran[name].append((number, threading.get_ident()))
+
+        await asyncio.gather(
+            *(threads.in_store("", job, name, n, lane=name) for n in range(20) for name in NAMES)
+        )
+        for jobs in ran.values():
+            assert [number for number, _ in jobs] == list(range(20))
+            assert len({thread for _, thread in jobs}) == 1
+        assert len({thread for jobs in ran.values() for _, thread in jobs}) == NUM_LANES
+        await threads.close()
+
+    asyncio.run(main())
+
+
+def test_a_job_holds_up_its_own_lane_alone_and_closing_waits_for_all() -> None:
+    async def main() -> None:
+        threads = Threads(asyncio.get_running_loop(), 1, num_lanes=NUM_LANES)
+        goes_on, done = threading.Event(), list[str]()
+        held = asyncio.ensure_future(threads.in_store("a", goes_on.wait, lane=NAMES[0]))
+        behind = asyncio.ensure_future(threads.in_store("a", done.append, "x", lane=NAMES[0]))
+        answers = [
+            asyncio.ensure_future(threads.in_store("a", done.append, name, lane=name))
+            for name in NAMES[1:]
+        ]
+        while len(done) < len(NAMES) // 2:
+            await asyncio.sleep(0.001)
+        assert threads.store_waiting.num_jobs >= 2
+        assert threads.store_waiting.oldest_seconds > 0
+        all_done = asyncio.ensure_future(threads.behind_the_store())
+        health = asyncio.ensure_future(threads.store_answers())
+        await asyncio.sleep(0.01)
+        assert not any(each.done() for each in (all_done, health, behind))
+        goes_on.set()
+        await asyncio.gather(held, behind, all_done, health, *answers)
+        assert sorted(done) == sorted(["x", *NAMES[1:]])
+        await threads.close()
+
+    asyncio.run(main())
+
+
+def test_calls_without_a_conversation_share_a_thread() -> None:
+    async def main() -> None:
+        threads = Threads(asyncio.get_running_loop(), 1, num_lanes=NUM_LANES)
+        tenants = [f"t{number}" for number in range(20)]
+        asked = (threads.in_store(tenant, threading.get_ident) for tenant in tenants)
+        assert len(set(await asyncio.gather(*asked))) == 1
+        await threads.close()
+
+    asyncio.run(main())
+
+
+def test_whether_a_log_was_cut_is_known_since_a_moment() -> None:
+    cuts = LogCuts()
+    cuts.count("tea")
+    was_cut = cuts.since()
+    assert not was_cut("tea")
+    cuts.count("tea")
+    assert was_cut("tea")
+    assert not cuts.since()("tea")

@@ -1,0 +1,299 @@
+"""Several threads write to PostgreSQL at the same time, each in transactions of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.errors import AlreadyExists, StoreUnavailable
+from pensieve.store import ConversationStore, NewTurn, StoredTurnState, conversation_rows, turn_rows
+from pensieve.store.backend import Conflict
+from pensieve.store.conversation_changes import Pending
+from pensieve.store.postgres.connection import PostgresLanes, explained
+from pensieve.store.transactions import CALLS_MAX
+from tests.scale import SCALE
+from tests.store.faulty import writer_of
+from tests.store.postgres_server import PostgresServer
+from tests.store.talk import begin, create, reply, say, user
+
+LANES = 8
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> Iterator[str]:
+    made = postgres.new_database()
+    yield made
+    postgres.drop(made)
+
+
+@pytest.fixture
+def store(tmp_path: Path, url: str) -> Iterator[ConversationStore]:
+    with ConversationStore.open(tmp_path / "data", "test", url=url, num_lanes=LANES) as opened:
+        yield opened
+
+
+@pytest.fixture
+def elsewhere(url: str) -> Iterator[Callable[[str], object]]:
+    """Carry out a statement on a connection of its own."""
+    import psycopg
+
+    with psycopg.connect(url, autocommit=True, options="-c search_path=pensieve") as conn:
+        yield conn.execute
+
+
+def lanes_of(store: ConversationStore) -> PostgresLanes:
+    lanes = writer_of(store)
+    assert isinstance(lanes, PostgresLanes)
+    return lanes
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Make the calls in threads of their own; returns their results or errors."""
+    ready = threading.Barrier(len(calls))
+
+    def made(call: Callable[[], Any]) -> Any:
+        ready.wait()
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(made, calls))
+
+
+def first(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, before: Callable[[], object]
+) -> None:
+    """Call `before` before the first call of a function."""
+    original, pending = getattr(module, name), [before]
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        if pending:
+            pending.pop()()
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(module, name, called)
+
+
+def test_each_thread_talks_in_its_own_conversations_and_nothing_is_lost_or_miscounted(
+    store: ConversationStore,
+) -> None:
+    num_turns = 10 * SCALE
+
+    def talk(name: str) -> None:
+        create(store, name, user("head", 1))
+        for number in range(num_turns):
+            say(store, name, f"r{number}", user("hi", number), reply("hello", number))
+
+    names = [f"c{number}" for number in range(LANES)]
+    assert at_once(*(lambda name=name: talk(name) for name in names)) == [None] * LANES
+    for name in names:
+        twice = (number for each in range(num_turns) for number in (each, each))
+        assert list(store.log(name)) == [1, *twice]
+    assert store.verify() == []
+    assert 1 < len(lanes_of(store).writers) <= LANES
+    assert store.figures.num_commits >= 2 * num_turns * LANES
+
+
+def test_of_many_that_make_the_same_conversation_one_succeeds(store: ConversationStore) -> None:
+    found = at_once(*[lambda: create(store, "tea", user("head", 1))] * LANES)
+    refused = [each for each in found if isinstance(each, AlreadyExists)]
+    assert len(refused) == LANES - 1
+    assert store.verify() == []
+
+
+def test_a_call_that_loses_a_race_is_made_again(
+    store: ConversationStore, elsewhere: Callable[[str], object]
+) -> None:
+    create(store, "tea")
+    seen: list[Pending] = []
+
+    def change(pending: Pending) -> Pending:
+        seen.append(pending)
+        if len(seen) == 1:
+            elsewhere("UPDATE bodies SET crc = crc")
+        return Pending((user("later"),))
+
+    changed = store.changes.change_pending("tea", change)
+    assert len(seen) == 2
+    assert [each.content for each in changed.after.messages] == ["later"]
+    assert store.verify() == []
+
+
+def test_it_is_made_again_a_few_times_and_then_unavailable(
+    store: ConversationStore, elsewhere: Callable[[str], object]
+) -> None:
+    create(store, "tea")
+    calls: list[Pending] = []
+
+    def change(pending: Pending) -> Pending:
+        calls.append(pending)
+        elsewhere("UPDATE bodies SET crc = crc")
+        return Pending((user("later"),))
+
+    with pytest.raises(StoreUnavailable, match="another transaction changed the same rows"):
+        store.changes.change_pending("tea", change)
+    assert len(calls) == CALLS_MAX
+    assert store.verify() == []
+
+
+def test_a_turn_whose_end_loses_a_race_stays_live_and_is_ended_by_the_next_call(
+    store: ConversationStore,
+    elsewhere: Callable[[str], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create(store, "tea")
+    create(store, "cup")
+    turn_id = begin(store, "tea", "r1", "hi", 1)
+
+    def race() -> None:
+        elsewhere("UPDATE turns SET usage = usage")
+        vars(store)["_transactions"].abandon(
+            [0]
+        )  # so that the next transaction looks for dead turns
+
+    first(monkeypatch, turn_rows, "finish_turn", race)
+    assert store.finish_turn(turn_id, reply("hello", 2), "stop", {}) == 1
+    assert list(store.log("tea")) == [1, 2]
+
+
+def test_a_turn_whose_end_loses_every_race_is_interrupted_by_the_next_transaction(
+    store: ConversationStore,
+    elsewhere: Callable[[str], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create(store, "tea")
+    turn_id = begin(store, "tea", "r1", "hi", 1)
+    original = turn_rows.finish_turn
+
+    def always(*arguments: Any) -> None:
+        elsewhere("UPDATE turns SET usage = usage")
+        original(*arguments)
+
+    monkeypatch.setattr(turn_rows, "finish_turn", always)
+    with pytest.raises(Conflict):
+        store.finish_turn(turn_id, reply("hello", 2), "stop", {})
+    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
+    monkeypatch.undo()
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    assert list(store.log("tea")) == [1, 2]
+
+
+def test_no_thread_takes_a_turn_for_dead_that_another_one_begins(store: ConversationStore) -> None:
+    """Each look for dead turns comes while others begin and end theirs."""
+    transactions = vars(store)["_transactions"]
+    done = threading.Event()
+
+    def look() -> None:
+        number = 0
+        while not done.is_set():
+            transactions.abandon([0])
+            store.changes.set_metadata("seen", {"number": number})
+            number += 1
+
+    def talk(name: str) -> None:
+        for number in range(20 * SCALE):
+            say(store, name, f"r{number}", user("hi", 1), reply("hello", 2))
+
+    def all_talk() -> None:
+        try:
+            names = [f"c{number}" for number in range(LANES - 1)]
+            assert at_once(*(lambda n=n: talk(n) for n in names)) == [None] * len(names)
+        finally:
+            done.set()
+
+    for name in ("seen", *(f"c{number}" for number in range(LANES - 1))):
+        create(store, name)
+    assert at_once(look, all_talk) == [None, None]
+    assert store.verify() == []
+
+
+def test_what_two_deletions_at_once_leave_unheld_is_wiped(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither sees the other one, and each leaves to the other what both hold, unless one comes again."""
+    create(store, "tea", user("a secret", 1))
+    store.fork_conversation("tea", 0, "cup")
+    both, original = threading.Barrier(2), conversation_rows.wipe_bodies
+    waits = [True, True]
+
+    def together(*arguments: Any) -> None:
+        if waits:
+            waits.pop()
+            both.wait()
+        original(*arguments)
+
+    monkeypatch.setattr(conversation_rows, "wipe_bodies", together)
+    deleted = at_once(*(lambda n=n: store.delete_conversation(n) for n in ("tea", "cup")))
+    assert deleted == [None, None]
+    with lanes_of(store).reading() as conn:
+        assert conn.execute("SELECT count(*) FROM messages").fetchone()[0] == 0
+        found = conn.execute("SELECT count(*) FROM bodies WHERE crc IS NOT NULL")
+        assert found.fetchone()[0] == 0
+    assert store.stored_bytes() == 0
+    assert store.verify() == []
+
+
+def test_a_fork_and_a_deletion_at_once_leave_a_whole_history(store: ConversationStore) -> None:
+    for number in range(5 * SCALE):
+        name, copy = f"tea{number}", f"cup{number}"
+        create(store, name, user("head", 1))
+        say(store, name, "r1", user("hi", 2), reply("hello", 3))
+        forked, deleted = at_once(
+            lambda name=name, copy=copy: store.fork_conversation(name, 1, copy),
+            lambda name=name: store.delete_conversation(name),
+        )
+        assert deleted is None
+        if not isinstance(forked, Exception):
+            assert list(store.log(copy)) == [1, 2, 3]
+    assert store.verify() == []
+
+
+def test_a_connection_that_is_lost_is_that_of_its_thread_alone(
+    store: ConversationStore, postgres: PostgresServer
+) -> None:
+    for name in ("tea", "cup"):
+        create(store, name)
+    turn_id = begin(store, "cup", "r1", "hi", 1)
+
+    def lose() -> None:
+        with lanes_of(store).writing() as conn:
+            (pid,) = conn.execute("SELECT pg_backend_pid()").fetchone()
+            (begun,) = at_once(lambda: begin(store, "tea", "r1", "hi", 1))
+            postgres.execute(f"SELECT pg_terminate_backend({pid})")
+            assert at_once(lambda: store.finish_turn(turn_id, reply("hello", 2), "stop", {})) == [1]
+            assert begun > turn_id
+            conn.execute("SELECT 1").fetchall()
+
+    with pytest.raises(StoreUnavailable, match="the server was stopped"):
+        lose()
+    assert list(store.log("cup")) == [1, 2]
+
+
+@pytest.mark.parametrize("code", ["40001", "40P01", "23505", "23503"])
+def test_what_another_transaction_has_caused_is_a_conflict(code: str) -> None:
+    class Failed(Exception):
+        sqlstate = code
+
+    assert isinstance(explained(Failed("lost\nDETAIL: a value"), "postgresql:///h"), Conflict)
+    assert "a value" not in str(explained(Failed("lost\nDETAIL: a value"), "postgresql:///h"))
+
+
+def test_the_bytes_of_a_tenant_are_counted_in_rows_of_each_connection(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    with lanes_of(store).writing():  # this thread has the connection that made it
+        at_once(lambda: create(store, "cup"))
+    with lanes_of(store).reading() as conn:
+        rows = conn.execute("SELECT slot, stored_bytes FROM tenant_bytes").fetchall()
+    assert sum(num_bytes > 0 for _, num_bytes in rows) == 2
+    assert store.stored_bytes() == sum(num_bytes for _, num_bytes in rows) > 0
+    assert store.begin_turn("tea", NewTurn("r1", [user("hi", 1)])).must_run
+    assert store.verify() == []

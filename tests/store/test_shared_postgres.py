@@ -1,0 +1,239 @@
+"""Several daemons on one database of PostgreSQL: stores in real processes, killed, stopped and cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.store import ConversationStore
+from tests.scale import SCALE
+from tests.store.postgres_server import PostgresServer
+from tests.store.sharing_process import LEASE_SECONDS, Process
+from tests.store.test_shared_file import (  # noqa: F401  these are the same on both databases
+    NUM_CONVERSATIONS,
+    check_epochs,
+    test_a_daemon_that_starts_again_ends_what_it_had,
+    test_a_draining_daemon_gives_up_what_is_idle_and_says_where_its_kv_is,
+    test_an_expired_lease_ends_nothing_that_nobody_has_claimed,
+    test_one_daemon_cleans_up_and_another_one_takes_over,
+    test_the_late_end_of_a_turn_is_refused,
+    test_two_owners_never_share_an_epoch,
+    test_what_a_killed_daemon_had_is_claimed_after_its_lease,
+    test_what_another_daemon_deleted_and_made_again_is_not_taken_for_what_it_was,
+    test_who_makes_a_conversation_has_it_and_others_are_told_where,
+    took,
+    wait_until,
+)
+
+Start = Callable[..., Process]
+SOCKET = ".s.PGSQL.5432"
+PIECE = 1 << 16
+
+
+class Proxy:
+    """Between daemons and the server's socket; while it is `cut`, it passes nothing on and closes nothing."""
+
+    def __init__(self, server: Path) -> None:
+        self._server = str(server / SOCKET)
+        self._folder = tempfile.TemporaryDirectory(prefix="pensieve-proxy-")
+        self.path = Path(self._folder.name)
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(self.path / SOCKET))
+        self._listening.listen()
+        self._goes = threading.Event()
+        self._goes.set()
+        self._open: set[socket.socket] = set()
+        self._accepting = threading.Thread(target=self._accept)
+        self._accepting.start()
+
+    def cut(self) -> None:
+        self._goes.clear()
+
+    def heal(self, *, closes: bool) -> None:
+        """Pass on what comes; `closes`: the connections from before are lost, on both sides."""
+        if closes:
+            for each in list(self._open):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+        self._goes.set()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._accepting.join()
+        self.heal(closes=True)
+        self._folder.cleanup()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
+
+    def _pass_on(self, client: socket.socket) -> None:
+        self._goes.wait()
+        with client, socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
+            server.connect(self._server)
+            self._open |= {client, server}
+            other = {client: server, server: client}
+            while True:
+                for each in select.select(list(other), [], [])[0]:
+                    piece = each.recv(PIECE)
+                    self._goes.wait()
+                    if not piece:
+                        return
+                    other[each].sendall(piece)
+        self._open -= {client, server}
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> Iterator[str]:
+    made = postgres.new_database()
+    yield made
+    postgres.drop(made)
+
+
+@pytest.fixture
+def path(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the daemons have their folders."""
+
+    def verified(path: Path) -> list[str]:
+        with ConversationStore.open(path.parent / "last", "test", url=url) as store:
+            return [*store.verify(), *store.integrity_check()]
+
+    monkeypatch.setattr("tests.store.test_shared_file.verified", verified)
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def start(path: Path, url: str) -> Iterator[Start]:
+    """Starts processes, which are ended behind the test."""
+    started: list[Process] = []
+
+    def one(name: str, **options: Any) -> Process:
+        started.append(Process(path, name, **{"url": url, **options}))
+        return started[-1].ready()
+
+    yield one
+    for each in started:
+        each.end()
+
+
+@pytest.fixture
+def proxy(postgres: PostgresServer) -> Iterator[Proxy]:
+    made = Proxy(postgres.path)
+    yield made
+    made.close()
+
+
+def through(proxy: Proxy, url: str) -> str:
+    return f"{url.partition('?')[0]}?host={proxy.path}"
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_daemon_that_was_cut_off_ends_no_turn_that_another_one_has_claimed(
+    start: Start, proxy: Proxy, url: str, closes: bool
+) -> None:
+    a = start("a", url=through(proxy, url), lease_seconds=LEASE_SECONDS)
+    b = start("b", lease_seconds=LEASE_SECONDS)
+    a("create", "tea")
+    a("create", "cup")
+    turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
+    kept, *_ = a("begin", "cup", "r1", 3)
+    proxy.cut()
+    a.put("finish", turn_id, attempt, 99)
+    wait_until(lambda: took(b, "begin", "tea", "r1", 2), LEASE_SECONDS + 2)
+    assert b("finish", turn_id, attempt + 1, 7) == 1
+    proxy.heal(closes=closes)
+    assert a.answer()[1] in ("NotFound", "StoreUnavailable")
+    wait_until(lambda: a("finish", turn_id, attempt, 99)[1] == "NotFound")
+    assert a("finish", kept, 1, 8) == 1  # nobody has claimed it
+    assert b("log", "tea") == [1, 2, 7]
+    assert b("log", "cup") == [1, 3, 8]
+
+
+def test_in_a_random_world_nothing_is_lost_or_doubled(
+    start: Start, path: Path, url: str, postgres: PostgresServer
+) -> None:
+    """Three daemons talk in the same conversations; each in turn is killed, stopped and cut off.
+
+    What was acknowledged is in the log, at its revision, once; and what was said in an epoch was said by one
+    daemon.
+    """
+    said: list[list[Any]] = []
+    proxies = {name: Proxy(postgres.path) for name in "abc"}
+    lives: dict[str, Process] = {}
+    left: dict[str, bytes] = {}
+    seeds = itertools.count(1)
+    first = start("first")
+    for number in range(NUM_CONVERSATIONS):
+        first("create", f"w{number}")
+    first("close")
+
+    def live(name: str) -> None:
+        place = {"url": through(proxies[name], url), "lease_seconds": LEASE_SECONDS}
+        lives[name], left[name] = start(name, **place), b""
+        os.set_blocking(lives[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
+        lives[name].put("world", next(seeds), NUM_CONVERSATIONS)
+
+    def listen() -> None:
+        for name, process in lives.items():
+            with contextlib.suppress(BlockingIOError):
+                while piece := os.read(process.child.stdout.fileno(), PIECE):  # type: ignore[union-attr]
+                    left[name] += piece
+            *lines, left[name] = left[name].split(b"\n")
+            said.extend(entry for line in lines if (entry := json.loads(line))[0] == "said")
+
+    for name in "abc":
+        live(name)
+    for step in range(9 * SCALE):
+        time.sleep(0.4)
+        listen()
+        victim, fault = "abc"[step % 3], step // 3 % 3
+        if fault == 0:
+            lives[victim].kill()
+            listen()
+            live(victim)
+        elif fault == 1:
+            lives[victim].stop()
+            time.sleep(LEASE_SECONDS + 0.3)
+            lives[victim].go_on()
+        else:
+            proxies[victim].cut()
+            time.sleep(LEASE_SECONDS + 0.3)
+            proxies[victim].heal(closes=bool(step % 2))
+    time.sleep(0.4)
+    for each in lives.values():
+        each.kill()
+    listen()
+    for proxy in proxies.values():
+        proxy.close()
+
+    assert len(said) > 100
+    assert {entry[5] for entry in said} > {1, 2, 3}
+    check_epochs(said)
+    with ConversationStore.open(path.parent / "last", "test", url=url) as store:
+        for number in range(NUM_CONVERSATIONS):
+            name = f"w{number}"
+            log, messages = list(store.log(name)), store.messages(name, include_token_ids=True)
+            entries = [entry for entry in said if entry[1] == name]
+            assert len({entry[3] for entry in entries}) == len(entries)
+            for _, _, token, revision, *_ in entries:
+                assert log.count(token) == 2  # the message and its reply
+                found = [m.revision for m in messages if list(m.token_ids or ()) == [token]]
+                assert found == [revision, revision]
+        assert store.verify() == []
+        assert store.integrity_check() == []
