@@ -51,7 +51,7 @@ class OneThread:
     def time(self) -> float:
         return time.monotonic()
 
-    async def in_store(self, _: str, job: Callable[..., T], *arguments: Any) -> T:
+    async def in_store(self, _: str, job: Callable[..., T], *arguments: Any, lane: str = "") -> T:
         return job(*arguments)
 
     async def in_text_pool(self, _: str, job: Callable[[], T]) -> T:
