@@ -71,7 +71,6 @@ from pensieve.store.records import (
     check_id,
     check_text,
 )
-from pensieve.store.replica_sessions import ReplicaSessions
 from pensieve.store.responses import ResponseStore, StoredResponse, put_response
 from pensieve.store.shared_file import SQLITE_SCHEME, open_shared
 from pensieve.store.transactions import TAKEN, StoreTransactions
@@ -93,15 +92,13 @@ class ConversationStore:
         statement_seconds: float = STATEMENT_SECONDS,
         url: str = "",
         replica: str = "",
-        keep_running: bool = False,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         """`url` is the address of a PostgreSQL database, or of a file of SQLite that several daemons open.
 
         Without it the history is in the folder, and nobody else has it.
 
-        `replica` is the name of this daemon among those that share the history.  With `keep_running` other
-        processes compute the turns, and those that run are not interrupted.
+        `replica` is the name of this daemon among those that share the history.
         """
         self.folder = folder
         self.now = now
@@ -110,7 +107,6 @@ class ConversationStore:
         self._backend = open_backend(folder, url, driver, *times, housekeeper, lease_seconds)
         self._writer = self._backend.writer
         self._transactions = StoreTransactions(self._writer, now)
-        self.group = self._transactions.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
         self.forgetting = Forgetting(self._transactions, housekeeper)
         self.owners = Owners(self._transactions, now)
@@ -121,17 +117,12 @@ class ConversationStore:
         self.replica = replica
         self.housekeeper = housekeeper
         self._leases: Leases | None = None
-        self.replica_sessions = ReplicaSessions(self._transactions, now)
         try:
-            if keep_running:
-                self._transactions.keep()
-                interrupted = self._transactions.interrupt_dead()
-            else:
-                opening = Opening(replica)
-                if self.is_shared:
-                    opening = Opening(replica, daemon_identity(folder.path), lease_seconds)
-                interrupted = self.erasure.in_reserve(lambda: self.owners.opened(opening))
-                self._share()
+            opening = Opening(replica)
+            if self.is_shared:
+                opening = Opening(replica, daemon_identity(folder.path), lease_seconds)
+            interrupted = self.erasure.in_reserve(lambda: self.owners.opened(opening))
+            self._share()
             self.erasure.resume()
             self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
             self.marks = self._backend.marks
@@ -510,9 +501,7 @@ class ConversationStore:
         """The addresses of daemons that may still have KV of a conversation, by tenant and its id."""
         return self.owners.came_from
 
-    def watch(
-        self, on_stale: Callable[[str, str], None], on_lost: Callable[[], None] = lambda: None
-    ) -> None:
+    def watch(self, on_stale: Callable[[str, str], None]) -> None:
         """`on_stale` gets the tenant and the id of each conversation whose KV may be outdated.
 
         It is called in the store's thread, before the call that finds it returns.

@@ -8,38 +8,21 @@ may not have been committed (an error at COMMIT does not say).  Then the store i
 on the disk becomes `interrupted`, and only once that is committed is the store sure again.  Turns in
 conversations of other daemons are left alone.
 
-Where other processes compute the turns (the history service), there is no session of ours, and all rows count
-as ours.  Then `keep` takes those that are running at the start for live until it is known whether their
-process goes on, and `abandon` makes those dead whose does not.
-
 Reads come before that transaction and cannot wait for one, because a client that learns that a turn is
 running sends nothing that would write.  So they return a dead row as the interrupted turn that it will be.
 A turn of another daemon is dead for them if the daemon's session has ended or its lease has expired.
-A turn whose end was written is not live either, but a reader's snapshot may be older than the commit (several
-calls may be in one commit): there it runs.  So the last ENDED_MAX of those are remembered.
-
-**Groups.**  A commit costs a sync of the disk, which is most of what a turn costs the history.  Whoever has
-several calls at hand (the history service, for many daemons) runs them in one group:
-
-    with transactions.group():        BEGIN
-        store.begin_turn(...)             SAVEPOINT, its statements, RELEASE
-        store.finish_turn(...)            SAVEPOINT, its statements, RELEASE
-                                      COMMIT
-
-A call that fails is rolled back to its savepoint and leaves the others as they are; it fails with an error of
-ours (NotFound, TurnRunning, …), raised by the code between the statements.  An error of the database itself
-(a full disk, a lost connection) says nothing about which of them is to blame, so it ends the group, and all
-of it is rolled back.  Nothing of a group is on the disk before `group` returns, so nobody may be told before.
+A turn whose end was written is not live either, but a reader's snapshot may be older than the commit: there
+it runs.  So the last ENDED_MAX of those are remembered.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pensieve.errors import NotFound, PensieveError
+from pensieve.errors import NotFound
 from pensieve.store import turn_rows
 from pensieve.store.backend import Transactions
 from pensieve.store.records import Conversation, StoredTurn, StoredTurnState
@@ -63,10 +46,8 @@ class StoreTransactions:
         self._live: set[int] = set()
         self._ended: dict[int, None] = {}  # turns whose end was written, the oldest first
         self._unsure = True
-        self.session = NOBODY  # ours; none where other processes compute the turns
+        self.session = NOBODY  # ours, once it is open
         self._late = NOBODY  # a turn whose end came late: another attempt of ours runs
-        self._group: Connection | None = None  # that of the group that runs
-        self._depth = 0  # savepoints inside of each other
 
     # -- transactions --
 
@@ -75,7 +56,7 @@ class StoreTransactions:
         """One transaction, in which every `running` row is live."""
         self.interrupt_dead()
         try:
-            with self._transaction() as conn:
+            with self._writer.writing() as conn:
                 yield conn
         except BaseException:
             self._unsure = True
@@ -116,7 +97,7 @@ class StoreTransactions:
 
         NotFound, and the turn is what it was, if it was begun again since this attempt (0: any).
         """
-        is_ours = self.session in (NOBODY, fence.owner)
+        is_ours = fence.owner == self.session
         if attempt and attempt != fence.attempt:
             self._late = turn_id if is_ours else NOBODY
             raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
@@ -124,43 +105,9 @@ class StoreTransactions:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
-        """Statements outside a transaction, or in the group that runs."""
-        if self._group is not None:
-            yield self._group
-            return
+        """Statements outside a transaction."""
         with self._writer.reading() as conn:
             yield conn
-
-    @contextlib.contextmanager
-    def group(self) -> Iterator[None]:
-        """One transaction around the calls of the block."""
-        with self._writer.writing() as conn:
-            self._group, self._depth = conn, 0
-            try:
-                yield
-            finally:
-                self._group = None
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[Connection]:
-        conn = self._group
-        if conn is None:
-            with self._writer.writing() as alone:
-                yield alone
-            return
-        self._depth += 1
-        name = f"call_{self._depth}"
-        conn.execute(f"SAVEPOINT {name}")
-        try:
-            yield conn
-        except PensieveError:
-            conn.execute(f"ROLLBACK TO SAVEPOINT {name}")
-            conn.execute(f"RELEASE SAVEPOINT {name}")
-            raise
-        else:
-            conn.execute(f"RELEASE SAVEPOINT {name}")
-        finally:
-            self._depth -= 1
 
     # -- live turns --
 
@@ -169,43 +116,19 @@ class StoreTransactions:
         self._live.add(turn_id)
         self._ended.pop(turn_id, None)
 
-    def keep(self) -> None:
-        """Every turn that is `running` now is live."""
-        with self.reading() as conn:
-            self._live.update(turn_rows.running_turns(conn))
-
-    @property
-    def live(self) -> frozenset[int]:
-        """The turns that are live now."""
-        return frozenset(self._live)
-
-    def restore(self, turn_ids: Iterable[int]) -> None:
-        """These are live again: what has ended them since was rolled back, or perhaps so."""
-        for turn_id in turn_ids:
-            self.add(turn_id)
-        self._unsure = True
-
-    def abandon(self, turn_ids: Iterable[int]) -> None:
-        """These are not live any more, if they were; also where the commit that began them failed."""
-        gone = tuple(turn_ids)
-        self._live.difference_update(gone)
-        for turn_id in gone:
-            self._ended.pop(turn_id, None)
-        self._unsure = True
-
     def is_dead(self, conn: Connection, turn_id: int) -> bool:
         """Whether nobody computes this turn, if its row is `running`."""
         if turn_id in self._live:
             return False
-        return self.session == NOBODY or not turn_rows.runs_elsewhere(conn, turn_id, self.session)
+        return not turn_rows.runs_elsewhere(conn, turn_id, self.session)
 
     def interrupt_dead(self) -> list[int]:
         """Interrupt every turn with a dead row; returns their ids."""
         if not self._unsure:
             return []
-        ours = self.session or None
-        with self._transaction() as conn:
-            dead = [turn for turn in turn_rows.running_turns(conn, ours) if turn not in self._live]
+        with self._writer.writing() as conn:
+            running = turn_rows.running_turns(conn, self.session)
+            dead = [turn for turn in running if turn not in self._live]
             for turn_id in dead:
                 turn_rows.interrupt_turn(conn, turn_id, self._now())
         self._unsure = False
