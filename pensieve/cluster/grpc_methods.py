@@ -13,10 +13,6 @@ from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
 KEY = "session_id"  # Ray's name for it in the metadata
 TIMEOUT = "pensieve-timeout"
 REPLICA = "pensieve-replica"
-CONVERSATION = "conversation_id"
-PREFIX = "prefix_id"
-CREATE = "CreateConversation"
-WATCHING = ("WatchJob", "WatchStats", "Watch")  # streams that end when their client wants it
 HEALTH = "grpc.health.v1.Health"
 SERVICES = (
     conversation_pb2.DESCRIPTOR.services_by_name["ConversationService"],
@@ -37,8 +33,10 @@ class Method(NamedTuple):
         return self.path.rsplit("/", 1)[1]
 
     @property
-    def watches(self) -> bool:
-        return self.name in WATCHING
+    def kind(self) -> str:
+        """As gRPC calls it: unary_unary, unary_stream, …"""
+        sides = (self.takes_stream, self.gives_stream)
+        return "_".join("stream" if each else "unary" for each in sides)
 
 
 def methods() -> Iterator[Method]:
@@ -50,7 +48,7 @@ def methods() -> Iterator[Method]:
 
 
 async def health(channel: grpc.aio.Channel, seconds: float) -> status_pb2.HealthCheckResponse:
-    """What a daemon, or a history service, says of itself; AioRpcError if it does not."""
+    """Return what a daemon says of itself; AioRpcError if it does not."""
     check: Any = channel.unary_unary(
         f"/{HEALTH}/Check",
         request_serializer=status_pb2.HealthCheckRequest.SerializeToString,

@@ -166,6 +166,14 @@ class LocalRay:
         return [Node(*each) for each in state["nodes"]]
 
 
+def check_free(host: str, port: int) -> None:
+    """Raise Unavailable if another program listens there."""
+    try:
+        socket.create_server((host, port), reuse_port=False).close()
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
 def _free_port() -> int:
     with socket.create_server((HOST, 0)) as found:
         port: int = found.getsockname()[1]

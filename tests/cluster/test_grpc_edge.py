@@ -6,7 +6,6 @@ import pytest
 
 from pensieve.cluster.grpc_edge import key_of
 from pensieve.cluster.grpc_methods import Method, methods
-from pensieve.cluster.homes import BEHIND
 from pensieve.v1 import conversation_pb2 as pb
 
 METHODS = {each.name: each for each in methods()}
@@ -36,17 +35,6 @@ def test_a_request_names_its_conversation(method: str, request_: object, key: st
 def test_metadata_goes_before_the_request() -> None:
     request = pb.SendMessageRequest(conversation_id="trip-42").SerializeToString()
     assert key_of(METHODS["SendMessage"], (("session_id", "other"),), request) == ""
-
-
-def test_a_conversation_with_a_prefix_names_that_too() -> None:
-    create = METHODS["CreateConversation"]
-    new = pb.CreateConversationRequest(conversation_id="a", prefix_id="helpful")
-    assert key_of(create, (), new.SerializeToString()) == "a" + BEHIND + "helpful"
-    assert (
-        key_of(create, (("session_id", "b"),), new.SerializeToString()) == "b" + BEHIND + "helpful"
-    )
-    unnamed = pb.CreateConversationRequest(prefix_id="helpful").SerializeToString()
-    assert key_of(create, (), unnamed) == BEHIND + "helpful"
 
 
 def test_a_request_that_is_no_message_goes_on_without_a_key() -> None:
