@@ -401,7 +401,7 @@ class ConversationStore:
             progress = turn_rows.require_progress(conn, turn_id)
             is_ours = self._transactions.may_end(turn_id, attempt, progress)
             number, found, made, revision, tenant, end, _, _, messages = progress
-            if found is state and made is not None:
+            if found is state and made is not None and attempt in (0, progress.attempt):
                 return made
             if not is_ours:
                 raise Unavailable(TAKEN)
@@ -426,9 +426,10 @@ class ConversationStore:
         with self._transactions.ending(turn_id) as conn:
             fence = turn_rows.require_fence(conn, turn_id)
             is_ours = self._transactions.may_end(turn_id, attempt, fence)
-            if fence.state is StoredTurnState.RUNNING:
-                if not is_ours:
-                    raise Unavailable(TAKEN)
+            is_running = fence.state is StoredTurnState.RUNNING
+            if not is_ours and (is_running or attempt not in (0, fence.attempt)):
+                raise Unavailable(TAKEN)
+            if is_running:
                 turn_rows.fail_turn(conn, turn_id, failure, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 

@@ -95,13 +95,14 @@ class StoreTransactions:
     def may_end(self, turn_id: int, attempt: int, fence: TurnFence | TurnProgress) -> bool:
         """Whether the turn is ours to end; no other daemon has claimed its conversation.
 
-        NotFound, and the turn is what it was, if it was begun again since this attempt (0: any).
+        NotFound, and the turn is what it was, if it was begun again here since this attempt (0: any).
         """
-        is_ours = fence.owner == self.session
+        if fence.owner != self.session:
+            return False
         if attempt and attempt != fence.attempt:
-            self._late = turn_id if is_ours else NOBODY
+            self._late = turn_id
             raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
-        return is_ours
+        return True
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:

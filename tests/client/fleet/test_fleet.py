@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.client.fleet import Answer, FixedReplicas, Fleet, Replica, exposition, fleet
+from pensieve.client.fleet import Answer, Fleet, Replica, exposition, fleet
 from pensieve.client.fleet.holdings import KnownBy, Owner, held_of, holds_kv, owner_of
 from pensieve.client.fleet.totals import tenants_of, total_of
 from pensieve.conversations.daemon_config import DaemonConfig
