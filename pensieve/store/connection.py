@@ -82,14 +82,14 @@ FULL, IO_ERROR = 13, 10
 class WriterConnection:
     """The connection for one thread at a time; it opens again after an error.
 
-    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database; `noun` is
-    what errors call it.
+    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database, and says
+    whether it has changed the schema; `noun` is what errors call it.
     """
 
     def __init__(
         self,
         path: Path,
-        on_open: Callable[[Any], None],
+        on_open: Callable[[Any], object],
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         statement_seconds: float = STATEMENT_SECONDS,
@@ -250,12 +250,17 @@ class WriterConnection:
                 f"journal_size_limit = {JOURNAL_BYTES_MAX}",
             ):
                 conn.execute(f"PRAGMA {pragma}").fetchall()
-            self._on_open(db)
+            has_changed = self._on_open(db)
             self.limit.watch(conn)
         except BaseException:
             with contextlib.suppress(self.driver.Error):
                 conn.close()
             raise
+        if (
+            has_changed
+        ):  # each statement of a connection that has changed the schema is slower (measured)
+            conn.close()
+            return self._connect()
         return db
 
     def _discard(self) -> None:

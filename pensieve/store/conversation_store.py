@@ -36,7 +36,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pensieve.errors import InvalidArgument, NotFound, PensieveError, PrefixTaken, Unavailable
+from pensieve.errors import (
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    PrefixTaken,
+    StoreError,
+    Unavailable,
+)
 from pensieve.store import conversation_rows, message_rows, turn_rows
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, Backend, ScrubSteps
 from pensieve.store.bodies import bytes_of_tenant
@@ -45,7 +52,7 @@ from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.conversation_changes import ConversationChanges, pending_json, take_pending
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.declared_prefixes import PrefixStore
-from pensieve.store.folder import DataFolder, daemon_identity
+from pensieve.store.folder import DATABASE_NAME, DataFolder, daemon_identity
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
 from pensieve.store.housekeeper import Housekeeper
@@ -150,7 +157,13 @@ class ConversationStore:
         After an unclean stop `integrity_check_due` is true until an `integrity_check` has passed, also
         after later starts.
         """
-        folder = DataFolder.open(path, holder, has_database=not options.get("url"))
+        url = options.get("url", "")
+        if url == f"{SQLITE_SCHEME}{path.absolute() / DATABASE_NAME}":
+            raise StoreError(
+                f"--data {path} is the folder of the history that is shared: give each daemon a --data folder"
+                " of its own"
+            )
+        folder = DataFolder.open(path, holder, has_database=not url)
         try:
             return cls(folder, **options)
         except BaseException:

@@ -222,8 +222,10 @@ def migrate(
     application_id: int = APPLICATION_ID,
     last_resort: str = LAST_RESORT,
     is_alone: bool = True,
-) -> None:
+) -> bool:
     """Bring the database at `path` to the newest schema; raises StoreError if that is not possible.
+
+    Returns whether the schema was another one.
 
     `last_resort` is what its owner may do with one of a newer schema.  `is_alone`: nobody else has it open.
     """
@@ -241,7 +243,7 @@ def migrate(
             f" {_way_back(path, len(steps)) or last_resort}"
         )
     if version == len(steps):
-        return
+        return False
     if not is_alone:
         raise StoreError(
             f"{path} has schema version {version} and this Pensieve needs version {len(steps)}, but"
@@ -250,6 +252,7 @@ def migrate(
     if version:
         _back_up(db, path, version)
     migrations.apply(db)
+    return True
 
 
 def _run(statements: Sequence[str], db: Any) -> None:

@@ -6,6 +6,7 @@
                        it was not closed (a power loss, or every daemon was killed)
     FILE.write         locked by who writes, for one transaction (WriteTurn)
     FILE.write-next    locked by who writes next
+    FILE.write-done    a pipe with a byte from each writer whose time is over, read by who writes next
     FILE.damaged       damage was found
     FILE.reserve       space for deletions on a full disk
 
@@ -16,7 +17,8 @@ other.
 **Why a lock of our own for writers.**  SQLite's connections wait for its write lock by sleeping longer and
 longer, and whoever comes by in the right moment gets it.  A process that writes all the time would starve the
 others.  Here a writer first waits to be the next one, and only the next one waits for the lock itself.  So
-whoever has just written cannot overtake the next one.
+whoever has written for SLICE_SECONDS cannot overtake the next one, and a byte in the pipe wakes that.  Within
+this time it may, since after a transaction of another process SQLite reads every page anew.
 
 **A writer that stands still.**  A process that was stopped (SIGSTOP) within a transaction keeps SQLite's
 write lock and this one, and no other daemon could write, or take over what it had.  Only the end of the
@@ -30,6 +32,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -45,8 +48,9 @@ OPEN_SECONDS_MAX = 10.0  # that a daemon which is alone needs until it shares
 EXCLUSIVE_SECONDS = 1.0  # that another text than SHARED_TEXT is there, until it is believed
 OPEN_PAUSE_SECONDS = 0.02
 STOPPED_SECONDS = 1.0  # between two looks that find a writer stopped
-PAUSES = ((0.05, 0.0002), (1.0, 0.001), (float("inf"), 0.01))  # until so long, look so often
+PAUSES = ((0.05, 0.001), (1.0, 0.005), (float("inf"), 0.02))  # until so long, look so often
 SHARED_TEXT = b"shared by daemons with --store sqlite://\n"
+SLICE_SECONDS = 0.005
 SQLITE_SCHEME = "sqlite://"
 SHARED_SQLITE_MIN = (3, 51, 3)  # without the bug that resets a log which others write to
 NOT_LOCAL = {  # file systems on which other hosts may have the file open, too
@@ -163,9 +167,12 @@ class WriteTurn:
             path.with_name(f"{path.name}.write-next"),
             path.with_name(f"{path.name}.write"),
         )
+        self._pipe_path = path.with_name(f"{path.name}.write-done")
+        self._pipe: int | None = None
         self._seconds, self._patience = seconds, patience
         self._files: tuple[int, int] | None = None
         self._depth = 0
+        self._until = 0.0  # until then it may overtake
         self._stopped: tuple[int, float] = (
             0,
             0.0,
@@ -183,27 +190,41 @@ class WriteTurn:
             self._depth -= 1
             if not self._depth and self._files is not None:
                 fcntl.flock(self._files[1], fcntl.LOCK_UN)
+                if self._pipe is not None and time.monotonic() >= self._until:
+                    with contextlib.suppress(OSError):  # it is full of what nobody waited for
+                        os.write(self._pipe, b".")
 
     def close(self) -> None:
         files, self._files = self._files, None
         for file in files or ():
             os.close(file)
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            os.close(pipe)
 
     def _take(self) -> None:
         if self._files is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             following, file = (os.open(path, flags, 0o600) for path in self._paths)
             self._files = following, file
+            self._pipe = _open_pipe(self._pipe_path)
         began = time.monotonic()
         following, file = self._files
+        if began < self._until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.waited(0.0)
+                return
         self._wait(following, began)
         try:
-            self._wait(file, began)
+            self._wait(file, began, self._pipe)
         finally:
             fcntl.flock(following, fcntl.LOCK_UN)
-        self.waited(time.monotonic() - began)
+        now = time.monotonic()
+        self._until = now + SLICE_SECONDS
+        self.waited(now - began)
 
-    def _wait(self, file: int, began: float) -> None:
+    def _wait(self, file: int, began: float, pipe: int | None = None) -> None:
         while True:
             try:
                 return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,7 +237,12 @@ class WriteTurn:
                 )
             if waited > self._patience - STOPPED_SECONDS:
                 self._end_stopped(self._paths[1])
-            time.sleep(next(pause for until, pause in PAUSES if waited < until))
+            pause = next(pause for until, pause in PAUSES if waited < until)
+            if pipe is None:
+                time.sleep(pause)
+            elif select.select([pipe], (), (), pause)[0]:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(pipe, 1 << 16)
 
     def _end_stopped(self, path: Path) -> None:
         """Kill who has the lock if that process is stopped."""
@@ -234,6 +260,16 @@ class WriteTurn:
         )
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _open_pipe(path: Path) -> int | None:
+    """None where the file system has none."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(path, 0o600)
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def holder_of_lock(path: Path) -> int | None:

@@ -96,7 +96,7 @@ def test_who_makes_a_conversation_has_it_and_others_are_told_where(
 
 
 def test_what_a_killed_daemon_had_is_claimed_after_its_lease(start: Start, path: Path) -> None:
-    a, b = start("a"), start("b")
+    a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     assert b("running", "tea") == turn_id
@@ -113,13 +113,13 @@ def test_what_a_killed_daemon_had_is_claimed_after_its_lease(start: Start, path:
 
 def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
     """At once: the lock on its folder shows that it is dead."""
-    a, b = start("a", lease_seconds=60.0), start("b", lease_seconds=60.0)
+    a, b = start("a"), start("b")
     a("create", "tea")
     turn_id, *_ = a("begin", "tea", "r1", 2)
     b("create", "cup")
     other, *_ = b("begin", "cup", "r1", 3)
     a.kill()
-    again = start("a", lease_seconds=60.0)
+    again = start("a")
     assert again("running", "tea") is None
     assert again("running", "cup") == other  # another session's, which goes on
     assert b("say", "tea", "r2", 4) == 1
@@ -130,7 +130,7 @@ def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
 
 def test_the_late_end_of_a_turn_is_refused(start: Start, path: Path) -> None:
     """Of a daemon that was stopped for longer than its lease."""
-    a, b = start("a"), start("b")
+    a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     a.stop()
@@ -149,7 +149,7 @@ def test_the_late_end_of_a_turn_is_refused(start: Start, path: Path) -> None:
 
 
 def test_an_expired_lease_ends_nothing_that_nobody_has_claimed(start: Start) -> None:
-    a, b = start("a"), start("b")
+    a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     a.stop()
@@ -207,7 +207,7 @@ def test_two_owners_never_share_an_epoch(start: Start, path: Path) -> None:
 
 
 def test_a_daemon_that_stops_in_the_middle_of_a_write_is_killed(start: Start) -> None:
-    a, b = start("a"), start("b")
+    a, b = (start(name, lease_seconds=LEASE_SECONDS) for name in "ab")
     a("create", "tea")
     b("create", "cup")
     a.put("hold_write_lock")
@@ -237,7 +237,9 @@ def test_a_daemon_that_has_a_history_for_itself_excludes_others_and_is_excluded(
         with pytest.raises(StoreLocked, match="is in use by daemons that share it"):
             ConversationStore.open(path.parent, "test")
         with pytest.raises(StoreLocked):
-            ConversationStore.open(tmp_path / "a", "test", url=url)  # its own folder
+            ConversationStore.open(tmp_path / "a", "test", url=url)  # the other daemon's folder
+    with pytest.raises(StoreError, match="give each daemon a --data folder of its own"):
+        ConversationStore.open(path.parent, "test", url=url)
     with ConversationStore.open(path.parent, "test") as store:
         assert list(store.log("tea")) == [1, 2]
         assert not store.integrity_check_due
@@ -283,7 +285,7 @@ def test_what_a_daemon_that_died_had_to_erase_is_erased_by_who_cleans_up(
 
 
 def test_one_daemon_cleans_up_and_another_one_takes_over(start: Start) -> None:
-    a, b = start("a"), start("b")
+    a, b = (start(name, lease_seconds=LEASE_SECONDS) for name in "ab")
     assert (a("keeps_house"), b("keeps_house")) == (True, False)
     a.stop()
     wait_until(lambda: bool(b("keeps_house")))
@@ -398,7 +400,7 @@ def test_in_a_random_world_nothing_is_lost_or_doubled(start: Start, path: Path) 
     lives: dict[str, Process] = {}
 
     def live(name: str, seed: int) -> None:
-        lives[name] = start(name)
+        lives[name] = start(name, lease_seconds=LEASE_SECONDS)
         os.set_blocking(lives[name].child.stdout.fileno(), False)  # type: ignore[union-attr]
         lives[name].put("world", seed, NUM_CONVERSATIONS)
 
