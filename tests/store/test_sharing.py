@@ -83,6 +83,7 @@ def test_whence_a_conversation_came_is_remembered_for_its_next_turn_and_of_no_ot
     b.claim("tea")  # is of the same epoch
     assert b.came_from == {("", "tea"): "a:1", ("", "cup"): "a:1"}
     b.delete_conversation("cup")
+    create(b, "cup")
     assert b.came_from == {("", "tea"): "a:1"}
     a.take("tea")
     a.close()
