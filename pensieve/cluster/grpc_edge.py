@@ -3,9 +3,7 @@
 `grpc_options.grpc_servicer_functions` names `add_services`. Ray replaces the behaviour of each method by its
 own, which routes the call to a replica. Around that we put what Ray does not do:
 
-* **No message is changed.** Requests and responses stay bytes. A request without `session_id` in its metadata
-  is parsed once, for its conversation's id: Ray's router sends the same id to the same replica, so the call
-  needs no second hop.
+* **Messages stay bytes** in both directions.
 * **The deadline** travels as metadata, so that the daemon knows it (Ray passes on a cancellation only).
 * **An error keeps its details.** Ray carries trailing metadata with a message, and drops them with an
   exception. So a replica ends a failed call with an empty message whose context has the error
@@ -21,15 +19,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
-from google.protobuf import message_factory
-from google.protobuf.message import DecodeError, Message
 
-from pensieve.cluster.grpc_methods import KEY, REPLICA, TIMEOUT, Method, methods
+from pensieve.cluster.grpc_methods import REPLICA, TIMEOUT, Method, methods
 
 ABSENT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND)
 RAYS_OWN = frozenset({*ABSENT, *(each.value[0] for each in ABSENT)})  # Ray writes either
 GONE = "the replica that had this call is gone or is about to end; another one takes its calls"
-CONVERSATION = "conversation_id"
+Unary = Callable[[Any, Any], Awaitable[bytes]]
+Stream = Callable[[Any, Any], AsyncIterator[bytes]]
 Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers alone
 
 
@@ -51,35 +48,19 @@ class Services(grpc.GenericRpcHandler):
 
 
 class Call:
-    """The context of a call as Ray sees it: the real one, with metadata of ours."""
+    """The context of a call as Ray sees it: the real one, with the deadline among its metadata."""
 
-    def __init__(self, context: Any, key: str) -> None:
+    def __init__(self, context: Any) -> None:
         self._context = context
-        more = [(KEY, key)] if key else []
         left = context.time_remaining()
-        if left is not None:
-            more.append((TIMEOUT, f"{left:.3f}"))
-        self._metadata = (*(context.invocation_metadata() or ()), *more)
+        deadline = () if left is None else ((TIMEOUT, f"{left:.3f}"),)
+        self._metadata = (*(context.invocation_metadata() or ()), *deadline)
 
     def invocation_metadata(self) -> Any:
         return self._metadata
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
-
-
-def key_of(method: Method, metadata: Any, request: Any) -> str:
-    """Return the conversation's id, if the metadata has no key; "" for none."""
-    if any(name == KEY for name, _ in metadata or ()):
-        return ""
-    if method.takes_stream or CONVERSATION not in method.request.fields_by_name:
-        return ""
-    parsed: Message = message_factory.GetMessageClass(method.request)()
-    try:
-        parsed.ParseFromString(request)
-    except DecodeError:
-        return ""  # the daemon says what is wrong with it
-    return str(getattr(parsed, CONVERSATION))
 
 
 def _handler(method: Method) -> Handler:
@@ -89,18 +70,14 @@ def _handler(method: Method) -> Handler:
 def _around(method: Method, handler: Any) -> Handler:
     """Ray's handler with ours around it."""
     around: Any = _stream if method.gives_stream else _unary
-    return handler._replace(**{method.kind: around(method, getattr(handler, method.kind))})
-
-
-def _call(method: Method, request: Any, context: Any) -> Call:
-    return Call(context, key_of(method, context.invocation_metadata(), request))
+    return handler._replace(**{method.kind: around(getattr(handler, method.kind))})
 
 
 def _unary(
-    method: Method, behaviour: Callable[[Any, Any], Awaitable[bytes]]
+    behaviour: Callable[[Any, Any], Awaitable[bytes]],
 ) -> Callable[[Any, Any], Awaitable[bytes]]:
     async def call(request: Any, context: Any) -> bytes:
-        response = await behaviour(request, _call(method, request, context))
+        response = await behaviour(request, Call(context))
         if not any(name == REPLICA for name, _ in context.trailing_metadata() or ()):
             _correct(context)  # there was no message, in whose context they are
         return response
@@ -109,11 +86,11 @@ def _unary(
 
 
 def _stream(
-    method: Method, behaviour: Callable[[Any, Any], AsyncIterator[bytes]]
+    behaviour: Callable[[Any, Any], AsyncIterator[bytes]],
 ) -> Callable[[Any, Any], AsyncIterator[bytes]]:
     async def call(request: Any, context: Any) -> AsyncIterator[bytes]:
         has_failed = False
-        async for response in behaviour(request, _call(method, request, context)):
+        async for response in behaviour(request, Call(context)):
             has_failed = bool(context.code())  # this empty message has brought it, and is the last
             if not has_failed:
                 yield response

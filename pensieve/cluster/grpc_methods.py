@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grpc
-from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+from google.protobuf.descriptor import ServiceDescriptor
 
 from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
 
@@ -25,7 +25,6 @@ class Method(NamedTuple):
     path: str
     takes_stream: bool
     gives_stream: bool
-    request: Descriptor
 
     @property
     def name(self) -> str:
@@ -42,9 +41,8 @@ class Method(NamedTuple):
 def methods() -> Iterator[Method]:
     for service in SERVICES:
         yield from _methods_of(service)
-    check = status_pb2.HealthCheckRequest.DESCRIPTOR
-    yield Method(f"/{HEALTH}/Check", False, False, check)
-    yield Method(f"/{HEALTH}/Watch", False, True, check)
+    yield Method(f"/{HEALTH}/Check", False, False)
+    yield Method(f"/{HEALTH}/Watch", False, True)
 
 
 async def health(channel: grpc.aio.Channel, seconds: float) -> status_pb2.HealthCheckResponse:
@@ -62,9 +60,5 @@ async def health(channel: grpc.aio.Channel, seconds: float) -> status_pb2.Health
 
 def _methods_of(service: ServiceDescriptor) -> Iterator[Method]:
     for each in service.methods:
-        yield Method(
-            f"/{service.full_name}/{each.name}",
-            each.client_streaming,
-            each.server_streaming,
-            each.input_type,
-        )
+        path = f"/{service.full_name}/{each.name}"
+        yield Method(path, each.client_streaming, each.server_streaming)

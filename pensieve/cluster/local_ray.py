@@ -169,9 +169,10 @@ class LocalRay:
 def check_free(host: str, port: int) -> None:
     """Raise Unavailable if another program listens there."""
     try:
-        socket.create_server((host, port), reuse_port=False).close()
+        socket.create_server((host, port)).close()
     except OSError as error:
-        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        reason = os.strerror(error.errno or 0)  # without the address once more
+        raise Unavailable(f"cannot listen on {host}:{port}: {reason}") from error
 
 
 def _free_port() -> int:

@@ -79,12 +79,12 @@ class World:
         return bytes((await self.replica.GetConversation(request, context)).data)
 
     def send(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
-        handler = grpc.unary_stream_rpc_method_handler(self._stream)
+        handler: Any = grpc.unary_stream_rpc_method_handler(self._stream)
         found: AsyncIterator[bytes] = _around(SEND, handler).unary_stream(request, context)
         return found
 
     async def get(self, request: bytes, context: Context) -> bytes:
-        handler = grpc.unary_unary_rpc_method_handler(self._unary)
+        handler: Any = grpc.unary_unary_rpc_method_handler(self._unary)
         return bytes(await _around(GET, handler).unary_unary(request, context))
 
 
@@ -117,6 +117,14 @@ def request(max_tokens: int = 20, **more: Any) -> bytes:
     return pb.SendMessageRequest(
         conversation_id="c", messages=messages, sampling=sampling, create_if_missing=True
     ).SerializeToString()
+
+
+def test_every_method_has_a_name_of_its_own_because_ray_drops_the_service() -> None:
+    names = [each.name for each in methods()]
+    assert len(names) == len(set(names)) == 38
+    assert SEND.kind == "unary_stream"
+    assert METHODS["CreateJob"].kind == "stream_unary"
+    assert METHODS["GetStats"].path == "/pensieve.v1.AdminService/GetStats"
 
 
 def test_messages_and_trailing_metadata_come_from_the_daemon(daemon: DaemonRig) -> None:
@@ -202,7 +210,7 @@ def test_what_ray_says_itself_is_unavailable(code: grpc.StatusCode, num_messages
     """Its replica is gone, also in the middle of a stream, or the cluster is."""
 
     async def rays(_: bytes, context: Any) -> AsyncIterator[bytes]:
-        for _ in range(num_messages):
+        for _number in range(num_messages):
             context.set_trailing_metadata([("pensieve-replica", "one")])
             yield b"a message"
         context.set_code(code)

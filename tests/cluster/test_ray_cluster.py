@@ -28,8 +28,14 @@ from pensieve.client import Client
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.store import ConversationStore
 from pensieve.store.records import StoredTurnState
+from pensieve.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    conversation_pb2_grpc,
+    jobs_pb2,
+    jobs_pb2_grpc,
+)
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from tests.conversations.rig_daemon import details, wait_for
 from tests.newcomer import free_port
 
@@ -117,7 +123,8 @@ def replica_of(call: Any) -> str:
 
 
 def send(stub: Any, conversation_id: str, text: str, **metadata: str) -> str:
-    """A turn, read to its end; the replica that had it."""
+    """A turn, read to its end; the replica that had it.  The SDK, too, sends the id as the session."""
+    metadata = {"session_id": conversation_id, **metadata}
     new = pb.CreateConversationRequest(conversation_id=conversation_id)
     with contextlib.suppress(grpc.RpcError):  # which has it already
         stub.CreateConversation(new, metadata=tuple(metadata.items()), timeout=60)
@@ -189,6 +196,36 @@ def test_errors_keep_their_status_and_their_details(cluster: RayCluster, stub: A
     assert [each.field for each in violations] == ["sampling.max_tokens"]
 
 
+def test_a_client_of_http_that_leaves_ends_its_turn(cluster: RayCluster) -> None:
+    host, _, port = cluster.http.partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Go on."}], "stream": True}
+    connection.request(
+        "POST",
+        "/v1/chat/completions",
+        json.dumps({**body, "max_tokens": 50_000, "ignore_eos": True}),
+        {"content-type": "application/json", "x-session-id": "leaves"},
+    )
+    response = connection.getresponse()
+    assert response.read1(10)
+    sockets = sorted(cluster.folder.glob("history/replicas/*/admin.sock"))
+
+    def num_running() -> int:
+        found = 0
+        for each in sockets:
+            with grpc.insecure_channel(f"unix:{each}") as channel:
+                stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
+                stats = stub.GetStats(admin_pb2.GetStatsRequest(), timeout=60).stats
+                found += stats.turns_running
+        return found
+
+    assert len(sockets) == 2
+    assert num_running() == 1
+    response.close()
+    connection.close()
+    wait_for(lambda: num_running() == 0)
+
+
 def test_a_deadline_ends_the_turn(stub: Any) -> None:
     request = pb.SendMessageRequest(
         conversation_id="slow",
@@ -258,7 +295,7 @@ def test_http_streams_chunk_by_chunk(cluster: RayCluster) -> None:
             "POST",
             "/v1/chat/completions",
             json.dumps({**body, "max_tokens": 30}),
-            {"content-type": "application/json"},
+            {"content-type": "application/json", "x-session-id": "chunks"},
         )
         response = connection.getresponse()
         assert response.status == 200
