@@ -217,7 +217,6 @@ def test_where_a_history_is_may_be_shown() -> None:
         ("postgresql://a.example,b.example/chats", "a.example,b.example/chats"),
     ):
         assert shown_store(url) == (f"postgresql://{shown}" if shown else "")
-    assert shown_store("history://10.0.0.9:7000") == "history://10.0.0.9:7000"
     assert shown_store("sqlite:///var/lib/a@b.db") == "sqlite:///var/lib/a@b.db"
 
 

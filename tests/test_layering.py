@@ -54,12 +54,11 @@ ROOMS = {
         "api conversations guard core engine store text v1",
         "grpc google",
     ),
-    "history": room("store conversations v1", "grpc google", never="sqlite3"),
     "client": room("v1", "grpc google"),
     "v1": room(packages="grpc google"),
     "builtin": room(),
     "launch": room(
-        "core engine text store kernels model conversations api guard jobs history client config gc_pause"
+        "core engine text store kernels model conversations api guard jobs client config gc_pause"
         " builtin sim gguf extras v1",
         "grpc torch huggingface_hub",
         never="sqlite3",
@@ -70,7 +69,7 @@ ROOMS = {
         never="sqlite3",
     ),
     "bench": room(
-        "core engine text store kernels model conversations api guard jobs history client config gc_pause"
+        "core engine text store kernels model conversations api guard jobs client config gc_pause"
         " builtin sim launch v1 extras",
         "torch transformers tokenizers safetensors grpc matplotlib rich",
         never="sqlite3",

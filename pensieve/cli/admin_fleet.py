@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.cli.admin_stats import MIB, seconds_text
 from pensieve.cli.plain_values import plain
-from pensieve.config import Resolved, read_secret
+from pensieve.cli.reaching import address_of
+from pensieve.config import MOVED_HISTORY, Resolved
 from pensieve.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pensieve.client.fleet.holdings import Held, Owner
     from pensieve.v1 import admin_pb2 as pb
 
+ALL = "all"  # of --replicas
 PARTIAL = 7  # exit code: not all replicas answered
 WAIT_SECONDS = {"metrics": 3.0, "check": 60.0, "conversations": 30.0, "explain": 30.0}
 OTHERS_SECONDS = 5.0
@@ -62,17 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def several(resolved: Resolved) -> Discovery | None:
     """Who knows the replicas that were named; None where it is one daemon."""
-    from pensieve.client.fleet import FixedReplicas, HistoryReplicas, replicas_of
-    from pensieve.client.fleet.discovery import SCHEMES
+    from pensieve.client.fleet import FixedReplicas, SharedReplicas, replicas_of
 
     replicas, address = resolved.settings.replicas, resolved.settings.daemon
+    if replicas and replicas.startswith(("history://", "historys://")):
+        raise InvalidArgument("--replicas", f"names a history service: {MOVED_HISTORY}")
+    if replicas == ALL:
+        asked, tls = address_of(resolved)
+        return SharedReplicas(asked, token=resolved.settings.token, tls=tls)
     if replicas and resolved.sources["daemon"] == "flag":
         raise InvalidArgument("--address", "names daemons and so does --replicas: leave out one")
-    if replicas and replicas.startswith(SCHEMES):
-        settings = resolved.settings
-        return HistoryReplicas(
-            replicas, secret=read_secret(settings.cluster_secret), ca=settings.history_ca or True
-        )
     if replicas:
         return FixedReplicas(replicas_of(replicas, "--replicas"))
     if address and "," in address:
@@ -110,14 +111,11 @@ def run(arguments: argparse.Namespace, resolved: Resolved, discovery: Discovery)
         raise InvalidArgument("--wait", "is a number of seconds above 0, at most 3600")
 
     async def go() -> int:
-        from pensieve.client.fleet import Fleet, HistoryReplicas
+        from pensieve.client.fleet import Fleet
 
         tls = resolved.settings.tls_ca or bool(resolved.settings.tls)
         token = resolved.settings.token
-        locate = discovery.locate if isinstance(discovery, HistoryReplicas) else None
-        async with Fleet(
-            discovery, token=token, tls=tls, seconds=arguments.wait, locate=locate
-        ) as fleet:
+        async with Fleet(discovery, token=token, tls=tls, seconds=arguments.wait) as fleet:
             return await act(fleet, arguments)
 
     return asyncio.run(go())
@@ -192,15 +190,14 @@ async def conversations(fleet: Fleet, arguments: argparse.Namespace) -> int:
 async def explain(fleet: Fleet, arguments: argparse.Namespace) -> int:
     from pensieve.client.fleet.holdings import holds_kv, owner_of
 
-    wanted = arguments.conversation, arguments.tenant
-    found = await fleet.explain(*wanted)
+    found = await fleet.explain(arguments.conversation, arguments.tenant)
     for answer in found:
         if isinstance(answer.error, InvalidArgument):  # a tenant must be named
             raise answer.error
     denials = [answer.error for answer in found if isinstance(answer.error, NotFound)]
     if denials and len(denials) == len(found):
         raise denials[0]
-    owner = owner_of(found, await fleet.located(*wanted))
+    owner = owner_of(found)
     if arguments.json:
         rows = []
         for answer, row in zip(found, _rows(found), strict=True):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from pensieve.config import (
     ENGINE,
     GROUPS,
-    HISTORY,
     REMOVED,
     Resolved,
     Table,
@@ -50,7 +49,7 @@ def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
         )
         if shown != text:
             hidden.append((action, text))
-    if any({ENGINE, HISTORY} & set(setting.of) for setting in table):
+    if any(ENGINE in setting.of for setting in table):
         for name in REMOVED:
             command.add_argument(
                 "--" + name.replace("_", "-"),

@@ -19,7 +19,6 @@ from pensieve.cli import (
     conversations,
     copy,
     doctor,
-    history,
     profile,
     rank,
     serve,
@@ -27,8 +26,8 @@ from pensieve.cli import (
     token,
 )
 from pensieve.cli.flags import add_settings, with_settings
-from pensieve.config import ENGINE, REACH, SERVE, TALK, settings_for
-from pensieve.errors import PensieveError
+from pensieve.config import ENGINE, MOVED_HISTORY, REACH, SERVE, TALK, settings_for
+from pensieve.errors import ConfigError, PensieveError
 from pensieve.extras import package_of
 from pensieve.launch.cpu_threads import prepare_threads
 
@@ -73,7 +72,6 @@ def parser() -> argparse.ArgumentParser:
     batch.add_parser(commands)
     conversations.add_parser(commands)
     admin.add_parser(commands)
-    history.add_parser(commands)
     token.add_parser(commands)
     backup.add_parser(commands)
     copy.add_parser(commands)
@@ -87,7 +85,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if list(words[:1]) == ["history"]:
+        print(f"pensieve: {MOVED_HISTORY}", file=sys.stderr)
+        return ConfigError.exit_code
+    arguments = parser().parse_args(words)
     # Threads come from this side; the library's own would warn of every child process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # What fails is one line of ours; gRPC would write others before it, with times and source files.

@@ -18,7 +18,6 @@ from pensieve.config.secret import read_secret, without_secrets
 from pensieve.config.settings import (
     ENGINE,
     GROUPS,
-    HISTORY,
     LOOK,
     RANK,
     REACH,
@@ -31,13 +30,13 @@ from pensieve.config.settings import (
     settings_for,
     settings_named,
 )
-from pensieve.config.values import TierSize, shown_store
+from pensieve.config.values import MOVED_HISTORY, TierSize, shown_store
 
 __all__ = [
     "ENGINE",
     "GROUPS",
-    "HISTORY",
     "LOOK",
+    "MOVED_HISTORY",
     "RANK",
     "REACH",
     "REMOVED",

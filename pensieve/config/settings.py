@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.config.values import (
+    MOVED_HISTORY,
     TierSize,
     automatic,
     choice,
@@ -29,7 +30,6 @@ from pensieve.sampling import Parameter, Sampling, parameter_of
 # Whom a setting concerns.
 ENGINE = "engine"  # what computes, and what is kept: the engine process gets these
 SERVE = "serve"  # `pensieve serve` alone
-HISTORY = "history"  # `pensieve history`
 REACH = "reach"  # whoever talks to a daemon
 LOOK = "look"  # `pensieve admin`
 TALK = "talk"  # `pensieve chat`
@@ -257,9 +257,9 @@ class Settings:
     cluster_secret: Path | None = _setting(
         file,
         "",
-        "a file with the secret of the processes of a cluster: daemons, `pensieve history`, ranks",
+        "a file with the secret of the processes of a cluster: daemons and ranks",
         "FILE",
-        of=(ENGINE, HISTORY, LOOK, RANK),
+        of=(ENGINE, RANK),
         group="several daemons",
     )
     # The history.
@@ -268,18 +268,15 @@ class Settings:
         "",
         f"folder of the history (default: {DATA_FOLDER})",
         "DIR",
-        of=(ENGINE, HISTORY),
         group="history",
         common=True,
     )
     store: str | None = _setting(  # with its password, if it has one
         store_url,
         "",
-        "where else the history is: postgresql://USER@HOST/NAME (docs/postgresql.md), sqlite:///FILE that "
-        "several daemons of this host share, or history://HOST:PORT of a `pensieve history` that several "
-        "daemons share (historys:// with TLS)",
+        "where else the history is: postgresql://USER@HOST/NAME (docs/postgresql.md), or sqlite:///FILE that "
+        "several daemons of this host share (docs/cluster.md)",
         "URL",
-        of=(ENGINE, HISTORY),
         group="history",
         secret=True,
     )
@@ -288,7 +285,7 @@ class Settings:
         "",
         "back the history up into this folder every minute (see `pensieve restore`)",
         "DIR",
-        of=(SERVE, HISTORY),
+        of=(SERVE,),
         group="history",
         common=True,
     )
@@ -297,7 +294,7 @@ class Settings:
         "7",
         "how long any moment can be restored; deleted text lies there a day longer; 0: for ever",
         "DAYS",
-        of=(SERVE, HISTORY),
+        of=(SERVE,),
         group="history",
     )
     # Who may reach the daemon.
@@ -349,7 +346,7 @@ class Settings:
         "",
         "certificate chain, PEM",
         "FILE",
-        of=(SERVE, HISTORY),
+        of=(SERVE,),
         group="listening",
         common=True,
     )
@@ -358,7 +355,7 @@ class Settings:
         "",
         "the certificate's key, PEM",
         "FILE",
-        of=(SERVE, HISTORY),
+        of=(SERVE,),
         group="listening",
         common=True,
     )
@@ -374,7 +371,7 @@ class Settings:
         switch,
         "",
         "let other machines connect without TLS or tokens",
-        of=(SERVE, HISTORY),
+        of=(SERVE,),
         group="listening",
     )
     drain_timeout: float = _setting(
@@ -390,7 +387,7 @@ class Settings:
         "",
         "write the address to this file when ready",
         "FILE",
-        of=(SERVE, HISTORY),
+        of=(SERVE,),
         group="listening",
     )
     # Several daemons that share a history.
@@ -411,12 +408,12 @@ class Settings:
         of=(SERVE,),
         group="several daemons",
     )
-    history_ca: Path | None = _setting(
+    cluster_ca: Path | None = _setting(
         file,
         "",
-        "with historys://…, the certificate authority of the history service, PEM",
+        "the certificate authority of the other daemons, if those have TLS, PEM (default: the system's)",
         "FILE",
-        of=(SERVE, HISTORY, LOOK),
+        of=(SERVE,),
         group="several daemons",
     )
     # What operators watch.
@@ -449,7 +446,7 @@ class Settings:
         "auto",
         "auto: text on a terminal, else JSON lines",
         "auto|text|json",
-        of=(SERVE, HISTORY),
+        of=(SERVE,),
         group="watching",
     )
     journal: Path | None = _setting(
@@ -458,32 +455,6 @@ class Settings:
         "append a journal of all iterations to this file (`pensieve simulate --journal` replays it)",
         "FILE",
         group="watching",
-    )
-    # `pensieve history`.
-    history_address: str = _setting(
-        str,
-        "127.0.0.1:50060",
-        "where to listen (port 0: any free one)",
-        "HOST:PORT",
-        of=(HISTORY,),
-        group="listening",
-        spelled="--address",
-    )
-    lease: float = _setting(
-        number(0.5, 3600),
-        "10",
-        "a daemon that is not heard of for so long has left: its conversations are anybody's",
-        "SECONDS",
-        of=(HISTORY,),
-        group="history",
-    )
-    event_log: Path | None = _setting(
-        file,
-        "",
-        "append who has which conversation, and since when, to this file, as JSON lines without text",
-        "FILE",
-        of=(HISTORY,),
-        group="history",
     )
     # `pensieve rank`.
     leader: str | None = _setting(
@@ -530,8 +501,8 @@ class Settings:
     replicas: str | None = _setting(
         str,
         "",
-        "several daemons that are looked at as one; a name may be left out. Or history://HOST:PORT: those "
-        "that share this history",
+        "several daemons that are looked at as one; a name may be left out. Or all: those that share the "
+        "history of the daemon at --address",
         "NAME=A,…",
         of=(LOOK,),
         group="daemon",
@@ -609,6 +580,12 @@ class Settings:
         "a file of `pensieve profile --output`, in the place of the profile that was kept",
         of=(INTERNAL,),
     )
+    lease: float = _setting(
+        number(0.5, 3600),
+        "10",
+        "a daemon that is silent for so long loses its conversations to the others that are called",
+        of=(INTERNAL,),
+    )
     ranks_elsewhere: int = _setting(
         whole(0, 4096),
         "0",
@@ -641,11 +618,15 @@ REMOVED = {
     "cost": "run `pensieve profile`; what it keeps is used",
     "echo_seconds": "it was for tests",
     "engine": "it was for tests",
+    "event_log": MOVED_HISTORY,
     "grace": "a turn whose connection broke can be attached to for 5 seconds",
     "heartbeat": "an engine that is silent for 30 seconds is started again",
+    "history_address": MOVED_HISTORY,
+    "history_ca": "write cluster_ca",
     "history_secret": "write cluster_secret",
     "iteration_timeout": "an iteration may take 300 seconds; lower token_budget if it takes longer",
     "keepalive": "connections are pinged every 30 seconds",
+    "lease": "a daemon that is silent for 10 seconds loses its conversations to the others that are called",
     "log_turns": "each turn is logged; filter the logger pensieve.turns out with log_format json",
     "metrics_alias": "metrics have one name each",
     "prefill_ahead": "it gained nothing; raise turns_max for earlier first tokens",

@@ -134,16 +134,22 @@ STORE_URL = re.compile(
 )
 
 
-HISTORY_URL = re.compile(r"historys?://(?:[A-Za-z0-9_.-]+|\[[0-9a-fA-F:.%]*\]):[0-9]{1,5}")
+MOVED_HISTORY = (  # that of a service which daemons shared in earlier versions
+    "there is no `pensieve history` any more: daemons open its database themselves. Start each of them with "
+    "--store sqlite:///FOLDER/conversations.db, if all are on one host (FOLDER is the data folder that "
+    "`pensieve history` had), or with the postgresql://… that it had (docs/cluster.md)"
+)
 SQLITE_URL = re.compile(r"sqlite://(/[^/?#\s]+)+")
 
 
 def store_url(text: str) -> str:
-    """Of a database, with special letters of names and passwords percent-encoded; or of a history service."""
-    if not any(each.fullmatch(text) for each in (STORE_URL, HISTORY_URL, SQLITE_URL)):
+    """Of a database, with special letters of names and passwords percent-encoded."""
+    if text.startswith(("history://", "historys://")):
+        raise ValueError(f"names a history service: {MOVED_HISTORY}")
+    if not any(each.fullmatch(text) for each in (STORE_URL, SQLITE_URL)):
         raise ValueError(
-            "is an address such as postgresql://user@host/name, with special letters percent-encoded, "
-            "sqlite:///path/of/a/file, or history://host:port"
+            "is an address such as postgresql://user@host/name, with special letters percent-encoded, or "
+            "sqlite:///path/of/a/file"
         )
     return text
 

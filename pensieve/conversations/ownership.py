@@ -1,24 +1,21 @@
 """Whose a conversation is, where several daemons share a history.
 
-A claim that finds the conversation in another epoch (store/remote/remote_store.py) means that other daemons
-have written to the conversation since it was here. Before the job that claims has its result, this daemon
-drops what it still has of the conversation, in this order: a turn that runs here and that the history no
-longer knows, what the history's thread remembers, and the KV in the engine. The engine hears of it before the
-Submit of the next turn.
+A claim that takes the conversation from another session (store/owners.py) means that another daemon may have
+written to the conversation since it was here. Before the job that claims has its result, this daemon drops
+what it still has of the conversation, in this order: a turn that runs here and that the history no longer
+knows, what the history's thread remembers, and the KV in the engine. The engine hears of it before the Submit
+of the next turn.
 
 A call that needs a conversation of another daemon fails with OwnedElsewhere and has written nothing. The
 doors forward such calls to the owner (api/grpc/forwarding.py).
 
-A daemon that has lost its session computes turns that nobody will have. They end as soon as the daemon knows,
-with an error after which a client retries. The history refuses a turn that is about to be committed.
+A turn whose conversation another daemon has taken cannot be committed: the history refuses its end.
 
-All of it belongs to the loop but `OwningStore` and `_stale`, which the store thread calls, and `_lost`,
-which the connection calls.
+All of it belongs to the loop but `OwningStore` and `_stale`, which the store thread calls.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -91,7 +88,7 @@ class StaleConversations:
     ) -> None:
         self._history, self._conversations = history, conversations
         self._threads, self._engine = threads, engine
-        store.watch(self._stale, self._lost)
+        store.watch(self._stale)
 
     def _stale(self, tenant: str, conversation_id: str) -> None:
         """In the store's thread."""
@@ -103,13 +100,3 @@ class StaleConversations:
             if (live.tenant, live.conversation_id) == (tenant, conversation_id):
                 self._conversations.ends.give_up(live, Unavailable(TAKEN))
         self._engine.tell(DeleteConversation(cache_key(tenant, conversation_id)))
-
-    def _lost(self) -> None:
-        """In the connection's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._threads.loop.call_soon_threadsafe(self._drop_all)
-
-    def _drop_all(self) -> None:
-        for live in self._conversations.turns.all_live():
-            if live.is_stored:
-                self._conversations.ends.give_up(live, Unavailable(TAKEN))

@@ -264,10 +264,7 @@ class TurnEnds:
         return text[len(reply.text) :]
 
     async def _store_interruption(self, live: LiveTurn) -> None:
-        """An error is only logged: the store takes such a turn for interrupted all the same.
-
-        A history of another process hears of it as soon as that is back (history/connection.py).
-        """
+        """An error is only logged: the store takes such a turn for interrupted all the same."""
         if not live.is_stored:
             return
         try:

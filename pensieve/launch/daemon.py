@@ -52,7 +52,7 @@ from pensieve.jobs.plugin import JobsPlugin
 from pensieve.jobs.worker import JobsConfig
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
-from pensieve.launch.shared_history import (
+from pensieve.launch.sharing import (
     Sharing,
     announce,
     drain,
@@ -98,8 +98,8 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
     if settings.backup is not None and settings.store:
         raise InvalidArgument(
             "backup",
-            "is for a history in the data folder; PostgreSQL has backups of its own, `sqlite3 FILE .backup` "
-            "copies a file that daemons share, and `pensieve history` takes the flag",
+            "is for a history in the data folder; PostgreSQL has backups of its own, and "
+            "`sqlite3 FILE .backup` copies a file that daemons share",
         )
     sharing = sharing_of(settings)
     listening = Listening(

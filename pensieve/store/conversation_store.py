@@ -79,7 +79,6 @@ from pensieve.store.records import (
     check_id,
     check_text,
 )
-from pensieve.store.replica_sessions import ReplicaSessions
 from pensieve.store.responses import ResponseStore, StoredResponse, put_response
 from pensieve.store.shared_file import SQLITE_SCHEME, open_shared
 from pensieve.store.transactions import TAKEN, StoreTransactions, repeated
@@ -104,7 +103,6 @@ class ConversationStore:
         statement_seconds: float = STATEMENT_SECONDS,
         url: str = "",
         replica: str = "",
-        keep_running: bool = False,
         lease_seconds: float = LEASE_SECONDS,
         num_lanes: int = LANES,
     ) -> None:
@@ -112,22 +110,20 @@ class ConversationStore:
 
         Without it the history is in the folder, and nobody else has it.
 
-        `replica` is the name of this daemon among those that share the history.  With `keep_running` other
-        processes compute the turns, and those that run are not interrupted.  `num_lanes` is how many threads
-        may use the store at a time, if the history is in PostgreSQL.
+        `replica` is the name of this daemon among those that share the history.  `num_lanes` is how many
+        threads may use the store at a time, if the history is in PostgreSQL.
         """
         self.folder = folder
         self.now = now
         times = busy_timeout_seconds, compact_bytes_min, statement_seconds
-        housekeeper = Housekeeper(is_ours=not url or keep_running)
+        housekeeper = Housekeeper(is_ours=not url)
         self._backend = open_backend(
             *(folder, url, driver, *times, housekeeper, lease_seconds),
             num_lanes=num_lanes,
-            is_exclusive=keep_running,
+            is_exclusive=False,
         )
         self._writer, self.num_lanes = self._backend.writer, self._backend.num_lanes
         self._transactions = StoreTransactions(self._writer, now)
-        self.group = self._transactions.group
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
         self.forgetting = Forgetting(self._transactions, housekeeper)
         self.owners = Owners(self._transactions, now)
@@ -138,17 +134,12 @@ class ConversationStore:
         self.replica = replica
         self.housekeeper = housekeeper
         self._leases: Leases | None = None
-        self.replica_sessions = ReplicaSessions(self._transactions, now)
         try:
-            if keep_running:
-                self._transactions.keep()
-                interrupted = self._transactions.interrupt_dead()
-            else:
-                opening = Opening(replica)
-                if self.is_shared:
-                    opening = Opening(replica, daemon_identity(folder.path), lease_seconds)
-                interrupted = self.erasure.in_reserve(lambda: self.owners.opened(opening))
-                self._share()
+            opening = Opening(replica)
+            if self.is_shared:
+                opening = Opening(replica, daemon_identity(folder.path), lease_seconds)
+            interrupted = self.erasure.in_reserve(lambda: self.owners.opened(opening))
+            self._share()
             self.erasure.resume()
             self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
             self.marks = self._backend.marks
@@ -440,7 +431,7 @@ class ConversationStore:
             progress = turn_rows.require_progress(conn, turn_id)
             is_ours = self._transactions.may_end(turn_id, attempt, progress)
             number, found, made, revision, tenant, end, _, _, messages = progress
-            if found is state and made is not None:
+            if found is state and made is not None and attempt in (0, progress.attempt):
                 return made
             if not is_ours:
                 raise Unavailable(TAKEN)
@@ -466,9 +457,10 @@ class ConversationStore:
         with self._transactions.ending(turn_id) as conn:
             fence = turn_rows.require_fence(conn, turn_id)
             is_ours = self._transactions.may_end(turn_id, attempt, fence)
-            if fence.state is StoredTurnState.RUNNING:
-                if not is_ours:
-                    raise Unavailable(TAKEN)
+            is_running = fence.state is StoredTurnState.RUNNING
+            if not is_ours and (is_running or attempt not in (0, fence.attempt)):
+                raise Unavailable(TAKEN)
+            if is_running:
                 turn_rows.fail_turn(conn, turn_id, failure, self.now())
             return turn_rows.require_turn(conn, turn_id).turn
 
@@ -542,9 +534,7 @@ class ConversationStore:
         """The addresses of daemons that may still have KV of a conversation, by tenant and its id."""
         return self.owners.came_from
 
-    def watch(
-        self, on_stale: Callable[[str, str], None], on_lost: Callable[[], None] = lambda: None
-    ) -> None:
+    def watch(self, on_stale: Callable[[str, str], None]) -> None:
         """`on_stale` gets the tenant and the id of each conversation whose KV may be outdated.
 
         It is called in the store's thread, before the call that finds it returns.

@@ -206,6 +206,8 @@ STEPS: Steps = {
         "ALTER TABLE sessions ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE sessions ADD COLUMN lease_until REAL",
         "ALTER TABLE sessions ADD COLUMN is_draining INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions DROP COLUMN last_call",
+        "ALTER TABLE sessions DROP COLUMN ended_at",
         "DROP INDEX owners_session",
         "CREATE TABLE housekeeping (session INTEGER NOT NULL, epoch INTEGER NOT NULL) STRICT",
         "INSERT INTO housekeeping (session, epoch) VALUES (0, 0)",

@@ -39,7 +39,7 @@ from pensieve.errors import OwnedElsewhere
 from pensieve.store import conversation_rows, turn_rows
 from pensieve.store.backend import ServerSession, database_clock
 from pensieve.store.records import PREFIX_MARK, Conversation
-from pensieve.store.transactions import NOBODY, StoreTransactions, repeated
+from pensieve.store.transactions import StoreTransactions, repeated
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -98,7 +98,7 @@ class Owners:
 
     @property
     def session(self) -> int:
-        """Ours; NOBODY where other processes compute the turns."""
+        """The number of ours."""
         return self._transactions.session
 
     @property
@@ -147,8 +147,8 @@ class Owners:
         opening = self._opening
         conn.execute(
             "INSERT INTO sessions (session, replica, folder, address, http_address, metrics_address,"
-            " is_draining, last_call, opened_at, lease_until)"
-            f" VALUES (?, ?, ?, ?, ?, ?, 0, 0, ?, {database_clock(conn)} + ?)",
+            " is_draining, opened_at, lease_until)"
+            f" VALUES (?, ?, ?, ?, ?, ?, 0, ?, {database_clock(conn)} + ?)",
             (
                 *(session, opening.replica, opening.folder, *self._places),
                 *(self._now(), opening.lease_seconds),
@@ -204,7 +204,7 @@ class Owners:
             OwnedElsewhere: another daemon has the conversation.
         """
         ours = self._transactions.session
-        if ours == NOBODY or conversation.conversation_id.startswith(PREFIX_MARK):
+        if conversation.conversation_id.startswith(PREFIX_MARK):
             return conversation
         if owner is None:
             owner = _owner_number(conn, number)
@@ -233,8 +233,6 @@ class Owners:
 
     def made(self, conn: Connection, number: int, conversation: Conversation) -> None:
         """A conversation is made here, and is ours; KV under its name is that of an earlier one."""
-        if self._transactions.session == NOBODY:
-            return
         self._own(conn, number)
         self.forget(conversation)
 
@@ -247,7 +245,7 @@ class Owners:
     def look_at_source(self, conn: Connection, number: int, source: Conversation) -> None:
         """Before a fork: the engine has the source's KV only if the source is ours."""
         ours = self._transactions.session
-        if ours != NOBODY and _owner_number(conn, number) != ours:
+        if _owner_number(conn, number) != ours:
             self.on_stale(source.tenant, source.conversation_id)
 
     def look_at_prefix(self, prefix: Conversation) -> None:

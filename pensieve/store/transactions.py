@@ -8,35 +8,18 @@ there may be `running` rows of ours that are not live, here called *dead*.  So b
 every dead row on the disk becomes `interrupted`, and only once that is committed is the store sure again.
 Turns in conversations of other daemons are left alone.
 
-Where other processes compute the turns (the history service), there is no session of ours, and all rows count
-as ours.  Then `keep` takes those that are running at the start for live until it is known whether their
-process goes on, and `abandon` makes those dead whose does not.
-
 Reads come before that transaction and cannot wait for one, because a client that learns that a turn is
 running sends nothing that would write.  So they return a dead row as the interrupted turn that it will be.
 A turn of another daemon is dead for them if the daemon's session has ended or its lease has expired.
-A turn whose end was written is not live either, but a reader's snapshot may be older than the commit (several
-calls may be in one commit): there it runs.  So the last ENDED_MAX of those are remembered.
+A turn whose end was written is not live either, but a reader's snapshot may be older than the commit: there
+it runs.  So the last ENDED_MAX of those are remembered.
 
 **Lanes.**  Several threads may write at the same time, each in a transaction of its own (backend.py).  They
 share what is known of turns: a turn is live before its `running` row is committed, so no other thread takes
-it for dead, and while one thread interrupts what is dead, the others wait.  A group belongs to its thread.
+it for dead, and while one thread interrupts what is dead, the others wait.
 
 **Conflicts.**  Where another transaction came first, nothing is committed, and `repeated` calls the public
 method again, at most CALLS_MAX times.  A turn that such a call was to end stays live meanwhile.
-
-**Groups.**  A commit costs a sync of the disk, which is most of what a turn costs the history.  Whoever has
-several calls at hand (the history service, for many daemons) runs them in one group:
-
-    with transactions.group():        BEGIN
-        store.begin_turn(...)             SAVEPOINT, its statements, RELEASE
-        store.finish_turn(...)            SAVEPOINT, its statements, RELEASE
-                                      COMMIT
-
-A call that fails is rolled back to its savepoint and leaves the others as they are; it fails with an error of
-ours (NotFound, TurnRunning, …), raised by the code between the statements.  An error of the database itself
-(a full disk, a lost connection) says nothing about which of them is to blame, so it ends the group, and all
-of it is rolled back.  Nothing of a group is on the disk before `group` returns, so nobody may be told before.
 """
 
 from __future__ import annotations
@@ -50,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
-from pensieve.errors import NotFound, PensieveError
+from pensieve.errors import NotFound
 from pensieve.store import turn_rows
 from pensieve.store.backend import Conflict, Transactions
 from pensieve.store.records import Conversation, StoredTurn, StoredTurnState
@@ -72,8 +55,6 @@ T = TypeVar("T")
 class _OfThread(threading.local):
     """What belongs to the thread that calls."""
 
-    group: Connection | None = None  # that of the group that runs
-    depth = 0  # savepoints inside of each other
     begun: tuple[int, ...] = ()  # turns that the transaction that runs has begun
     undecided = NOBODY  # a live turn whose end has lost a race
     late = NOBODY  # a turn whose end came late: another attempt of ours runs
@@ -92,7 +73,7 @@ class StoreTransactions:
         # Unsure while they differ: failures that may have left dead rows, and of them those that were mended.
         self._num_failures, self._num_mended = 1, 0
         self._mending = threading.Lock()
-        self.session = NOBODY  # ours; none where other processes compute the turns
+        self.session = NOBODY  # ours, once it is open
 
     # -- transactions --
 
@@ -102,7 +83,7 @@ class StoreTransactions:
         self.interrupt_dead()
         self._here.begun = ()
         try:
-            with self._transaction(is_serializable) as conn:
+            with self._writer.writing(is_serializable) as conn:
                 yield conn
         except BaseException as error:
             with self._lock:
@@ -153,53 +134,20 @@ class StoreTransactions:
     def may_end(self, turn_id: int, attempt: int, fence: TurnFence | TurnProgress) -> bool:
         """Whether the turn is ours to end; no other daemon has claimed its conversation.
 
-        NotFound, and the turn is what it was, if it was begun again since this attempt (0: any).
+        NotFound, and the turn is what it was, if it was begun again here since this attempt (0: any).
         """
-        is_ours = self.session in (NOBODY, fence.owner)
+        if fence.owner != self.session:
+            return False
         if attempt and attempt != fence.attempt:
-            self._here.late = turn_id if is_ours else NOBODY
+            self._here.late = turn_id
             raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
-        return is_ours
+        return True
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
-        """Statements outside a transaction, or in the group that runs; `is_snapshot` as in backend.py."""
-        if self._here.group is not None:
-            yield self._here.group
-            return
+        """Statements outside a transaction; `is_snapshot` as in backend.py."""
         with self._writer.reading(is_snapshot) as conn:
             yield conn
-
-    @contextlib.contextmanager
-    def group(self) -> Iterator[None]:
-        """One transaction around the calls of the block."""
-        with self._writer.writing() as conn:
-            self._here.group, self._here.depth = conn, 0
-            try:
-                yield
-            finally:
-                self._here.group = None
-
-    @contextlib.contextmanager
-    def _transaction(self, is_serializable: bool = False) -> Iterator[Connection]:
-        conn = self._here.group
-        if conn is None:
-            with self._writer.writing(is_serializable) as alone:
-                yield alone
-            return
-        self._here.depth += 1
-        name = f"call_{self._here.depth}"
-        conn.execute(f"SAVEPOINT {name}")
-        try:
-            yield conn
-        except PensieveError:
-            conn.execute(f"ROLLBACK TO SAVEPOINT {name}")
-            conn.execute(f"RELEASE SAVEPOINT {name}")
-            raise
-        else:
-            conn.execute(f"RELEASE SAVEPOINT {name}")
-        finally:
-            self._here.depth -= 1
 
     def repeat(self, call: Callable[[], T]) -> T:
         """Call it until it has lost no race, at most CALLS_MAX times; then Conflict."""
@@ -207,7 +155,7 @@ class StoreTransactions:
             try:
                 return call()
             except Conflict:
-                if number == CALLS_MAX or self._here.group is not None:
+                if number == CALLS_MAX:
                     self._give_up()
                     raise
                 time.sleep(random.uniform(0.5, 1.5) * number * PAUSE_SECONDS)
@@ -217,7 +165,10 @@ class StoreTransactions:
         """The turn that was to end is live no more, as after any other error."""
         turn_id, self._here.undecided = self._here.undecided, NOBODY
         if turn_id != NOBODY:
-            self.abandon([turn_id])
+            with self._lock:
+                self._live.discard(turn_id)
+                self._ended.pop(turn_id, None)
+            self._note_failure()
 
     def _note_failure(self) -> None:
         with self._lock:
@@ -230,54 +181,28 @@ class StoreTransactions:
         self._here.begun += (turn_id,)
         self._make_live([turn_id])
 
-    def keep(self) -> None:
-        """Every turn that is `running` now is live."""
-        with self.reading() as conn:
-            self._make_live(turn_rows.running_turns(conn))
-
-    @property
-    def live(self) -> frozenset[int]:
-        """The turns that are live now."""
-        with self._lock:
-            return frozenset(self._live)
-
-    def restore(self, turn_ids: Iterable[int]) -> None:
-        """These are live again: what has ended them since was rolled back, or perhaps so."""
-        self._make_live(turn_ids)
-        self._note_failure()
-
     def _make_live(self, turn_ids: Iterable[int]) -> None:
         with self._lock:
             for turn_id in turn_ids:
                 self._live.add(turn_id)
                 self._ended.pop(turn_id, None)
 
-    def abandon(self, turn_ids: Iterable[int]) -> None:
-        """These are not live any more, if they were; also where the commit that began them failed."""
-        gone = tuple(turn_ids)
-        with self._lock:
-            self._live.difference_update(gone)
-            for turn_id in gone:
-                self._ended.pop(turn_id, None)
-        self._note_failure()
-
     def is_dead(self, conn: Connection, turn_id: int) -> bool:
         """Whether nobody computes this turn, if its row is `running`."""
         if turn_id in self._live:
             return False
-        return self.session == NOBODY or not turn_rows.runs_elsewhere(conn, turn_id, self.session)
+        return not turn_rows.runs_elsewhere(conn, turn_id, self.session)
 
     def interrupt_dead(self) -> list[int]:
         """Interrupt every turn with a dead row; returns their ids."""
         if self._num_mended == self._num_failures:
             return []
-        ours = self.session or None
         with self._mending:
             num_failures = self._num_failures
             if self._num_mended == num_failures:
                 return []
-            with self._transaction() as conn:
-                running = turn_rows.running_turns(conn, ours)
+            with self._writer.writing() as conn:
+                running = turn_rows.running_turns(conn, self.session)
                 dead = [turn for turn in running if turn not in self._live]
                 for turn_id in dead:  # Conflict for one that has ended since
                     turn_rows.interrupt_turn(conn, turn_id, self._now())

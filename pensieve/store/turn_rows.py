@@ -284,16 +284,13 @@ def interrupt_turn(conn: Connection, turn_id: int, now: float) -> None:
     )
 
 
-def running_turns(conn: Connection, session: int | None = None) -> list[int]:
-    """All of them, or those of the conversations that a session has."""
-    if session is None:
-        found = conn.execute("SELECT turn_id FROM turns WHERE state = 'running'")
-    else:
-        found = conn.execute(
-            "SELECT t.turn_id FROM turns t JOIN owners o USING (conversation)"
-            " WHERE t.state = 'running' AND o.session = ?",
-            (session,),
-        )
+def running_turns(conn: Connection, session: int) -> list[int]:
+    """Those of the conversations that a session has."""
+    found = conn.execute(
+        "SELECT t.turn_id FROM turns t JOIN owners o USING (conversation)"
+        " WHERE t.state = 'running' AND o.session = ?",
+        (session,),
+    )
     return sorted(turn_id for (turn_id,) in found)
 
 

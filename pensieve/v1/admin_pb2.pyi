@@ -633,6 +633,8 @@ class ExplainConversationResponse(google.protobuf.message.Message):
     RUNNING_FIELD_NUMBER: builtins.int
     IDLE_SECONDS_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    OWNED_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Whose conversation it is; empty: no tenant's."""
     running: builtins.bool
@@ -641,6 +643,10 @@ class ExplainConversationResponse(google.protobuf.message.Message):
     """Since its last turn ended; not given while one runs, and of a conversation that holds nothing."""
     history: builtins.str
     """Where the history is that it belongs to; as in Stats."""
+    owner: builtins.str
+    """The name of the daemon that has the conversation; empty: nobody shares the history, or that daemon is gone."""
+    owned: builtins.bool
+    """It is this daemon."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkRun]:
         """In order."""
@@ -658,12 +664,80 @@ class ExplainConversationResponse(google.protobuf.message.Message):
         running: builtins.bool = ...,
         idle_seconds: builtins.float | None = ...,
         history: builtins.str = ...,
+        owner: builtins.str = ...,
+        owned: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_idle_seconds", b"_idle_seconds", "idle_seconds", b"idle_seconds"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_idle_seconds", b"_idle_seconds", "events", b"events", "history", b"history", "idle_seconds", b"idle_seconds", "running", b"running", "runs", b"runs", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_idle_seconds", b"_idle_seconds", "events", b"events", "history", b"history", "idle_seconds", b"idle_seconds", "owned", b"owned", "owner", b"owner", "running", b"running", "runs", b"runs", "tenant", b"tenant"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_idle_seconds", b"_idle_seconds"]) -> typing.Literal["idle_seconds"] | None: ...
 
 Global___ExplainConversationResponse: typing_extensions.TypeAlias = ExplainConversationResponse
+
+@typing.final
+class ListReplicasRequest(google.protobuf.message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListReplicasRequest: typing_extensions.TypeAlias = ListReplicasRequest
+
+@typing.final
+class ListReplicasResponse(google.protobuf.message.Message):
+    """Who is there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPLICAS_FIELD_NUMBER: builtins.int
+    @property
+    def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Replica]:
+        """The oldest first."""
+
+    def __init__(
+        self,
+        *,
+        replicas: collections.abc.Iterable[Global___Replica] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replicas", b"replicas"]) -> None: ...
+
+Global___ListReplicasResponse: typing_extensions.TypeAlias = ListReplicasResponse
+
+@typing.final
+class Replica(google.protobuf.message.Message):
+    """A daemon."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: builtins.int
+    ALIVE_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name; empty: it has none."""
+    address: builtins.str
+    """HOST:PORT of its gRPC, as it told the others; empty: it shares its history with nobody."""
+    metrics_address: builtins.str
+    """HOST:PORT of its metrics; empty: it serves none."""
+    alive: builtins.bool
+    """It has renewed its lease in time."""
+    draining: builtins.bool
+    """It takes no new turn."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        address: builtins.str = ...,
+        metrics_address: builtins.str = ...,
+        alive: builtins.bool = ...,
+        draining: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "draining", b"draining", "metrics_address", b"metrics_address", "name", b"name"]) -> None: ...
+
+Global___Replica: typing_extensions.TypeAlias = Replica
 
 @typing.final
 class ChunkRun(google.protobuf.message.Message):

@@ -85,6 +85,11 @@ class AdminServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixResponse.FromString,
                 _registered_method=True)
+        self.ListReplicas = channel.unary_unary(
+                '/pensieve.v1.AdminService/ListReplicas',
+                request_serializer=pensieve_dot_v1_dot_admin__pb2.ListReplicasRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_admin__pb2.ListReplicasResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/pensieve.v1.AdminService/Drain',
                 request_serializer=pensieve_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -166,6 +171,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListReplicas(self, request, context):
+        """The daemons that have the history open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes no new turn, finishes what runs, and exits.
         """
@@ -225,6 +237,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DeleteTenantPrefix,
                     request_deserializer=pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixResponse.SerializeToString,
+            ),
+            'ListReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReplicas,
+                    request_deserializer=pensieve_dot_v1_dot_admin__pb2.ListReplicasRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_admin__pb2.ListReplicasResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -503,6 +520,33 @@ class AdminService(object):
             '/pensieve.v1.AdminService/DeleteTenantPrefix',
             pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixRequest.SerializeToString,
             pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.AdminService/ListReplicas',
+            pensieve_dot_v1_dot_admin__pb2.ListReplicasRequest.SerializeToString,
+            pensieve_dot_v1_dot_admin__pb2.ListReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -185,6 +185,22 @@ _AdminServiceDeleteTenantPrefixType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceListReplicasType = typing_extensions.TypeVar(
+    '_AdminServiceListReplicasType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListReplicasRequest,
+        pensieve.v1.admin_pb2.ListReplicasResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListReplicasRequest,
+        pensieve.v1.admin_pb2.ListReplicasResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListReplicasRequest,
+        pensieve.v1.admin_pb2.ListReplicasResponse,
+    ],
+)
+
 _AdminServiceDrainType = typing_extensions.TypeVar(
     '_AdminServiceDrainType',
     grpc.UnaryUnaryMultiCallable[
@@ -201,7 +217,7 @@ _AdminServiceDrainType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceGetMetricsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceListTenantPrefixesType, _AdminServiceDeleteTenantPrefixType, _AdminServiceDrainType]):
+class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceGetMetricsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceListTenantPrefixesType, _AdminServiceDeleteTenantPrefixType, _AdminServiceListReplicasType, _AdminServiceDrainType]):
     """Needs the admin token, or the UNIX socket in the data folder."""
 
     @typing.overload
@@ -245,6 +261,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.DeleteTenantPrefixRequest,
             pensieve.v1.admin_pb2.DeleteTenantPrefixResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.ListReplicasRequest,
+            pensieve.v1.admin_pb2.ListReplicasResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.DrainRequest,
@@ -295,6 +315,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
             pensieve.v1.admin_pb2.DeleteTenantPrefixResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.ListReplicasRequest,
+            pensieve.v1.admin_pb2.ListReplicasResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.DrainRequest,
             pensieve.v1.admin_pb2.DrainResponse,
         ],
@@ -329,6 +353,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
 
     DeleteTenantPrefix: _AdminServiceDeleteTenantPrefixType
     """Deletes a declared prefix of a tenant.  Conversations that began under it stay whole."""
+
+    ListReplicas: _AdminServiceListReplicasType
+    """The daemons that have the history open."""
 
     Drain: _AdminServiceDrainType
     """Takes no new turn, finishes what runs, and exits."""
@@ -373,6 +400,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.admin_pb2.DeleteTenantPrefixRequest,
         pensieve.v1.admin_pb2.DeleteTenantPrefixResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListReplicasRequest,
+        pensieve.v1.admin_pb2.ListReplicasResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.admin_pb2.DrainRequest,
@@ -462,6 +493,14 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.admin_pb2.DeleteTenantPrefixResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.DeleteTenantPrefixResponse]]:
         """Deletes a declared prefix of a tenant.  Conversations that began under it stay whole."""
+
+    @abc.abstractmethod
+    def ListReplicas(
+        self,
+        request: pensieve.v1.admin_pb2.ListReplicasRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.admin_pb2.ListReplicasResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.ListReplicasResponse]]:
+        """The daemons that have the history open."""
 
     @abc.abstractmethod
     def Drain(

@@ -21,12 +21,59 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pensieve.bench.report import percentile
+from pensieve.errors import Unavailable
 from pensieve.store.conversation_store import ConversationStore
-from scripts.measurements.history import Talker
+from pensieve.store.records import NewConversation, NewMessage, NewTurn
 from scripts.measurements.processes import counts
 
+CONVERSATIONS = 8  # of each thread
+TAIL_TOKENS = 32
+TOKENS_IN, TOKENS_OUT = 60, 60
 BEGIN_SECONDS = 10.0  # until turns count: in that time all processes have begun
 names = count(time.time_ns())  # so that a database can be measured again
+
+
+class Talker:
+    """Turns in conversations of its own, on a store of whatever kind."""
+
+    def __init__(self, store: ConversationStore, name: str) -> None:
+        self._store = store
+        self._names = [f"{name}-{number}" for number in range(CONVERSATIONS)]
+        self._revisions = dict.fromkeys(self._names, 0)
+        for each in self._names:
+            store.create_conversation(NewConversation(each, "bench"))
+
+    def talk(self, from_: float, until: float) -> list[float]:
+        """Return the seconds of each turn that began after `from_`."""
+        if time.monotonic() > from_:
+            raise Unavailable("the replicas did not begin in time")
+        seconds, number = [], 0
+        while (began := time.monotonic()) < until:
+            self._turn(self._names[number % CONVERSATIONS], f"r{number}")
+            if began >= from_:
+                seconds.append(time.monotonic() - began)
+            number += 1
+        self.check()
+        return seconds
+
+    def _turn(self, name: str, request_id: str) -> None:
+        store = self._store
+        found, known, _ = store.look_up(name, request_id, TAIL_TOKENS)
+        if known is not None:
+            raise Unavailable(f"{name} has had {request_id} before it was said")
+        question = NewMessage("user", "q" * 4 * TOKENS_IN, range(TOKENS_IN))
+        request = NewTurn(request_id, [question], expected_revision=found.revision)
+        turn = store.begin_turn(name, request).turn
+        reply = NewMessage("assistant", "a" * 4 * TOKENS_OUT, range(TOKENS_OUT))
+        self._revisions[name] = store.finish_turn(turn.turn_id, reply, "stop", {})
+
+    def check(self) -> None:
+        for name, revision in self._revisions.items():
+            found = self._store.get_conversation(name).revision
+            if found != revision:
+                raise Unavailable(
+                    f"{name} is at revision {found}, and had replies up to {revision}"
+                )
 
 
 class Found(NamedTuple):

@@ -1,15 +1,13 @@
 """Was anything lost, doubled, or written by two?  From what talkers know, what the history has, and its log.
 
-`wrong_turns` compares a talker with its conversation.  `wrong_owners` walks through the event log of the
-history service, which has the commits in their order, and keeps for every conversation who may write to it:
+`wrong_turns` compares a talker with its conversation.  `wrong_owners` walks through the owner log
+(owner_log.py), which has the commits in their order:
 
-    opened, ended        a session; nothing comes of one that has ended
-    claimed              a conversation is a session's from here on, in an epoch that no other claim has; the
-                         session that had it has ended, gave it up, or runs no turn of it
-    begun, ended (turn)  by the session that has the conversation, in the epoch that it has it in; a turn is
-                         ended by the session that began it, and nobody claimed the conversation in between
-    started              the service; it may have died between a commit and its line, so one claim, one
-                         beginning and one end of each conversation may be missing before
+    opened, closed       a session; one that is closed claims nothing any more
+    claimed              a conversation is a session's from here on, in an epoch that no other claim has; no
+                         turn of it runs
+    begun, ended (turn)  for the session that has the conversation, in the epoch that it has it in.  A turn
+                         gets its reply in the epoch in which it was begun, and none after that
 
 Both return what is wrong, as sentences.
 """
@@ -27,6 +25,7 @@ from tests.cluster.talkers import Spoken
 
 VISIBLE_MAX = 1  # errors of a turn that its talker may see
 END_ID = 2
+WITH_REPLY = ("completed", "cancelled")
 
 
 class Stored(NamedTuple):
@@ -91,116 +90,72 @@ class _Conversation:
     session: int = 0
     epoch: int = 0
     turn_id: int = 0  # that runs
-    is_certain: bool = True  # nothing of it may be missing
 
 
 class _Log:
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self._num_starts = 0
         self._replicas: dict[int, str] = {}  # by open session
-        self._ended: set[int] = set()
-        self._epochs: dict[int, tuple[str, str]] = {}
-        self._conversations: dict[tuple[str, str], _Conversation] = {}
-        self._where: dict[int, tuple[str, str]] = {}  # conversations by turn
+        self._numbers: set[int] = set()  # of all sessions
+        self._epochs: set[int] = set()
+        self._conversations: dict[bytes, _Conversation] = {}
+        self._began: dict[int, tuple[bytes, int, int]] = {}  # turns: conversation, session, epoch
+        self._has_reply: set[int] = set()  # turns
 
     def take(self, event: Mapping[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "started":
-            self._started(event)
-        elif kind == "opened":
-            self._opened(event)
-        elif kind == "ended" and "turn_id" not in event:
-            self._session_ended(event["session"])
-        else:
-            if event["session"] not in self._replicas:
-                self._wrong(event, "its session has ended or never began")
-            getattr(self, f"_{kind}" if kind != "ended" else "_turn_ended")(event)
-
-    # -- the service and its sessions --
-
-    def _started(self, event: Mapping[str, Any]) -> None:
-        self._num_starts += 1
-        sessions = {int(number): name for number, name in event["sessions"].items()}
-        for number in [each for each in self._replicas if each not in sessions]:
-            self._session_ended(number)
-        for number, name in sessions.items():
-            if number in self._ended:
-                self._wrong(event, f"session {number} had ended")
-            self._replicas[number] = name
-        for conversation in self._conversations.values():
-            conversation.is_certain = False
+        getattr(self, f"_{event['event']}")(event)
 
     def _opened(self, event: Mapping[str, Any]) -> None:
-        if event["session"] in self._replicas or event["session"] in self._ended:
+        if event["session"] in self._numbers:
             self._wrong(event, "there was a session of this number")
         if event["replica"] in self._replicas.values():
             self._wrong(event, "its replica has another session")
+        self._numbers.add(event["session"])
         self._replicas[event["session"]] = event["replica"]
 
-    def _session_ended(self, session: int) -> None:
-        self._replicas.pop(session, None)
-        self._ended.add(session)
-        for conversation in self._conversations.values():
-            if conversation.session == session:
-                conversation.turn_id = 0  # it is interrupted
-
-    # -- conversations --
+    def _closed(self, event: Mapping[str, Any]) -> None:
+        self._replicas.pop(event["session"], None)
 
     def _claimed(self, event: Mapping[str, Any]) -> None:
-        key, epoch = _key(event), event["epoch"]
-        found = self._conversations.setdefault(key, _Conversation())
-        self._new_epoch(event, key, found)
-        if found.is_certain and event["previous"] != found.session:
-            self._wrong(event, f"session {found.session} had it")
-        if found.session in self._replicas and found.turn_id and found.is_certain:
-            self._wrong(event, f"session {found.session} goes on, and runs turn {found.turn_id}")
-        self._conversations[key] = _Conversation(event["session"], epoch)
-
-    def _new_epoch(
-        self, event: Mapping[str, Any], key: tuple[str, str], found: _Conversation
-    ) -> None:
-        epoch = event["epoch"]
-        if epoch in self._epochs:
-            self._wrong(event, f"the epoch is one of {self._epochs[epoch]}")
-        if epoch <= found.epoch:
+        found = self._conversations.setdefault(event["key"], _Conversation())
+        if event["session"] not in self._replicas:
+            self._wrong(event, "its session has ended or never began")
+        if event["epoch"] in self._epochs:
+            self._wrong(event, "the epoch is another claim's")
+        if event["epoch"] <= found.epoch:
             self._wrong(event, f"an epoch {found.epoch} came before")
-        self._epochs[epoch] = key
-
-    def _owned(self, event: Mapping[str, Any], key: tuple[str, str]) -> _Conversation:
-        """The conversation, which is to be the event's session's in the event's epoch."""
-        found = self._conversations.setdefault(key, _Conversation(is_certain=False))
-        if (found.session, found.epoch) == (event["session"], event["epoch"]):
-            return found
-        if found.is_certain:
-            self._wrong(event, f"session {found.session} has it, in epoch {found.epoch}")
-        else:
-            self._new_epoch(event, key, found)
-        # Its claim is missing, so the beginning of its turn may be missing, too.
-        claimed = _Conversation(event["session"], event["epoch"], is_certain=False)
-        self._conversations[key] = claimed
-        return claimed
+        if event["previous"] not in (0, found.session):  # 0: it was deleted and made again
+            self._wrong(event, f"session {found.session} had it")
+        if found.turn_id and event["previous"]:
+            self._wrong(event, f"turn {found.turn_id} runs")
+        self._epochs.add(event["epoch"])
+        self._conversations[event["key"]] = _Conversation(event["session"], event["epoch"])
 
     def _begun(self, event: Mapping[str, Any]) -> None:
-        key, turn_id = _key(event), event["turn_id"]
-        found = self._owned(event, key)
-        if found.turn_id and found.is_certain:
+        turn_id, found = event["turn_id"], self._conversations[event["key"]]
+        if event["session"] not in self._replicas:
+            self._wrong(event, "its session has ended or never began")
+        if (found.session, found.epoch) != (event["session"], event["epoch"]):
+            self._wrong(event, f"session {found.session} has it, in epoch {found.epoch}")
+        if found.turn_id:
             self._wrong(event, f"turn {found.turn_id} runs")
-        if self._where.setdefault(turn_id, key) != key:
-            self._wrong(event, f"the turn is one of {self._where[turn_id]}")
-        found.turn_id, found.is_certain = turn_id, True
+        if turn_id in self._has_reply:
+            self._wrong(event, "it has its reply")
+        found.turn_id = turn_id
+        self._began[turn_id] = event["key"], event["session"], event["epoch"]
 
-    def _turn_ended(self, event: Mapping[str, Any]) -> None:
-        turn_id = event["turn_id"]
-        key = self._where.get(turn_id)
-        if key is None:  # its beginning may be what is missing
-            if self._num_starts < 2:
-                self._wrong(event, "it never began")
-            return
-        found = self._owned(event, key)
-        if found.turn_id != turn_id and found.is_certain:
+    def _ended(self, event: Mapping[str, Any]) -> None:
+        turn_id, found = event["turn_id"], self._conversations[event["key"]]
+        if found.turn_id != turn_id:
             self._wrong(event, f"it does not run; turn {found.turn_id or 'none'} does")
-        found.turn_id, found.is_certain = 0, True
+        found.turn_id = 0
+        if event["how"] == "interrupted":  # also by who claims the conversation next
+            return
+        whose = event["key"], event["session"], event["epoch"]
+        if self._began.get(turn_id) != whose:
+            self._wrong(event, f"it was begun as {self._began.get(turn_id)}")
+        if event["how"] in WITH_REPLY:
+            self._has_reply.add(turn_id)
 
     def _wrong(self, event: Mapping[str, Any], why: str) -> None:
         self.problems.append(f"{dict(event)}: {why}")
@@ -212,7 +167,3 @@ def wrong_owners(events: Iterable[Mapping[str, Any]]) -> list[str]:
     for event in events:
         log.take(event)
     return log.problems
-
-
-def _key(event: Mapping[str, Any]) -> tuple[str, str]:
-    return event["tenant"], event["conversation_id"]

@@ -1,22 +1,25 @@
 """What can befall a cluster, and a schedule of it that is drawn from a seed.
 
-A fault has a target (a replica, or the history service) and lasts for some seconds.  Two never befall one
-target at once, and of those that outlast the lease there is one at a time: two replicas of three that are
-gone for good are no case to be served.
+A fault has a target (a replica, or the database) and lasts for some seconds.  Two never befall one target at
+once, and of those that outlast the lease there is one at a time: two replicas of three that are gone for good
+are no case to be served.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from pensieve.store.shared_file import WriteTurn
 from tests.cluster.links import Link, Way
 from tests.cluster.world import Part, Replica, World
 
-HISTORY = -1  # as a target
+DATABASE = -1  # as a target: another process writes to it for so long
 SHORT_SECONDS = (0.3, 4.0)
 LONG_LEASES = (1.2, 1.5)
 SLOW_SECONDS = 0.08
@@ -30,7 +33,7 @@ class Fault:
     seconds: float
 
     def __str__(self) -> str:
-        where = "history" if self.target == HISTORY else f"replica-{self.target}"
+        where = "database" if self.target == DATABASE else f"replica-{self.target}"
         return f"{self.at:6.1f} {self.kind} {where} for {self.seconds:.1f} s"
 
 
@@ -41,11 +44,14 @@ async def kill(part: Part, seconds: float) -> None:
 
 
 async def pause(part: Part, seconds: float) -> None:
+    """The others kill it if it was writing to the history."""
     part.pause()
     try:
         await asyncio.sleep(seconds)
     finally:
         part.go_on()
+    if not part.is_running:
+        await part.start()
 
 
 async def drain(part: Part, seconds: float) -> None:
@@ -91,15 +97,14 @@ async def reset(part: Part, seconds: float) -> None:
     """Now and then all connections of a replica end at once."""
     assert isinstance(part, Replica)
     for _ in range(3):
-        for link in (part.history_link, part.peer_link, part.client_link):
+        for link in (part.peer_link, part.client_link):
             link.reset()
         await asyncio.sleep(seconds / 3)
 
 
 async def slow(part: Part, seconds: float) -> None:
     assert isinstance(part, Replica)
-    with mended(part.history_link, part.peer_link):
-        part.history_link.slow(SLOW_SECONDS)
+    with mended(part.peer_link):
         part.peer_link.slow(SLOW_SECONDS)
         await asyncio.sleep(seconds)
 
@@ -108,19 +113,17 @@ OF_REPLICAS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
     "kill": kill,
     "pause": pause,
     "drain": drain,
-    "cut from history": cut("history"),
-    "cut to history": cut("history", ways=(Way.THERE,)),
-    "cut back from history": cut("history", ways=(Way.BACK,)),
     "cut from peers": cut("peer"),
+    "cut to peers": cut("peer", ways=(Way.THERE,)),
+    "cut back from peers": cut("peer", ways=(Way.BACK,)),
     "cut from clients": cut("client"),
-    "cut from all": cut("history", "peer", "client"),
-    "refused by history": refused("history"),
+    "cut from all": cut("peer", "client"),
     "refused to peers": refused("peer"),
     "reset": reset,
     "slow": slow,
 }
-OF_HISTORY = {"kill": kill, "pause": pause}
-MAY_BE_LONG = ("pause", "cut from history", "cut from all", "kill")
+WRITE = "write"
+MAY_BE_LONG = ("pause", "cut from peers", "cut from all", "kill")
 
 
 def schedule(
@@ -128,7 +131,7 @@ def schedule(
 ) -> list[Fault]:
     """A fault every so many seconds, with the targets that are free by then."""
     choose = random.Random(seed)
-    free_at = dict.fromkeys((HISTORY, *range(num_replicas)), 0.0)
+    free_at = dict.fromkeys((DATABASE, *range(num_replicas)), 0.0)
     no_long_before = 0.0
     faults = []
     at = 1.0
@@ -136,7 +139,7 @@ def schedule(
         free = [target for target, until in free_at.items() if until <= at]
         if free:
             target = choose.choice(free)
-            kind = choose.choice(list(OF_HISTORY if target == HISTORY else OF_REPLICAS))
+            kind = WRITE if target == DATABASE else choose.choice(list(OF_REPLICAS))
             lasts = choose.uniform(*SHORT_SECONDS)
             if kind in MAY_BE_LONG and at >= no_long_before and choose.random() < 0.5:
                 lasts = lease * choose.uniform(*LONG_LEASES)
@@ -147,8 +150,14 @@ def schedule(
     return faults
 
 
+def _write(database: Path, seconds: float) -> None:
+    """Keep everybody else from writing."""
+    with WriteTurn(database, 60.0, 60.0).taken():
+        time.sleep(seconds)
+
+
 async def befall(world: World, fault: Fault) -> None:
-    if fault.target == HISTORY:
-        await OF_HISTORY[fault.kind](world.history, fault.seconds)
+    if fault.kind == WRITE:
+        await asyncio.to_thread(_write, world.database, fault.seconds)
     else:
         await OF_REPLICAS[fault.kind](world.replicas[fault.target], fault.seconds)

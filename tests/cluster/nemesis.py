@@ -6,7 +6,8 @@
     python -m tests.cluster.nemesis FOLDER --seed 7 --cluster ray --nodes 2   # on Ray Serve
 
 The faults and what the talkers say are drawn from the seed; which call meets which fault is not.  FOLDER
-keeps, by seed, the history, the logs and the event log, and results.jsonl has a line for each run.
+keeps, by seed, the history with its owner log, and the logs of the processes.  Its results.jsonl has a line
+for each run.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from pensieve.client.admin import Admin
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import Tokenizer
+from tests.cluster import owner_log
 from tests.cluster.checker import Stored, wrong_owners, wrong_tokens, wrong_turns
-from tests.cluster.faults import HISTORY, Fault, befall, schedule
+from tests.cluster.faults import Fault, befall, schedule
 from tests.cluster.ray_world import RayWorld
 from tests.cluster.talkers import Spoken, Talker
 from tests.cluster.world import Kind, World
@@ -106,11 +108,11 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
         statuses = await world.stop()
         if any(statuses):
             outcome.problems.append(f"the processes ended with {statuses}")
-        events = [json.loads(line) for line in world.event_log.read_text().splitlines()]
-    outcome.problems += wrong_owners(events)
     if not storm.kind.store:
-        outcome.problems += _stored_soundly(world.data)
-    outcome.num_claims = sum(each["event"] == "claimed" and each["previous"] > 0 for each in events)
+        events = owner_log.events(world.database)
+        outcome.problems += wrong_owners(events)
+        outcome.num_claims = sum(each.get("previous", 0) > 0 for each in events)
+    outcome.problems += _stored_soundly(folder / "last", world.store)
     _count(talkers, healed_at, outcome)
     return outcome
 
@@ -138,8 +140,7 @@ async def _befall_all(
         ):  # a slow start may be under way
             say(f"{fault} (at {time.monotonic() - began:.1f})")
             await (world.befall(fault) if isinstance(world, RayWorld) else befall(world, fault))
-        name = fault.kind if fault.target != HISTORY else f"{fault.kind} history"
-        outcome.faults[name] = outcome.faults.get(name, 0) + 1
+        outcome.faults[fault.kind] = outcome.faults.get(fault.kind, 0) + 1
 
     async with asyncio.TaskGroup() as under_way:
         for fault in faults:
@@ -197,8 +198,8 @@ def _verified(world: World | RayWorld) -> list[str]:
             time.sleep(0.5)
 
 
-def _stored_soundly(data: Path) -> list[str]:
-    with ConversationStore.open(data, "the nemesis") as store:
+def _stored_soundly(data: Path, url: str) -> list[str]:
+    with ConversationStore.open(data, "the nemesis", url=url) as store:
         running = [f"turn {each.turn_id} still ran" for each in store.interrupted_at_open]
         return [*running, *store.verify(), *store.integrity_check()]
 

@@ -24,10 +24,11 @@ from pathlib import Path
 import grpc
 
 from pensieve.v1 import status_pb2
-from tests.cluster.faults import HISTORY, LONG_LEASES, SHORT_SECONDS, Fault
+from tests.cluster.faults import LONG_LEASES, SHORT_SECONDS, Fault
 from tests.cluster.ray_nodes import Node, Nodes
 from tests.cluster.world import Kind
 
+HISTORY = -1  # as a target
 GRPC_PORT, HTTP_PORT, HISTORY_PORT = (
     50051,
     8000,

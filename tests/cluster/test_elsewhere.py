@@ -18,22 +18,24 @@ from pensieve.errors import OwnedElsewhere
 from pensieve.guard.callers import Caller
 from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import MODEL, HttpRig
-from tests.conversations.rig_daemon import ECHO, DaemonRig, details
-from tests.history.rig_service import ServiceRig, sharing, wait_for
+from tests.cluster.sharing import needs_sqlite, sharing
+from tests.conversations.rig_daemon import ECHO, DaemonRig, details, wait_for
 
+pytestmark = needs_sqlite
 ONE, TWO = 0, 1
 
 
 class Both:
     """Two daemons that echo, with one history."""
 
-    def __init__(self, service: ServiceRig, rigs: list[DaemonRig]) -> None:
-        self.service, self.rigs = service, rigs
+    def __init__(self, rigs: list[DaemonRig]) -> None:
+        self.rigs = rigs
         self.http = [HttpRig(rig) for rig in rigs]
 
     def conversations(self) -> int:
-        store = self.service._store
-        return int(self.service.run(self.service.threads.in_store("", store.num_conversations)))
+        daemon = self.rigs[ONE].daemon
+        count = daemon.threads.in_reader("", daemon.reader.num_conversations)
+        return int(self.rigs[ONE].call(count))
 
     def respond(self, at: int, **fields: Any) -> Any:
         body = {"model": MODEL, "input": "Hello.", **fields}
@@ -43,8 +45,8 @@ class Both:
 @pytest.fixture
 def both(tmp_path: Path) -> Iterator[Both]:
     shape: dict[str, Any] = {"program": (*ECHO, "--seconds", "0.02")}
-    with sharing(tmp_path, ("one", "two"), {"http": "127.0.0.1:0"}, **shape) as (service, rigs):
-        yield Both(service, rigs)
+    with sharing(tmp_path, ("one", "two"), {"http": "127.0.0.1:0"}, **shape) as rigs:
+        yield Both(rigs)
 
 
 def test_a_conversation_is_deleted_at_any_daemon(both: Both) -> None:

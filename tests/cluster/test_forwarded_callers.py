@@ -15,13 +15,14 @@ from pensieve.api.grpc.interceptor import CALLER_KEY
 from pensieve.api.grpc.peers import FORWARDED
 from pensieve.guard import callers
 from pensieve.guard.callers import Caller, written_caller
-from pensieve.launch.shared_history import Sharing
+from pensieve.launch.sharing import Sharing
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import replica_pb2, replica_pb2_grpc
 from tests.api.http.rig_http import MODEL, Answer, HttpRig
-from tests.conversations.rig_daemon import DaemonRig
-from tests.history.rig_service import sharing, wait_for
+from tests.cluster.sharing import needs_sqlite, sharing
+from tests.conversations.rig_daemon import DaemonRig, wait_for
 
+pytestmark = needs_sqlite
 ONE, TWO = 0, 1
 SECRET = "a secret that all daemons of a cluster have"
 
@@ -86,7 +87,7 @@ def guarding(folder: Path, secret: str) -> Iterator[Guarded]:
         "peer_secret": secret,
     }
     logs = [{"audit_log": folder / f"audit-{at}"} for at in (ONE, TWO)]
-    with sharing(folder, ("one", "two"), listening, each_listening=logs) as (_, rigs):
+    with sharing(folder, ("one", "two"), listening, each_listening=logs) as rigs:
         yield Guarded(folder, rigs, {name: token for name, (token, _) in made.items()})
 
 

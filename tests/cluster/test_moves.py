@@ -22,10 +22,11 @@ from pensieve.client import Client
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.hand_over import KvReceiver
 from tests.api.http.rig_http import HttpRig
+from tests.cluster import owner_log
+from tests.cluster.sharing import needs_sqlite, sharing
 from tests.conversations.exactness import HttpGuest, assert_exact, play
 from tests.conversations.rig import Reference, write_model
 from tests.conversations.rig_daemon import DaemonRig
-from tests.history.rig_service import sharing
 from tests.scale import SCALE, SEED
 from tests.text.families import QWEN_2_5
 
@@ -52,6 +53,7 @@ def lose_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding.Forwarder, "_sent", may_send)
 
 
+@needs_sqlite
 @pytest.mark.timeout(600 * SCALE)
 @pytest.mark.parametrize("moves_kv", [True, False], ids=["with_kv", "without"])
 def test_every_reply_is_what_plain_transformers_says_wherever_it_is_given(
@@ -63,7 +65,7 @@ def test_every_reply_is_what_plain_transformers_says_wherever_it_is_given(
     shape: dict[str, Any] = {"program": ENGINE, "written": TINY, "model_folder": folder}
     places = {"hand_over": moves_kv, "http": "127.0.0.1:0"}
     config = DaemonConfig()
-    with sharing(tmp_path, "abc", places, config=config, **shape) as (service, rigs):
+    with sharing(tmp_path, "abc", places, config=config, **shape) as rigs:
         http = [HttpRig(rig).address for rig in rigs]
         pulls = [rig.call(hand_over(rig, True)) for rig in rigs] if moves_kv else []
         for life in range(SCALE):
@@ -72,7 +74,9 @@ def test_every_reply_is_what_plain_transformers_says_wherever_it_is_given(
                 for number in range(12)
             ]
             done += play(crowd)
-        num_moves = sum(each["previous"] > 0 for each in service.events("claimed"))
+        num_moves = sum(
+            each["previous"] > 0 for each in owner_log.events(tmp_path / "history.db", "claimed")
+        )
         moved = sum(each.num_tokens for each in pulls)
         reference = Reference(folder)
         counts = []

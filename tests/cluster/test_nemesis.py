@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nemesis import RECOVERY_SECONDS, Storm, run
+from tests.cluster.sharing import needs_sqlite
 from tests.cluster.world import Kind
 from tests.scale import SCALE, SEED
+
+pytestmark = needs_sqlite
 
 
 async def _weathered(folder: Path, storm: Storm) -> None:

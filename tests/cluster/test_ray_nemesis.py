@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.faults import HISTORY
 from tests.cluster.nemesis import RECOVERY_SECONDS, Storm, run
 from tests.cluster.ray_nodes import why_not
-from tests.cluster.ray_world import ALL, CUT, NEVER_CUT, PROXIES, deeds, schedule
+from tests.cluster.ray_world import ALL, CUT, HISTORY, NEVER_CUT, PROXIES, deeds, schedule
 from tests.cluster.world import Kind
 from tests.scale import SCALE, SEED
 

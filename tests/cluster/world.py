@@ -1,7 +1,7 @@
-"""A cluster of plain processes: one `pensieve history`, several `pensieve serve`, and what connects them.
+"""A cluster of plain processes: several `pensieve serve` on one database, and what connects them.
 
-    talker ──client link──> replica ──history link──> history service
-                               └──peer link──> another replica
+    talker ──client link──> replica ──peer link──> another replica
+                               └──────> a SQLite file, with an owner log (owner_log.py)
 
 Every link can be cut by itself; every process can be killed, started again with the same folder and
 addresses, stopped (SIGSTOP) and continued.  Where the processes come from and how they end is all that a
@@ -18,7 +18,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tests.cluster import owner_log
 from tests.cluster.links import Link
 from tests.newcomer import free_port
 
@@ -36,7 +38,7 @@ class Kind:
     lease_seconds: float = 2.0
     engine: str = "echo"
     echo_seconds: float = 0.003
-    store: str = ""  # of the history: the address of a database
+    store: str = ""  # the address of a database; empty: a SQLite file in the world's folder
     has_ray: bool = False  # ray_world.py
 
     @property
@@ -44,6 +46,11 @@ class Kind:
         """Of the environment of its daemons."""
         is_echo = self.engine == "echo"
         return {"PENSIEVE_ENGINE": f"echo:{self.echo_seconds}" if is_echo else self.engine}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The same, and the lease."""
+        return {**self.engine_variables, "PENSIEVE_LEASE": str(self.lease_seconds)}
 
 
 class Part:
@@ -111,47 +118,35 @@ class Part:
 
 
 class Replica(Part):
-    def __init__(self, number: int, folder: Path, kind: Kind, history: str) -> None:
+    def __init__(self, number: int, folder: Path, kind: Kind, store: str) -> None:
         address = f"127.0.0.1:{free_port()}"
         self.data = folder / f"replica-{number}"
-        self.history_link = Link(history)
         self.peer_link = Link(address, free_port())
         self.client_link = Link(address)
         self.http_address = f"127.0.0.1:{free_port()}"
-        self._arguments = [
+        arguments = [
             *("serve", "--data", str(self.data), "--replica", f"replica-{number}"),
             *("--address", address, "--announce", self.peer_link.address),
-            *("--http", self.http_address),
+            *("--http", self.http_address, "--store", store),
         ]
-        super().__init__(f"replica-{number}", folder, self._arguments, kind.engine_variables)
+        super().__init__(f"replica-{number}", folder, arguments, kind.variables)
 
     async def open(self) -> None:
-        for link in (self.history_link, self.peer_link, self.client_link):
+        for link in (self.peer_link, self.client_link):
             await link.open()
-        self._command += ["--store", f"history://{self.history_link.address}"]
 
     async def close(self) -> None:
-        for link in (self.history_link, self.peer_link, self.client_link):
+        for link in (self.peer_link, self.client_link):
             await link.close()
 
 
 class World:
     def __init__(self, folder: Path, kind: Kind) -> None:
         self.kind = kind
-        self.event_log = folder / "events.jsonl"
-        self.data = folder / "history"
-        address = f"127.0.0.1:{free_port()}"
-        store = ["--store", kind.store] if kind.store else []
-        self.history = Part(
-            "history",
-            folder,
-            [
-                *("history", "--data", str(self.data), "--address", address, *store),
-                *("--lease", str(kind.lease_seconds), "--event-log", str(self.event_log)),
-            ],
-        )
+        self.database = folder / "history.db"
+        self.store = kind.store or f"sqlite://{self.database}"
         self.replicas = [
-            Replica(number, folder, kind, address) for number in range(kind.num_replicas)
+            Replica(number, folder, kind, self.store) for number in range(kind.num_replicas)
         ]
 
     @property
@@ -164,11 +159,11 @@ class World:
         return [f"unix:{replica.data / 'admin.sock'}" for replica in self.replicas]
 
     async def __aenter__(self) -> World:
+        if not self.kind.store:
+            await asyncio.to_thread(owner_log.keep, self.database)
         try:
             for replica in self.replicas:
                 await replica.open()
-            await self.history.start()
-            for replica in self.replicas:
                 await replica.start(waits=False)
             for replica in self.replicas:
                 await replica.ready()
@@ -182,15 +177,18 @@ class World:
 
     async def stop(self) -> list[int]:
         """All of it, as operators do; the exit statuses."""
-        found = await asyncio.gather(*(replica.terminate() for replica in self.replicas))
-        return [*found, await self.history.terminate()]
+        return await asyncio.gather(*(replica.terminate() for replica in self.replicas))
 
     async def whole(self) -> None:
         """What befalls it starts again what it kills, so it is."""
 
+    def events(self, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
+        """Of the owner log."""
+        return owner_log.events(self.database, event, **wanted)
+
     async def _end(self) -> None:
-        for part in (*self.replicas, self.history):
-            if part.is_running:
-                await part.kill()
+        for replica in self.replicas:
+            if replica.is_running:
+                await replica.kill()
         for replica in self.replicas:
             await replica.close()

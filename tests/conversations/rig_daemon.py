@@ -23,6 +23,7 @@ import grpc
 from pensieve.api.grpc.server import Server
 from pensieve.api.http.listener import serve_http
 from pensieve.builtin import MODEL_PATH
+from pensieve.config import shown_store
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.engine_client import EngineProgram
@@ -33,8 +34,7 @@ from pensieve.jobs.plugin import JobsPlugin
 from pensieve.jobs.values import DaemonJobs
 from pensieve.jobs.worker import JobsConfig
 from pensieve.launch.model_folder import load_texts
-from pensieve.launch.shared_history import Sharing, announce, open_store
-from pensieve.store.conversation_store import ConversationStore
+from pensieve.launch.sharing import Sharing, announce, open_store
 from pensieve.text.tool_calls import style_of
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
@@ -72,13 +72,13 @@ class DaemonRig:
         jobs: DaemonJobs | None = None,
         batch_jobs: JobsConfig | None = None,
         model_folder: Path = MODEL_PATH,
-        history: str = "",
+        store: str = "",
     ) -> None:
         """`jobs` are scripted; with `batch_jobs` the daemon has those that people use.
 
-        With `history`, the address of a service, it is one of the daemons that share that history.
+        With `store`, the address of a database, it is one of the daemons that share that history.
         """
-        self._model_folder, self._history = model_folder, history
+        self._model_folder, self._store = model_folder, store
         self._arguments = (data, config, listening, program, written or {})
         self._jobs, self._batch_jobs = jobs, batch_jobs
         self._loop = asyncio.new_event_loop()
@@ -100,19 +100,15 @@ class DaemonRig:
         data, config, listening, program, written = self._arguments
         folder = self._model_folder
         texts = load_texts(folder, self.lines.append)
-        store: ConversationStore
-        if self._history:
-            sharing = Sharing(data.name)
-            store = open_store(data, "pensieve test", f"history://{self._history}", sharing)
-        else:
-            store = ConversationStore.open(data, "pensieve test")
+        replica = data.name if self._store else ""
+        store = open_store(data, "pensieve test", self._store, Sharing(replica))
         self.daemon = Daemon(
             store,
             texts,
             EngineProgram(
                 program, written, folder, "builtin" if folder == MODEL_PATH else folder.name
             ),
-            config or DaemonConfig(grace_seconds=0.2),
+            config or DaemonConfig(grace_seconds=0.2, history=shown_store(self._store)),
             self.lines.append,
         )
         listening = listening or Listening("127.0.0.1:0", data / "admin.sock")

@@ -13,17 +13,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from pensieve.store import ConversationStore
-from pensieve.store.connection import preferred_driver
-from pensieve.store.transactions import NOBODY
 from tests.store import postgres_server
 from tests.store.faulty import world
 from tests.store.postgres_server import PostgresServer
-from tests.store.remote_session import WholeStore
 from tests.store.talk import DRIVERS
 
 MEMORY = Path("/dev/shm")  # these tests sync a lot, and what that costs is not their subject
@@ -39,17 +36,6 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 
 POSTGRES = "postgres"
-REMOTE = "remote"  # the store of a daemon that shares a history, over SQLite
-# What a daemon may do to a store is the same where the history is another process's.
-ON_REMOTE = {
-    "test_chains",
-    "test_conversation_changes",
-    "test_conversations",
-    "test_declared_prefixes",
-    "test_logprobs",
-    "test_responses",
-    "test_turns",
-}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -58,8 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     is_of_files = any(metafunc.definition.iter_markers("sqlite"))
     is_on_both = "open_store" in metafunc.fixturenames and not is_of_files
-    is_on_remote = is_on_both and metafunc.module.__name__.rpartition(".")[2] in ON_REMOTE
-    drivers = DRIVERS + [POSTGRES] * is_on_both + [REMOTE] * is_on_remote
+    drivers = DRIVERS + [POSTGRES] * is_on_both
     metafunc.parametrize("driver", drivers, indirect=True)
 
 
@@ -80,8 +65,6 @@ def postgres() -> Iterator[PostgresServer]:
 @pytest.fixture
 def driver(request: pytest.FixtureRequest) -> Any:
     """What the store is opened with: a driver of SQLite, or None where it is PostgreSQL."""
-    if request.param == REMOTE:
-        return preferred_driver
     return None if request.param == POSTGRES else importlib.import_module(request.param)
 
 
@@ -98,25 +81,16 @@ def url(request: pytest.FixtureRequest, driver: Any) -> Iterator[str]:
 
 
 @pytest.fixture
-def open_store(
-    request: pytest.FixtureRequest, tmp_path: Path, driver: Any, url: str
-) -> Iterator[Callable[..., ConversationStore]]:
+def open_store(tmp_path: Path, driver: Any, url: str) -> Iterator[Callable[..., ConversationStore]]:
     """Opens tmp_path/data, or the database; every store it gave out is closed in the end."""
-    opened: list[Any] = []
-    is_remote = getattr(request.node, "callspec", None) and (
-        request.node.callspec.params.get("driver") == REMOTE
-    )
+    opened: list[ConversationStore] = []
     seconds = itertools.count(1000)
 
     def open_one(**options: Any) -> ConversationStore:
         given = {"driver": driver, "now": lambda: float(next(seconds)), "url": url}
         store = ConversationStore.open(tmp_path / "data", "pensieve test", **{**given, **options})
         opened.append(store)
-        if not is_remote:
-            return store
-        vars(store)["_transactions"].session = NOBODY  # the sessions are those of replicas
-        opened.append(WholeStore(store))
-        return cast(ConversationStore, opened[-1])
+        return store
 
     yield open_one
     for store in opened:

@@ -30,6 +30,7 @@ from pensieve.errors import (
 from pensieve.store import ConversationStore, NewConversation, StoredTurnState
 from pensieve.store.backend import NUMBER_COLUMNS, Conflict
 from pensieve.store.postgres.backend import WALKS
+from pensieve.store.postgres.connection import Address, PostgresLanes
 from pensieve.store.postgres.schema import NEWEST, SCHEMA
 from pensieve.store.postgres.session import translated
 from pensieve.store.postgres.wire import Wire, escaped, unescaped
@@ -85,16 +86,28 @@ def end_sessions(postgres: PostgresServer, url: str) -> None:
 # -- one owner --
 
 
-def test_who_needs_the_history_alone_is_refused_and_learns_who_has_it(opened: Open) -> None:
-    alone = {"keep_running": True, "busy_timeout_seconds": 0.05}
+def alone(url: str) -> PostgresLanes:
+    """As a copy opens the database."""
+    return PostgresLanes(Address(url), "alone", 0.05, 10.0, 1, is_exclusive=True)
+
+
+def test_who_needs_the_history_alone_is_refused_and_learns_who_has_it(
+    opened: Open, url: str
+) -> None:
     with opened("pensieve serve"), opened("another"):
         us = rf"in use by another, pid {os.getpid()} on .*, pensieve serve, pid {os.getpid()} on "
-        with pytest.raises(StoreLocked, match=us):
-            opened("alone", **alone)
-    with opened("alone", **alone):
-        for options in (alone, {"busy_timeout_seconds": 0.05}):
-            with pytest.raises(StoreLocked, match=rf"is in use by alone, pid {os.getpid()} on "):
-                opened("another", **options)
+        with pytest.raises(StoreLocked, match=us), alone(url).reading():
+            pass
+    with contextlib.closing(alone(url)) as first:
+        with first.reading():
+            pass
+        with pytest.raises(StoreLocked, match=rf"is in use by alone, pid {os.getpid()} on "):
+            opened("another", busy_timeout_seconds=0.05)
+        with (
+            pytest.raises(StoreLocked, match=rf"is in use by alone, pid {os.getpid()} on "),
+            alone(url).reading(),
+        ):
+            pass
     opened("another")
 
 
@@ -121,18 +134,18 @@ def test_who_has_lost_the_history_to_another_writes_no_more(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
     """A process that has it alone; one of several daemons has lost only what others have claimed."""
-    first = opened("first", keep_running=True, busy_timeout_seconds=0.05)
-    create(first, "tea")
-    turn_id = begin(first, "tea", "r1", "hi", 1)
+    first = alone(url)
+    with first.writing():
+        pass
     end_sessions(postgres, url)
     with opened("second") as second:
-        assert [each.turn_id for each in second.interrupted_at_open] == [turn_id]
-        with pytest.raises(StoreUnavailable, match="in use by second, pid"):
-            first.finish_turn(turn_id, reply("hello", 2), "stop", {})
+        with pytest.raises(StoreUnavailable, match="in use by second, pid"), first.writing():
+            pass
+        create(second, "tea")
         say(second, "tea", "r1", user("hi", 1), reply("other", 3))
     for _ in range(2):
-        with pytest.raises(StoreLocked, match="was taken over by second, pid"):
-            first.finish_turn(turn_id, reply("hello", 2), "stop", {})
+        with pytest.raises(StoreLocked, match="was taken over by second, pid"), first.writing():
+            pass
     assert list(opened("third").log("tea")) == [1, 3]
 
 

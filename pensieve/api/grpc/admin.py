@@ -125,6 +125,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         answer = await self.daemon.engine.query(lambda number: Explain(number, key))
         history = self.daemon.config.history
         given = pb.ExplainConversationResponse(tenant=tenant, history=history)
+        if self.daemon.owners is not None:
+            owner = await self.daemon.threads.in_reader(
+                tenant, lambda: self.daemon.reader.owner(request.conversation_id, tenant=tenant)
+            )
+            if owner is not None:
+                given.owner, given.owned = owner.replica if owner.is_alive else "", owner.is_ours
         if "running" in answer.figures:
             given.running = bool(answer.figures["running"])
         if "idle_seconds" in answer.figures:
@@ -141,6 +147,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             else:
                 given.events.add(seconds_ago=float(row[0]), text=str(row[1]))
         return given
+
+    async def ListReplicas(
+        self, request: pb.ListReplicasRequest, context: Any
+    ) -> pb.ListReplicasResponse:
+        found = await self.daemon.threads.in_reader("", self.daemon.reader.sessions)
+        return pb.ListReplicasResponse(
+            replicas=[
+                pb.Replica(
+                    name=each.replica,
+                    address=each.address,
+                    metrics_address=each.metrics_address,
+                    alive=each.is_alive,
+                    draining=each.is_draining,
+                )
+                for each in found
+            ]
+        )
 
     async def CheckIntegrity(
         self, request: pb.CheckIntegrityRequest, context: Any

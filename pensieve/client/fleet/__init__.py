@@ -5,7 +5,7 @@
             print(answer.replica.name, answer.value or answer.reason)
 
 replicas.py     which there are: from a list, or from whoever knows
-discovery.py    from a history service, which also knows whose a conversation is
+discovery.py    from a daemon, which knows those that share its history
 asking.py       one call to each of them at once; who does not answer is an answer that says so
 fleet.py        `Fleet`: the calls of AdminService, to all
 totals.py       figures of all put together: sums, worst ones, and quantiles of all times
@@ -17,7 +17,7 @@ machine that only watches installs the client alone, and whoever deploys replica
 """
 
 from pensieve.client.fleet.asking import Answer
-from pensieve.client.fleet.discovery import HistoryReplicas
+from pensieve.client.fleet.discovery import SharedReplicas
 from pensieve.client.fleet.fleet import Fleet
 from pensieve.client.fleet.replicas import Discovery, FixedReplicas, Replica, replicas_of
 
@@ -26,7 +26,7 @@ __all__ = [
     "Discovery",
     "FixedReplicas",
     "Fleet",
-    "HistoryReplicas",
     "Replica",
+    "SharedReplicas",
     "replicas_of",
 ]

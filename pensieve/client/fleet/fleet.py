@@ -46,7 +46,6 @@ class Fleet:
         token: an admin token that all of them take; sockets need none.
         tls: as of `Client`; sockets have none.
         seconds: how long each replica may take to answer.
-        locate: the name of the replica that serves a conversation, by its id and tenant, or "".
     """
 
     def __init__(
@@ -56,12 +55,10 @@ class Fleet:
         token: str | None = None,
         tls: Tls = False,
         seconds: float = ANSWER_SECONDS,
-        locate: Callable[[str, str], Awaitable[str]] | None = None,
     ) -> None:
         self._discovery = discovery
         self._connections = Connections(token, tls)
         self.seconds = seconds
-        self._locate = locate
 
     async def __aenter__(self) -> Self:
         return self
@@ -130,16 +127,6 @@ class Fleet:
             return await stub.ExplainConversation(request, timeout=seconds, metadata=self._metadata)
 
         return await self._each(call)
-
-    async def located(self, conversation_id: str, tenant: str = "") -> str:
-        """The replica that serves a conversation, as the history says; "" where nobody can say."""
-        if self._locate is None:
-            return ""
-        try:
-            async with asyncio.timeout(self.seconds):
-                return await self._locate(conversation_id, tenant)
-        except (TimeoutError, PensieveError):
-            return ""
 
     async def tenants(self) -> list[Answer[pb.ListTenantsResponse]]:
         """What each tenant has taken of each; `totals.tenants_of` puts them together."""

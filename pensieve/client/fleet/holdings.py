@@ -71,16 +71,18 @@ class Owner:
 Explained = Answer[pb.ExplainConversationResponse]
 
 
-def owner_of(found: Sequence[Explained], named: str = "") -> Owner | None:
-    """Whose the conversation is; `named` is who the history says, if it does.
+def owner_of(found: Sequence[Explained]) -> Owner | None:
+    """Whose the conversation is; an owner that did not answer has the name by which the others know it.
 
     None: nobody knows, or there are several of this id, in several histories.
     """
-    if named:
-        return Owner(named, KnownBy.HISTORY)
     if num_histories(found) > 1:
         return None
     known = {each.replica.name: each.value for each in found if each.value is not None}
+    named = [name for name, value in known.items() if value.owned]
+    named += [value.owner for value in known.values() if value.owner]
+    if named:
+        return Owner(named[0], KnownBy.HISTORY)
     running = [name for name, value in known.items() if value.running]
     if running:
         return Owner(running[0], KnownBy.RUNNING) if len(running) == 1 else None

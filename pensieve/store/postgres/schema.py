@@ -153,6 +153,7 @@ STEPS: dict[int, tuple[str, ...]] = {  # by version
         "ALTER TABLE sessions ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE sessions ADD COLUMN lease_until DOUBLE PRECISION",
         "ALTER TABLE sessions ADD COLUMN is_draining BIGINT NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions DROP COLUMN last_call, DROP COLUMN ended_at",
         "DROP INDEX owners_session",
         "CREATE TABLE housekeeping (session BIGINT NOT NULL, epoch BIGINT NOT NULL)",
         "INSERT INTO housekeeping (session, epoch) VALUES (0, 0)",

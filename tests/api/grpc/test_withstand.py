@@ -286,10 +286,8 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         "api/http/completions.py",  # when an answer was made
         *("api/http/messages.py", "api/http/responses.py"),
         "api/http/routes.py",
-        "history/service.py",  # when an event was recorded
         "store/backup.py",  # the moments of a backup
         "store/conversation_store.py",  # created, updated, finished
-        "store/remote/remote_store.py",
         "jobs/job_store.py",  # created, started, ended
     }
 

@@ -17,7 +17,7 @@ from tests.conversations.rig_daemon import DaemonRig
 from tests.newcomer import free_port
 
 T = TypeVar("T")
-HISTORY = "history://10.0.0.9:7000"
+HISTORY = "postgresql://10.0.0.9:7000"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 HANG_SECONDS = 1.0  # that the one which never answers is given
 

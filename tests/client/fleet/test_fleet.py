@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.client.fleet import Answer, FixedReplicas, Fleet, Replica, exposition, fleet
+from pensieve.client.fleet import Answer, Fleet, Replica, exposition, fleet
 from pensieve.client.fleet.holdings import KnownBy, Owner, held_of, holds_kv, owner_of
 from pensieve.client.fleet.totals import tenants_of, total_of
 from pensieve.conversations.daemon_config import DaemonConfig
@@ -116,7 +116,6 @@ def test_explain_finds_who_serves_a_conversation_and_who_has_stale_kv(world: Rep
     assert owner_of(with_fleet(world.alive, lambda several: several.explain("z"))) == Owner(
         "b", KnownBy.ONLY
     )
-    assert owner_of(found, "c") == Owner("c", KnownBy.HISTORY)
     nobody = with_fleet(world.alive, lambda several: several.explain("nobody"))
     assert owner_of(nobody) is None
     assert all(isinstance(each.error, NotFound) for each in nobody)
@@ -136,28 +135,14 @@ def test_the_replica_where_a_turn_runs_serves_the_conversation() -> None:
     older, newer = answer("a", idle_seconds=9.0), answer("b", idle_seconds=2.0)
     assert owner_of([older, newer, gone]) == Owner("b", KnownBy.LATEST)
     assert owner_of([answer("a", running=True), newer]) == Owner("a", KnownBy.RUNNING)
+    told = answer("a", owner="one"), answer("b", owner="one", owned=True)
+    assert owner_of([*told, gone]) == Owner("b", KnownBy.HISTORY)
+    assert owner_of([told[0], gone]) == Owner("one", KnownBy.HISTORY)
     assert owner_of([answer("a", running=True), answer("b", running=True)]) is None
     # Whoever is out of reach may know it too, so the only one that answers is not the only one.
     assert owner_of([older, gone]) == Owner("a", KnownBy.LATEST)
     older.value.history = newer.value.history = ""  # type: ignore[union-attr]
     assert owner_of([older, newer]) is None
-
-
-def test_who_says_where_a_conversation_is_may_fail(world: Replicas) -> None:
-    async def fails(conversation_id: str, tenant: str) -> str:
-        raise Unavailable("the history is out of reach")
-
-    async def knows(conversation_id: str, tenant: str) -> str:
-        return {"x": "a"}.get(conversation_id, "")
-
-    async def look() -> list[str]:
-        found = []
-        for locate in (None, fails, knows):
-            async with Fleet(FixedReplicas(world.alive), locate=locate) as all_of_them:
-                found.append(await all_of_them.located("x"))
-        return found
-
-    assert asyncio.run(look()) == ["", "", "a"]
 
 
 def test_tenants_and_checks_of_all(world: Replicas) -> None:

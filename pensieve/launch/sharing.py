@@ -1,4 +1,4 @@
-"""The store of a daemon: its own, one that daemons share, or that of a history service."""
+"""How a daemon is one of several that share a history."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import grpc
 
@@ -18,14 +17,11 @@ from pensieve.config import Settings, read_secret
 from pensieve.conversations.hand_over import KvReceiver
 from pensieve.errors import ConfigError, InvalidArgument, PensieveError
 from pensieve.guard.callers import Token
-from pensieve.history.connection import Connection, Replica
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.folder import DataFolder
+from pensieve.store.owners import LEASE_SECONDS
 from pensieve.store.records import ID_PATTERN
-from pensieve.store.remote.remote_store import RemoteStore
 
 log = logging.getLogger("pensieve")
-SCHEMES = ("history://", "historys://")
 DATABASES = ("sqlite://", "postgresql://", "postgres://")
 
 
@@ -37,6 +33,7 @@ class Sharing:
     secret: str = ""
     certificates: bytes | None = None  # of the authority; None: the system's
     announced: str = ""  # HOST:PORT where the others reach it; empty: where it listens
+    lease_seconds: float = LEASE_SECONDS
 
     def tokens(self) -> tuple[Token, ...]:
         """By which daemons that share the secret know each other, where clients need tokens."""
@@ -51,7 +48,7 @@ class Sharing:
 
 def sharing_of(settings: Settings) -> Sharing:
     """From the settings of `pensieve serve`."""
-    replica, ca = settings.replica or "", settings.history_ca
+    replica, ca = settings.replica or "", settings.cluster_ca
     announced = settings.announce or ""
     host, _, port = announced.rpartition(":")
     if announced and not (host and port.isdigit()):
@@ -61,36 +58,23 @@ def sharing_of(settings: Settings) -> Sharing:
     try:
         certificates = None if ca is None else ca.read_bytes()
     except OSError as error:
-        raise ConfigError(f"--history-ca {ca}: {error.strerror}") from error
-    return Sharing(replica, read_secret(settings.cluster_secret), certificates, announced)
+        raise ConfigError(f"--cluster-ca {ca}: {error.strerror}") from error
+    return Sharing(
+        *(replica, read_secret(settings.cluster_secret), certificates, announced), settings.lease
+    )
 
 
 def is_shared(url: str | None) -> bool:
     """Whether several daemons may have it."""
-    return (url or "").startswith((*SCHEMES, *DATABASES))
+    return (url or "").startswith(DATABASES)
 
 
 def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> ConversationStore:
     """What `--store` says."""
-    if not url.startswith(SCHEMES):
-        replica = sharing.replica or (replica_name(data) if is_shared(url) else "")
-        return ConversationStore.open(data, holder, url=url, replica=replica)
-    folder = DataFolder.open(data, holder, has_database=False)
-    try:
-        replica = sharing.replica or replica_name(data)
-        credentials = None
-        if url.startswith("historys://"):
-            credentials = sharing.credentials()
-        connection = Connection(
-            url.partition("://")[2],
-            Replica(replica),
-            secret=sharing.secret,
-            credentials=credentials,
-        )
-    except BaseException:
-        folder.close(clean=not folder.stopped_unclean)
-        raise
-    return cast(ConversationStore, RemoteStore(connection, folder, replica))
+    replica = sharing.replica or (replica_name(data) if is_shared(url) else "")
+    return ConversationStore.open(
+        data, holder, url=url, replica=replica, lease_seconds=sharing.lease_seconds
+    )
 
 
 async def announce(server: Server, announced: str = "") -> None:

@@ -1,0 +1,45 @@
+"""Daemons in threads of the test that share one SQLite file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.guard.exposure import Listening
+from pensieve.store.connection import preferred_driver
+from pensieve.store.shared_file import SHARED_SQLITE_MIN
+from tests.cluster import owner_log
+from tests.conversations.rig_daemon import DaemonRig
+
+needs_sqlite = pytest.mark.skipif(
+    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs another SQLite"
+)
+
+
+@contextmanager
+def sharing(
+    folder: Path,
+    names: Sequence[str],
+    listening: Mapping[str, Any],
+    *,
+    each_listening: Sequence[Mapping[str, Any]] = (),
+    **daemon: Any,
+) -> Iterator[list[DaemonRig]]:
+    """Daemons with one history; `listening` and `daemon` are fields of each.
+
+    `each_listening` has more fields of one after the other.  The history keeps an owner log.
+    """
+    owner_log.keep(folder / "history.db")
+    with ExitStack() as stack:
+        rigs = []
+        for number, name in enumerate(names):
+            data, more = folder / name, each_listening[number] if each_listening else {}
+            places = Listening("127.0.0.1:0", data / "admin.sock", **{**listening, **more})
+            url = f"sqlite://{folder / 'history.db'}"
+            rig = DaemonRig(data, listening=places, store=url, **daemon)
+            rigs.append(stack.enter_context(rig))
+        yield rigs
