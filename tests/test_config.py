@@ -220,6 +220,23 @@ def test_where_a_history_is_may_be_shown() -> None:
     assert shown_store("sqlite:///var/lib/a@b.db") == "sqlite:///var/lib/a@b.db"
 
 
+@pytest.mark.parametrize("url", ["history://10.0.0.9:50060", "historys://history.example:50060"])
+def test_a_history_service_is_an_error_that_says_what_daemons_open_instead(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instead = "--store sqlite:///FOLDER/conversations.db, if all are on one host"
+    with pytest.raises(ConfigError) as refused:
+        resolve({"store": url}, {}, None, SERVED)
+    assert instead in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        resolve({}, {"PENSIEVE_STORE": url}, None, SERVED)
+    assert instead in str(refused.value)
+    assert main(["serve", "--store", url]) == 3
+    assert instead in capsys.readouterr().err
+    assert main(["history", "--data", "/var/lib/pensieve", "--lease", "3"]) == 3
+    assert instead in capsys.readouterr().err
+
+
 def test_a_process_that_is_to_know_no_secret_gets_none() -> None:
     given = {
         "PENSIEVE_STORE": "postgresql://me:hunter2@host/db",

@@ -11,13 +11,12 @@ doors forward such calls to the owner (api/grpc/forwarding.py).
 
 A turn whose conversation another daemon has taken cannot be committed: the history refuses its end.
 
-All of it belongs to the loop but `OwningStore` and `_stale`, which the store thread calls.
+All of it belongs to the loop but `_stale`, which the store thread calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.engine_client import EngineClient
@@ -27,29 +26,13 @@ from pensieve.conversations.threads import Threads
 from pensieve.engine.messages import DeleteConversation
 from pensieve.errors import OwnedElsewhere, Unavailable
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.records import Conversation
 from pensieve.store.transactions import TAKEN
-
-
-class OwningStore(Protocol):
-    """A store whose conversations have owners. Used in the store's thread."""
-
-    replica: str  # the name of this daemon
-
-    def claim(self, conversation_id: str, *, tenant: str = "") -> None:
-        """Make a conversation ours; OwnedElsewhere while the owner's lease holds."""
-
-    def take(self, conversation_id: str, *, tenant: str = "") -> None:
-        """Claim a conversation whose owner does not answer this daemon."""
-
-    def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
-        """NotFound if there is none."""
 
 
 class Owners:
     """Claims conversations for this daemon; NotFound if there is no such conversation (any more)."""
 
-    def __init__(self, store: OwningStore, threads: Threads) -> None:
+    def __init__(self, store: ConversationStore, threads: Threads) -> None:
         self.replica = store.replica
         self._store, self._threads = store, threads
 

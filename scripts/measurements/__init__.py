@@ -6,7 +6,6 @@ isolation   what one tenant notices of another one that does its worst (noisy_te
 swap        the first token of a turn whose history is not on the device
 shared_pages  attention over pages that several slices begin with
 batch       what a batch takes, by how it shares prefixes
-history     turns that one history carries for several daemons
 
 By simulation, of a machine that machine_options names:
 

@@ -144,22 +144,15 @@ ROWS = (
     Row("pensieve serve MODEL", serves=True, alone=True, nightly=True),
     # Several daemons.
     Row(
-        "pensieve history --data /var/lib/pensieve --address 127.0.0.1:50060",
-        instead={"/var/lib/pensieve": "other-history", "127.0.0.1:50060": "127.0.0.1:0"},
-        serves=True,
-    ),
-    Row(
-        "pensieve serve --store history://127.0.0.1:50060 --replica one --address 127.0.0.1:50051",
-        needs=("history",),
+        "pensieve serve --store sqlite:///var/lib/pensieve/history.db --data /var/lib/one --replica one"
+        " --address 127.0.0.1:50051",
         instead={"127.0.0.1:50051": "127.0.0.1:0"},
         serves=True,
-        alone=True,
     ),
     Row(
-        "pensieve serve --store history://127.0.0.1:50060 --replica two --address 127.0.0.1:50052"
-        " --data /var/lib/two",
-        needs=("history",),
-        instead={"/var/lib/two": "two", "127.0.0.1:50052": "127.0.0.1:0"},
+        "pensieve serve --store sqlite:///var/lib/pensieve/history.db --data /var/lib/two --replica two"
+        " --address 127.0.0.1:50052",
+        instead={"127.0.0.1:50052": "127.0.0.1:0"},
         serves=True,
     ),
     # Tokens.

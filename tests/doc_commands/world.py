@@ -29,7 +29,7 @@ from tests.doc_commands.plain import plain_environment
 from tests.newcomer import free_port
 
 CERTS = ROOT / "tests" / "guard" / "certs"
-READY = "ready (?:grpc|historys?)://"
+READY = "ready grpc://"
 SECONDS = 120.0
 NIGHTLY_SECONDS = 3600.0
 PLACES = ("/var/lib", "/var/log", "/var/drill", "/srv")
@@ -142,12 +142,6 @@ class World:
         self._stop(*self._daemons.pop("drill"))  # which writes what a minute would
         self._start("drill")
 
-    def history(self) -> None:
-        """A history that daemons share."""
-        line = "pensieve history --data /var/lib/shared --address 127.0.0.1:50060"
-        daemon, log, _ = self._serve(Row(line))
-        self._daemons["history"] = daemon, log
-
     def restored(self) -> None:
         """A daemon with what was restored."""
         self.need("drill")
@@ -240,8 +234,10 @@ class World:
             return str(MODEL_PATH)
         if found := re.fullmatch(r"127\.0\.0\.1:(\d+)", word):
             return self._address(found[1])
-        if found := re.fullmatch(r"history://127\.0\.0\.1:(\d+)", word):
-            return f"history://{self._address(found[1])}"
+        if word.startswith("sqlite:///"):
+            path = self._moved(word.removeprefix("sqlite://"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return f"sqlite://{path}"
         if word.startswith("0.0.0.0:"):
             return f"127.0.0.1:{free_port()}"
         return str(self._moved(word)) if word.startswith(PLACES) else word
