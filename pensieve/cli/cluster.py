@@ -85,6 +85,7 @@ def _up(arguments: argparse.Namespace) -> int:
     folder = _folder(arguments)
     local = _local_ray(arguments)
     from pensieve.cluster import deploying, serve_config
+    from pensieve.cluster.local_ray import check_free
 
     if (arguments.config is None) == (arguments.local is None):
         raise ConfigError("give either a CONFIG or --local N")
@@ -100,12 +101,20 @@ def _up(arguments: argparse.Namespace) -> int:
     else:
         config = serve_config.read(arguments.config)
     address = arguments.ray or local.address
+    is_new = address is None
     if address is None:
+        check_free(config.http_options.host, config.http_options.port)
+        check_free("0.0.0.0", config.grpc_options.port)  # where Ray listens
         print("starting Ray on this machine", flush=True)
         address = local.start(arguments.nodes, arguments.cpus)
-    with deploying.connected(address):
-        deploying.deploy(config)
-        deploying.wait_until_running(arguments.timeout, lambda line: print(line, flush=True))
+    try:
+        with deploying.connected(address):
+            deploying.deploy(config)
+            deploying.wait_until_running(arguments.timeout, lambda line: print(line, flush=True))
+    except Exception:
+        if is_new:
+            local.stop()
+        raise
     host = config.http_options.host
     print(
         f"ready grpc://{'127.0.0.1' if not arguments.ray else _host(address)}:{config.grpc_options.port}, "

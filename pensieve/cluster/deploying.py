@@ -101,8 +101,7 @@ def wait_until_running(seconds: float, report: Report) -> ClusterState:
 def roll(seconds: float, report: Report) -> ClusterState:
     """Every replica anew, as Ray's rolling update does it: each ends when it has drained.
 
-    What changes is a variable in the environment of the deployment `Replica`, so Ray restarts this one and
-    leaves the history service alone.
+    What changes is a variable in their environment.
     """
     before = look()
     if before.status != "RUNNING":
@@ -152,7 +151,7 @@ def look() -> ClusterState:
 
 
 def take_down() -> None:
-    """The replicas drain and end, then the history service (deployments.py), then all the rest.
+    """The replicas drain and end, then all the rest.
 
     Ray's own way ends the proxies first, and with them all calls.
     """

@@ -1,19 +1,17 @@
-"""Calls to a daemon: bytes in, bytes out, with everything that belongs to a call.
+"""A replica's calls to its daemon: bytes in, bytes out, with everything that belongs to a call.
 
-    unary     in the replica.  What Ray brings: the request, and a context that has metadata and the client's
-              address.  What goes back: a message, and in the context the status, its details and trailing
-              metadata.  Ray forgets the context when a method raises, so an error is an empty message with
-              the error in its context
-    direct    in the proxy: the messages of a stream (direct.py)
+Ray brings the request, and a context that has metadata and the client's address. What goes back are messages,
+and in the context the status, its details and trailing metadata. Ray forgets the context's trailing metadata
+when a method raises, so an error is a last, empty message with the error in its context (grpc_edge.py takes
+it out).
 
-**Cancellation**: the task of a call whose client left is cancelled, and the daemon's call with it.
+Ray cancels the task of a call whose client left. The daemon's call is cancelled with it.
 
-One channel for each daemon, used by one event loop.
+One channel per replica, to a daemon of the same machine, used by one event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -31,8 +29,6 @@ OPTIONS = (
 NOT_FORWARDED = frozenset(
     {"user-agent", "application", "request_id", "multiplexed_model_id", KEY, TIMEOUT}
 )
-GONE = "the replica that had this call is gone or is about to end; another one takes its calls"
-ENDING = "the replica is about to end; another one can be watched"
 
 
 class Response(NamedTuple):
@@ -58,46 +54,23 @@ class Forward:
             data = await call
             self._end(context, await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:
-            self._fail(context, error)
-            return Response(b"")
+            return self._failed(context, error)
         finally:
             call.cancel()
         return Response(data)
 
-    async def direct(
-        self,
-        method: Method,
-        request: bytes,
-        requested: Any,
-        context: Any,
-        gone: asyncio.Future[None],
-    ) -> AsyncIterator[bytes]:
-        """The messages of a stream, in the proxy; UNAVAILABLE when its replica is `gone`.
-
-        `requested` has the metadata of the call, and `context` gets what comes of it.
-        """
-        call = self._begin(method, request, requested)
-        gone.add_done_callback(lambda _: call.cancel())
+    async def stream(self, method: Method, request: Any, context: Any) -> AsyncIterator[Response]:
+        call = self._begin(method, request, context)
+        self._end(context, ())
         try:
             async for data in call:
-                yield data
-            self._end(context, await call.trailing_metadata())
+                yield Response(data)
         except grpc.aio.AioRpcError as error:
-            self._fail(context, error)
-        except asyncio.CancelledError:
-            if not gone.done() or gone.cancelled():
-                raise
-            self.gone(context)
+            yield self._failed(context, error)
         finally:
             call.cancel()
 
-    def gone(self, context: Any) -> None:
-        """The replica is not there, or wants the call to end."""
-        context.set_code(grpc.StatusCode.UNAVAILABLE)
-        context.set_details(GONE)
-        self._end(context, ())
-
-    def refuse(self, context: Any, code: grpc.StatusCode, details: str) -> Response:
+    def refused(self, context: Any, code: grpc.StatusCode, details: str) -> Response:
         context.set_code(code)
         context.set_details(details)
         self._end(context, ())
@@ -106,19 +79,15 @@ class Forward:
     def _begin(self, method: Method, request: Any, context: Any) -> Any:
         metadata = tuple(context.invocation_metadata())
         timeout = next((float(value) for name, value in metadata if name == TIMEOUT), None)
-        make: Any = {
-            (False, False): self._channel.unary_unary,
-            (False, True): self._channel.unary_stream,
-            (True, False): self._channel.stream_unary,
-            (True, True): self._channel.stream_stream,
-        }[method.takes_stream, method.gives_stream]
+        make: Any = getattr(self._channel, method.kind)
         forwarded = tuple(each for each in metadata if each[0] not in NOT_FORWARDED)
         return make(method.path)(request, metadata=forwarded, timeout=timeout)
 
-    def _fail(self, context: Any, error: grpc.aio.AioRpcError) -> None:
+    def _failed(self, context: Any, error: grpc.aio.AioRpcError) -> Response:
         context.set_code(error.code())
         context.set_details(error.details() or "")
         self._end(context, error.trailing_metadata() or ())
+        return Response(b"")
 
     def _end(self, context: Any, trailing: Any) -> None:
         context.set_trailing_metadata(

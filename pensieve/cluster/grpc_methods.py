@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grpc
-from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+from google.protobuf.descriptor import ServiceDescriptor
 
 from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
 
 KEY = "session_id"  # Ray's name for it in the metadata
 TIMEOUT = "pensieve-timeout"
 REPLICA = "pensieve-replica"
-CONVERSATION = "conversation_id"
-PREFIX = "prefix_id"
-CREATE = "CreateConversation"
-WATCHING = ("WatchJob", "WatchStats", "Watch")  # streams that end when their client wants it
 HEALTH = "grpc.health.v1.Health"
 SERVICES = (
     conversation_pb2.DESCRIPTOR.services_by_name["ConversationService"],
@@ -29,7 +25,6 @@ class Method(NamedTuple):
     path: str
     takes_stream: bool
     gives_stream: bool
-    request: Descriptor
 
     @property
     def name(self) -> str:
@@ -37,20 +32,21 @@ class Method(NamedTuple):
         return self.path.rsplit("/", 1)[1]
 
     @property
-    def watches(self) -> bool:
-        return self.name in WATCHING
+    def kind(self) -> str:
+        """As gRPC calls it: unary_unary, unary_stream, …"""
+        sides = (self.takes_stream, self.gives_stream)
+        return "_".join("stream" if each else "unary" for each in sides)
 
 
 def methods() -> Iterator[Method]:
     for service in SERVICES:
         yield from _methods_of(service)
-    check = status_pb2.HealthCheckRequest.DESCRIPTOR
-    yield Method(f"/{HEALTH}/Check", False, False, check)
-    yield Method(f"/{HEALTH}/Watch", False, True, check)
+    yield Method(f"/{HEALTH}/Check", False, False)
+    yield Method(f"/{HEALTH}/Watch", False, True)
 
 
 async def health(channel: grpc.aio.Channel, seconds: float) -> status_pb2.HealthCheckResponse:
-    """What a daemon, or a history service, says of itself; AioRpcError if it does not."""
+    """Return what a daemon says of itself; AioRpcError if it does not."""
     check: Any = channel.unary_unary(
         f"/{HEALTH}/Check",
         request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
@@ -64,9 +60,5 @@ async def health(channel: grpc.aio.Channel, seconds: float) -> status_pb2.Health
 
 def _methods_of(service: ServiceDescriptor) -> Iterator[Method]:
     for each in service.methods:
-        yield Method(
-            f"/{service.full_name}/{each.name}",
-            each.client_streaming,
-            each.server_streaming,
-            each.input_type,
-        )
+        path = f"/{service.full_name}/{each.name}"
+        yield Method(path, each.client_streaming, each.server_streaming)

@@ -1,11 +1,10 @@
-"""HTTP requests to a daemon: bodies pass through as they come, in both directions.
+"""A replica's HTTP requests to its daemon: bodies pass through as they come, in both directions.
 
-From the replica, or from the proxy past Ray (http_direct.py): ASGI on one side, aiohttp on the other.
-Headers that belong to a connection stay with it; so does the key that http_edge.py added.  A client that
-leaves ends the task, and with it the daemon's request.  Where the daemon is gone, a response that has not
-begun is a 503, and one that has is cut off.
+ASGI on one side, aiohttp on the other. Headers that belong to a connection stay with it. A client that
+leaves ends the task, and with it the daemon's request. If the daemon is gone, a response that has not begun
+is a 503, and one that has begun is cut off.
 
-One for each event loop: connections to daemons are kept for the next request.
+One per replica and event loop: connections to the daemon are kept for the next request.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from yarl import URL
 
 log = logging.getLogger("ray.serve")
 
-SESSION = b"x-session-id"
-ADDED = b"x-pensieve-key-added"
 HOP_BY_HOP = frozenset(
     [
         "connection",
@@ -45,35 +42,31 @@ NO_PATH = (
 
 
 class HttpForward:
-    def __init__(self) -> None:
+    def __init__(self, address: str, name: str) -> None:
+        """`name` is the replica's, whose daemon is at `address`."""
+        self._address, self._name = address, name
         self._client: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
 
-    async def __call__(
-        self,
-        address: str,
-        name: str,
-        scope: Any,
-        body: bytes | AsyncIterator[bytes] | None,
-        send: Any,
-    ) -> None:
-        """`name` is the replica's, whose daemon is at `address`."""
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         has_begun = False
         # The path as it was sent, with its escapes.
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1").split("?")[0]
         if not path.startswith("/"):  # it would become a part of the address
-            await answer(400, NO_PATH, name, send)
+            await answer(400, NO_PATH, self._name, send)
             return
+        query = scope.get("query_string", b"").decode("latin-1")
+        names = {name for name, _ in scope["headers"]}
+        has_body = bool(names & {b"content-length", b"transfer-encoding"})
         try:
-            query = scope.get("query_string", b"").decode("latin-1")
             async with self._session().request(
                 scope["method"],
-                URL(f"http://{address}{path}" + (f"?{query}" if query else ""), encoded=True),
+                URL(f"http://{self._address}{path}" + (f"?{query}" if query else ""), encoded=True),
                 headers=_request_headers(scope["headers"]),
-                data=body,
+                data=_received(receive) if has_body else None,
                 allow_redirects=False,
             ) as response:
                 has_begun = True
@@ -83,7 +76,7 @@ class HttpForward:
                         "status": response.status,
                         "headers": [
                             *_kept(response.raw_headers, HOP_BY_HOP | OF_THE_SERVER),
-                            (REPLICA, name.encode()),
+                            (REPLICA, self._name.encode()),
                         ],
                     }
                 )
@@ -91,9 +84,10 @@ class HttpForward:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except aiohttp.ClientError as error:
-            log.warning("a request to replica %s ended: %s", name, error)
-            if not has_begun:
-                await answer(503, GONE, name, send)
+            log.warning("a request to the daemon of replica %s ended: %s", self._name, error)
+            if has_begun:
+                raise  # the client's connection is cut off
+            await answer(503, GONE, self._name, send)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:
@@ -115,12 +109,7 @@ async def answer(status: int, body: bytes, name: str, send: Any) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def has_body(scope: Any) -> bool:
-    names = {name for name, _ in scope["headers"]}
-    return bool(names & {b"content-length", b"transfer-encoding"})
-
-
-async def received(receive: Any) -> AsyncIterator[bytes]:
+async def _received(receive: Any) -> AsyncIterator[bytes]:
     """A body, as it comes."""
     while True:
         message = await receive()
@@ -136,12 +125,7 @@ def _kept(headers: Any, but: frozenset[str]) -> list[tuple[bytes, bytes]]:
 
 
 def _request_headers(headers: Any) -> list[tuple[str, str]]:
-    added = any(name == ADDED for name, _ in headers)
-    return [
-        (name.decode("latin-1"), _text_of(value))
-        for name, value in _kept(headers, HOP_BY_HOP)
-        if name != ADDED and not (added and name == SESSION)
-    ]
+    return [(name.decode("latin-1"), _text_of(value)) for name, value in _kept(headers, HOP_BY_HOP)]
 
 
 def _text_of(value: bytes) -> str:

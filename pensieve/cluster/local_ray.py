@@ -166,6 +166,15 @@ class LocalRay:
         return [Node(*each) for each in state["nodes"]]
 
 
+def check_free(host: str, port: int) -> None:
+    """Raise Unavailable if another program listens there."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)  # without the address once more
+        raise Unavailable(f"cannot listen on {host}:{port}: {reason}") from error
+
+
 def _free_port() -> int:
     with socket.create_server((HOST, 0)) as found:
         port: int = found.getsockname()[1]

@@ -1,19 +1,17 @@
 """A replica: an ordinary daemon as the child of a Ray Serve replica, and the way to it.
 
-Ray starts, places, counts, checks and ends replicas; what a replica does is
+Ray starts, places, counts, checks and ends replicas. What a replica does is
 
     start      run the daemon under Ray's name for this replica, in a folder that another one may have had
                (slots.py), and wait until it serves
-    calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py); of a gRPC
-               stream, and of an HTTP request whose body the proxy has, say where the daemon is, and stay
-               until it has ended (direct.py, http_direct.py)
+    calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py)
     health     the daemon's own: it runs, answers, and serves; to restart its engine it has RESTART_SECONDS;
                everything else makes Ray replace the replica
-    end        Ray sends nothing more, and waits for what runs: streams that watch end at once; then the
-               daemon drains, so that turns have its drain_timeout, and its end is the end of all calls
+    end        Ray sends nothing more, and waits for what runs; the daemon drains, so that turns have its
+               drain_timeout, and its end is the end of all calls
 
 A replica that is killed takes its daemon with it (tied.py), and one whose daemon dies ends itself
-(deployments.py); the calls in flight end as UNAVAILABLE.
+(deployments.py). The calls in flight end as UNAVAILABLE.
 
 This class knows Ray's conventions and imports nothing of it; deployments.py makes it a deployment.
 """
@@ -30,12 +28,15 @@ from typing import Any
 import grpc
 
 from pensieve.cluster.child_process import ChildProcess
-from pensieve.cluster.direct import DIRECT, Holds, Way
-from pensieve.cluster.grpc_forward import ENDING, Forward, Response
-from pensieve.cluster.grpc_methods import REPLICA, Method, health, methods
-from pensieve.cluster.http_direct import PAST_RAY, hold_http
-from pensieve.cluster.http_forward import HttpForward, has_body, received
-from pensieve.cluster.settings import ClusterSettings, data_folder, replica_command
+from pensieve.cluster.grpc_forward import Forward, Response
+from pensieve.cluster.grpc_methods import Method, health, methods
+from pensieve.cluster.http_forward import HttpForward
+from pensieve.cluster.settings import (
+    ClusterSettings,
+    make_folders,
+    replica_command,
+    store_environment,
+)
 from pensieve.cluster.slots import Slot, take_slot
 from pensieve.errors import Unavailable
 from pensieve.v1 import status_pb2
@@ -46,7 +47,6 @@ START_SECONDS = 1800.0  # a large model from a slow disk
 HEALTH_SECONDS = 5.0
 RESTART_SECONDS = 600.0
 ROUTERS_SECONDS = 2.0  # until none of them sends anything more to a replica that is to end
-LAST_SECONDS = 1.0  # for a client to read what its daemon said last; it may read nothing
 EXIT_SECONDS = 20.0  # of a daemon whose turns have ended
 STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
 
@@ -60,35 +60,19 @@ class Replica:
     grpc: Forward
     http: HttpForward
 
-    async def start_daemon(
-        self, settings: ClusterSettings, name: str, host: str, history: str
-    ) -> None:
-        """`history` is the address of the history service, as --store takes it."""
+    async def start_daemon(self, settings: ClusterSettings, name: str, host: str) -> None:
         self.settings = settings
-        self.name = name
-        self.history = history
-        self.slot = take_slot(data_folder(settings) / "replicas")  # this process's until it ends
-        command = replica_command(settings, name, host, str(self.slot.folder), history)
-        environment = {"PENSIEVE_LOG_FORMAT": "text"}
+        make_folders(settings)
+        self.slot = take_slot(settings.data_folder / "replicas")  # this process's until it ends
+        command = replica_command(settings, name, host, self.slot)
+        environment = {"PENSIEVE_LOG_FORMAT": "text", **store_environment(settings)}
         self.daemon = ChildProcess(command, environment, pass_fds=(self.slot.lock,))
         found = await self.daemon.start(START_SECONDS)
         log.info("replica %s serves %s", name, found)
-        self.address = found["grpc"]
-        self.grpc = Forward(self.address, name)
-        self.http_address = found["http"]
-        self.http = HttpForward()
-        self.holds = Holds()
-        await self.holds.listen(host)
+        self.grpc = Forward(found["grpc"], name)
+        self.http = HttpForward(found["http"], name)
         self._served = time.monotonic()
-        self._health = grpc.aio.insecure_channel(self.address)
-
-    def routing_stats(self) -> dict[str, str]:
-        """For the routers (locate.py)."""
-        return {
-            "history": getattr(self, "history", ""),
-            "secret": self.settings.cluster_secret,
-            "ca": self.settings.history_ca,
-        }
+        self._health = grpc.aio.insecure_channel(found["grpc"])
 
     async def check_daemon(self) -> None:
         """Raises when the daemon does not serve."""
@@ -101,18 +85,13 @@ class Replica:
 
     async def begin_end(self) -> None:
         """It is to end, and calls may still run."""
-        self.holds.end_watching()
         await asyncio.sleep(ROUTERS_SECONDS)
         await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)
-        await asyncio.sleep(LAST_SECONDS)
-        self.holds.end_all()
 
     async def end_daemon(self) -> None:
         if not hasattr(self, "daemon"):
             return
         await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)
-        if hasattr(self, "holds"):
-            await self.holds.close()
         if hasattr(self, "grpc"):
             await self.grpc.close()
             await self.http.close()
@@ -133,30 +112,19 @@ def add_methods(kind: type[Replica]) -> None:
 def _single(method: Method) -> Any:
     async def call(self: Replica, request: Any, grpc_context: Any) -> Response:
         if not self.may_call(grpc_context.peer()):
-            return self.grpc.refuse(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
+            return self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
         return await self.grpc.unary(method, request, grpc_context)
 
     return call
 
 
 def _streaming(method: Method) -> Any:
-    assert not method.takes_stream, "what comes in a stream comes through Ray"
-
     async def call(self: Replica, request: Any, grpc_context: Any) -> AsyncIterator[Response]:
         if not self.may_call(grpc_context.peer()):
-            yield self.grpc.refuse(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
+            yield self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
             return
-        if method.watches and self.holds.ends_watching:
-            yield self.grpc.refuse(grpc_context, grpc.StatusCode.UNAVAILABLE, ENDING)
-            return
-        ticket = self.holds.ticket(watches=method.watches)
-        way = Way(self.address, self.holds.address, ticket, self.name)
-        grpc_context.set_trailing_metadata([(DIRECT, way.written()), (REPLICA, self.name)])
-        try:
-            yield Response(b"")
-            await self.holds.hold(ticket)
-        finally:  # Ray may end the call before it is held
-            self.holds.forget(ticket)
+        async for each in self.grpc.stream(method, request, grpc_context):
+            yield each
 
     return call
 
@@ -169,11 +137,8 @@ async def forward_http(replica: Replica, scope: Mapping[str, Any], receive: Any,
         headers = [(b"content-type", b"text/plain")]
         await send({"type": "http.response.start", "status": 403, "headers": headers})
         await send({"type": "http.response.body", "body": STRANGER.encode(), "more_body": False})
-    elif PAST_RAY in scope:
-        await hold_http(replica.holds, replica.http_address, replica.name, send)
     else:
-        body = received(receive) if has_body(scope) else None
-        await replica.http(replica.http_address, replica.name, scope, body, send)
+        await replica.http(scope, receive, send)
 
 
 def _is_here(peer: str) -> bool:

@@ -77,7 +77,7 @@ def local(
                 "import_path": BUILD,
                 "args": {
                     "replicas": num_replicas,
-                    "history": str(folder / "history"),
+                    "data": str(folder / "history"),
                     "local": True,
                     "cpus": 0,
                     **args,

@@ -4,10 +4,10 @@ They are the `args` of the application in the YAML file, so `serve deploy`, Kube
 up` read the same thing.  Whatever Ray decides (where, how many, with which resources) may also stand under
 `deployments`, in Ray's own words.
 
-**Who may call.**  Where the nodes are several machines, daemons listen on the network between them, without
-TLS (`--insecure`): that network is private, as it has to be for Ray itself.  Ray's proxies, which others
-reach, ask Replica.may_call; a daemon's own port asks for tokens alone, and the history service for the secret
-that it shares with the daemons.  So such a cluster has both, or says `insecure`.
+**Who may call.** Where the nodes are several machines, daemons listen on the network between them, without
+TLS (`--insecure`): that network is private, as it has to be for Ray itself. Ray's proxies, which others
+reach, ask Replica.may_call; a daemon's own port asks for tokens alone. So such a cluster has tokens, or says
+`insecure`.
 """
 
 from __future__ import annotations
@@ -20,46 +20,41 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pensieve.cluster.slots import Slot
 from pensieve.config import (
     ENGINE,
     REMOVED,
     SERVE,
-    Table,
     default_data_folder,
     removed,
     settings_for,
     settings_named,
 )
-from pensieve.config import HISTORY as FOR_HISTORY
 from pensieve.errors import ConfigError
 
 REPLICA = "Replica"  # the deployment of replicas
-HISTORY = "History"  # that of the history service
-OURS = frozenset({"model", "address", "http", "ready_file", "data", "store", "replica", "insecure"})
+OURS = frozenset({"model", "address", "http", "ready_file", "data", "replica", "insecure"})
 LOOPBACK = "127.0.0.1"
 SERVE_SETTINGS = settings_for(SERVE, ENGINE)
-HISTORY_SETTINGS = settings_for(FOR_HISTORY)
 (DRAIN,) = settings_named("drain_timeout")
 (STORE,) = settings_named("store")
 NO_TLS = (
     "Ray's proxies speak no TLS, nor do its replicas to their daemons: put a balancer before them"
 )
 PASSWORD = re.compile(r"//[^/?@]*:[^/?@]*@|[?&](?:ssl)?password=")
-OURS_OF_HISTORY = OURS | {"history_address", "cluster_secret"}  # the secret is that of `serve`
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
     model: str = ""  # as in `pensieve serve`; empty for the one that ships
     replicas: int = 2
-    history: str = ""  # a folder of the history's node, or postgresql://
-    history_port: int = 50060
+    data: str = ""  # a folder of each node, for batch jobs
+    daemon_port: int = 0  # the first of those that daemons listen on; 0: any free ones
     cpus: float = 1.0  # of each replica, in Ray's bookkeeping
     gpus: float = 0.0
     insecure: bool = False  # let other machines call without tokens
     local: bool = False  # all nodes are this machine: daemons listen on 127.0.0.1
     serve: Mapping[str, Any] = field(default_factory=dict)  # settings of `pensieve serve`
-    history_serve: Mapping[str, Any] = field(default_factory=dict)  # of `pensieve history`
 
     @property
     def needs_tokens(self) -> bool:
@@ -71,18 +66,14 @@ class ClusterSettings:
         return float(self.serve.get("drain_timeout", DRAIN.default))
 
     @property
-    def cluster_secret(self) -> str:
-        return str(self.serve.get("cluster_secret") or "")
+    def data_folder(self) -> Path:
+        return Path(self.data) if self.data else default_data_folder(os.environ) / "cluster"
 
     @property
-    def history_ca(self) -> str:
-        """The file of the authority that the history service's certificate is of, if it has one."""
-        return str(self.serve.get("history_ca") or "")
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the history service is none of the cluster's."""
-        return self.history.startswith(("history://", "historys://"))
+    def store(self) -> str:
+        """The database of the history, which every daemon opens."""
+        own = f"sqlite://{self.data_folder}/history/conversations.db" if self.local else ""
+        return str(self.serve.get("store") or own)
 
 
 def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
@@ -93,100 +84,78 @@ def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
             raise ConfigError(f"args: there is no {name!r}; there are {', '.join(known)}")
     for name, value in arguments.items():
         default = ClusterSettings.__dataclass_fields__[name].default
-        kind = dict if name in ("serve", "history_serve") else type(default)
+        kind = dict if name == "serve" else type(default)
         accepted = (int, float) if kind is float else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"args: {name} is {value!r}, and has to be of type {kind.__name__}")
     settings = ClusterSettings(**arguments)
     if settings.replicas < 1:
         raise ConfigError("args: replicas has to be at least 1")
-    if settings.history and "://" not in settings.history and not settings.history.startswith("/"):
-        raise ConfigError(
-            f"args: history is {settings.history!r}, and has to be a whole path or a URL"
-        )
+    if settings.data and not settings.data.startswith("/"):
+        raise ConfigError(f"args: data is {settings.data!r}, and has to be a whole path")
     for name in ("tls_cert", "tls_key", "tls_client_ca"):
         if name in settings.serve:
             raise ConfigError(f"args: serve.{name}: {NO_TLS}")
-    if PASSWORD.search(settings.history):
-        raise ConfigError(
-            "args: history has a password, and Ray shows args to whoever asks it: put that into a file of "
-            "Ray's head (~/.pgpass, or PGPASSFILE in its environment; docs/postgresql.md)"
-        )
-    _check("serve", settings.serve, SERVE_SETTINGS, OURS)
-    _check("history_serve", settings.history_serve, HISTORY_SETTINGS, OURS_OF_HISTORY)
-    for name in ("token_file", "cluster_secret", "history_ca"):
+    _check(settings.serve)
+    for name in ("token_file", "cluster_secret"):
         if (file := settings.serve.get(name)) and not Path(str(file)).is_absolute():
             raise ConfigError(f"args: serve.{name} has to be a whole path")
     try:
         DRAIN.parse(str(settings.serve.get("drain_timeout", DRAIN.default)))
     except ValueError as error:
         raise ConfigError(f"args: serve.drain_timeout {error}") from None
-    if not settings.local:
-        _check_several(settings)
+    if not settings.local and not settings.needs_tokens and not settings.insecure:
+        raise ConfigError(
+            "args: whoever reaches a node can call its daemon: give serve.token_file, or say "
+            "`insecure: true` (`local: true` where all nodes are this machine)"
+        )
+    _check_store(settings)
     return settings
 
 
-def replica_command(
-    settings: ClusterSettings, name: str, host: str, data: str, history: str
-) -> list[str]:
-    """`pensieve serve` of one replica.  The only place that knows its flags."""
-    command = [*_program("serve"), "--address", f"{host}:0", "--http", f"{host}:0", "--data", data]
-    command += ["--store", history, "--replica", name]
-    command += _flags(settings.serve, SERVE_SETTINGS)
+def make_folders(settings: ClusterSettings) -> None:
+    """Make those that this node's daemons need and may lack."""
+    scheme, _, file = settings.store.partition("://")
+    if scheme == "sqlite":
+        Path(file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def replica_command(settings: ClusterSettings, name: str, host: str, slot: Slot) -> list[str]:
+    """Return `pensieve serve` of one replica. This is the only place that knows its flags."""
+    first = settings.daemon_port and settings.daemon_port + 2 * slot.number
+    command = [*(sys.executable, "-m", "pensieve", "serve"), "--address", f"{host}:{first}"]
+    command += ["--http", f"{host}:{first and first + 1}", "--data", str(slot.folder)]
+    command += ["--replica", name]
+    command += _flags({name: value for name, value in settings.serve.items() if name != "store"})
     if settings.insecure or host != LOOPBACK:
         command.append("--insecure")
     return [*command, settings.model] if settings.model else command
 
 
-def history_command(settings: ClusterSettings, host: str, folder: str) -> list[str]:
-    """`pensieve history`; without a folder of its own the history is in the user's."""
-    command = [*_program("history"), "--address", f"{host}:{settings.history_port}"]
-    if settings.cluster_secret:
-        command += ["--cluster-secret", settings.cluster_secret]
-    if host != LOOPBACK:
-        command.append("--insecure")  # between nodes of a cluster, whose network is private
-    command += _flags(settings.history_serve, HISTORY_SETTINGS)
-    if "://" in settings.history:
-        return [*command, "--data", folder]
-    return [*command, "--data", str(Path(settings.history or folder) / "history")]
-
-
-def history_environment(settings: ClusterSettings) -> dict[str, str]:
+def store_environment(settings: ClusterSettings) -> dict[str, str]:
     """Of the same process: the table of processes shows command lines to everybody."""
-    return {STORE.variable: settings.history} if "://" in settings.history else {}
+    return {STORE.variable: settings.store}
 
 
-def data_folder(settings: ClusterSettings) -> Path:
-    """Of what a node keeps."""
-    if settings.history and "://" not in settings.history:
-        return Path(settings.history)
-    return default_data_folder(os.environ) / "cluster"
-
-
-def _check_several(settings: ClusterSettings) -> None:
-    """What a cluster of several machines has to say."""
-    if not settings.needs_tokens and not settings.insecure:
+def _check_store(settings: ClusterSettings) -> None:
+    if PASSWORD.search(settings.store):
         raise ConfigError(
-            "args: whoever reaches a node can call its daemon: give serve.token_file, or say "
-            "`insecure: true` (`local: true` where all nodes are this machine)"
+            "args: serve.store has a password, and Ray shows args to whoever asks it: put that into a file "
+            "of each node (~/.pgpass, or PGPASSFILE in Ray's environment; docs/postgresql.md)"
         )
-    if not settings.insecure and not settings.is_elsewhere and not settings.cluster_secret:
+    if not settings.local and not settings.store.startswith(("postgresql://", "postgres://")):
         raise ConfigError(
-            "args: whoever reaches Ray's head can read and write the history: give serve.cluster_secret, a "
-            "file that all nodes have, or say `insecure: true`"
+            "args: serve.store: several hosts need a postgresql://USER@HOST/NAME (docs/postgresql.md); say "
+            "`local: true` where all nodes are this machine"
         )
-    if not settings.history:
-        raise ConfigError(
-            "args: history: say where it is kept: a folder of Ray's head that outlives it, or a URL"
-        )
+    try:
+        STORE.parse(settings.store)
+    except ValueError as error:
+        raise ConfigError(f"args: serve.store {settings.store!r} {error}") from None
 
 
-def _program(command: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "pensieve", command)
-
-
-def _flags(given: Mapping[str, Any], table: Table) -> list[str]:
-    flags = {each.name: each for each in table}
+def _flags(given: Mapping[str, Any]) -> list[str]:
+    flags = {each.name: each for each in SERVE_SETTINGS}
     words: list[str] = []
     for name, value in given.items():
         if flags[name].metavar:
@@ -196,15 +165,14 @@ def _flags(given: Mapping[str, Any], table: Table) -> list[str]:
     return words
 
 
-def _check(where: str, given: Mapping[str, Any], table: Table, ours: frozenset[str]) -> None:
-    command = "serve" if where == "serve" else "history"
-    names = {each.name for each in table}
+def _check(given: Mapping[str, Any]) -> None:
+    names = {each.name for each in SERVE_SETTINGS}
     for name, value in given.items():
-        if name in ours:
-            raise ConfigError(f"args: {where}.{name} is the cluster's to decide")
+        if name in OURS:
+            raise ConfigError(f"args: serve.{name} is the cluster's to decide")
         if name in REMOVED:
-            raise removed(f"args: {where}.{name}", name)
+            raise removed(f"args: serve.{name}", name)
         if name not in names:
-            raise ConfigError(f"args: `pensieve {command}` has no setting {name!r}")
+            raise ConfigError(f"args: `pensieve serve` has no setting {name!r}")
         if not isinstance(value, str | int | float | bool):
-            raise ConfigError(f"args: {where}.{name} is {value!r}, and has to be one value")
+            raise ConfigError(f"args: serve.{name} is {value!r}, and has to be one value")

@@ -24,6 +24,7 @@ LOCK_NAME = "lock"  # in a daemon's data folder (store/folder.py)
 
 
 class Slot(NamedTuple):
+    number: int
     folder: Path
     lock: int  # an open file, to be kept open
 
@@ -35,7 +36,7 @@ def take_slot(replicas: Path) -> Slot:
             lock = _locked(replicas / f"{number}.lock")
             if lock is not None:
                 if not _is_held(replicas / str(number)):
-                    return Slot(replicas / str(number), lock)
+                    return Slot(number, replicas / str(number), lock)
                 os.close(lock)
     except OSError as error:
         raise Unavailable(

@@ -11,7 +11,6 @@ history     turns that one history carries for several daemons
 By simulation, of a machine that machine_options names:
 
 machines    how many machines a load needs, with how much host memory (replica: one of them)
-cluster     many replicas, some of which fail, drain and join (cluster_events, cluster_replicas)
 servers     single requests, beside the schedules of vLLM, Orca and FastServe (schedules)
 batch_simulation    a batch that shares prefixes
 """

@@ -28,7 +28,11 @@ class Optional:
     of: Any
 
 
-NAME_VALUE = {"name": str, "value": str}
+NAME_VALUE = {
+    "name": str,
+    "value": Optional(str),
+    "valueFrom": Optional({"secretKeyRef": {"name": str, "key": str}}),
+}
 CONTAINER = {
     "name": str,
     "image": str,
@@ -40,7 +44,6 @@ CONTAINER = {
 VOLUME = {
     "name": str,
     "secret": Optional({"secretName": str, "defaultMode": Optional(int)}),
-    "persistentVolumeClaim": Optional({"claimName": str}),
     "emptyDir": Optional({}),
 }
 POD = {

@@ -20,7 +20,8 @@ from pensieve.cluster.serve_config import (  # noqa: E402
     with_generation_of,
     with_next_generation,
 )
-from pensieve.cluster.settings import replica_command, settings_of  # noqa: E402
+from pensieve.cluster.settings import replica_command, settings_of, store_environment  # noqa: E402
+from pensieve.cluster.slots import Slot  # noqa: E402
 from pensieve.config import resolve  # noqa: E402
 from pensieve.errors import ConfigError  # noqa: E402
 from pensieve.launch.daemon import setup_to_serve  # noqa: E402
@@ -58,20 +59,20 @@ def token_file(folder: Path) -> Path:
 
 @pytest.mark.parametrize("host", ["10.0.0.5", "127.0.0.1"])
 def test_the_daemon_takes_the_command_line_of_a_replica(tmp_path: Path, host: str) -> None:
-    secret = tmp_path / "history"
+    secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef\n")
     secret.chmod(0o600)
     for found in (serve_yaml(), yaml.safe_load(manifests()[0]["spec"]["serveConfigV2"])):
         args = found["applications"][0]["args"]
         args["serve"]["token_file"] = str(token_file(tmp_path))
         args["serve"]["cluster_secret"] = str(secret)
-        command = replica_command(
-            settings_of(args), "ada", host, str(tmp_path), f"history://{host}:50060"
-        )
+        settings = settings_of(args)
+        command = replica_command(settings, "ada", host, Slot(0, tmp_path, -1))
         arguments = parser().parse_args(command[3:])
         flags = {each.name: getattr(arguments, each.name) for each in arguments.table}
-        resolved = resolve(flags, {}, None, arguments.table)
+        resolved = resolve(flags, store_environment(settings), None, arguments.table)
         setup = setup_to_serve(resolved)
+        assert resolved.settings.store == settings.store
         assert setup.listening.address == setup.listening.http == f"{host}:0"
         assert len(setup.listening.tokens) == 1
 
@@ -119,26 +120,23 @@ def test_workers_have_what_a_replica_needs_and_time_to_drain() -> None:
         assert "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" in names
 
 
-def test_the_history_outlives_the_container_of_rays_head() -> None:
-    service, claim, _ = manifests()
-    folder = serve_yaml()["applications"][0]["args"]["history"]
-    assert claim["kind"] == "PersistentVolumeClaim"
-    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
-    mounted = {each["mountPath"]: each["name"] for each in head["containers"][0]["volumeMounts"]}
-    volumes = {each["name"]: each for each in head["volumes"]}
-    of_the_history = volumes[mounted[folder]]["persistentVolumeClaim"]
-    assert of_the_history == {"claimName": claim["metadata"]["name"]}
-    assert service["spec"]["upgradeStrategy"] == {"type": "None"}  # two clusters cannot have it
+def test_all_nodes_can_log_in_to_the_database() -> None:
+    service, _ = manifests()
+    cluster = service["spec"]["rayClusterConfig"]
+    pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "PGPASSWORD" in {each["name"] for each in container["env"]}
+    mounts = [each["mountPath"] for each in container["volumeMounts"]]
+    assert serve_yaml()["applications"][0]["args"]["data"] in mounts
 
 
 def test_secrets_of_the_manifest_have_a_mode_that_the_daemon_takes() -> None:
     """They are root's, and the pod's group reads them."""
     cluster = manifests()[0]["spec"]["rayClusterConfig"]
-    for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
-        pod = group["template"]["spec"]
-        (tokens,) = (each["secret"] for each in pod["volumes"] if "secret" in each)
-        assert tokens["defaultMode"] == 0o440
-        assert pod["securityContext"] == {"fsGroup": 1000}
+    pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
+    (tokens,) = (each["secret"] for each in pod["volumes"] if "secret" in each)
+    assert tokens["defaultMode"] == 0o440
+    assert pod["securityContext"] == {"fsGroup": 1000}
 
 
 def test_the_configuration_of_a_first_try_is_one_that_ray_takes(tmp_path: Path) -> None:

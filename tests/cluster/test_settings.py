@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pensieve.cli.main import parser
-from pensieve.cluster.settings import (
-    history_command,
-    history_environment,
-    replica_command,
-    settings_of,
-)
+from pensieve.cluster.settings import replica_command, settings_of, store_environment
+from pensieve.cluster.slots import Slot
 from pensieve.config import resolve
 from pensieve.errors import ConfigError
+
+SLOT = Slot(3, Path("/data/replicas/3"), -1)
 
 
 @pytest.mark.parametrize(
@@ -31,29 +30,31 @@ from pensieve.errors import ConfigError
         ({"serve": {"threads": [1]}}, "args: serve.threads is [1], and has to be one value"),
         ({"serve": {"token_file": "tokens"}}, "args: serve.token_file has to be a whole path"),
         ({"serve": {"drain_timeout": "soon"}}, "args: serve.drain_timeout is a number"),
-        ({"history_serve": {"leese": 2}}, "args: `pensieve history` has no setting 'leese'"),
-        (
-            {"history_serve": {"history_address": "x"}},
-            "args: history_serve.history_address is the cluster's to decide",
-        ),
-        ({"history_serve": 2}, "args: history_serve is 2, and has to be of type dict"),
         (
             {"serve": {"tls_cert": "/etc/pensieve/cert.pem"}},
             "args: serve.tls_cert: Ray's proxies speak no TLS",
         ),
         ({}, "args: whoever reaches a node can call its daemon: give serve.token_file, or say"),
+        ({"serve": {"cluster_secret": "key"}}, "args: serve.cluster_secret has to be a whole path"),
+        ({"insecure": True}, "args: serve.store: several hosts need a postgresql://USER@HOST/NAME"),
         (
-            {"serve": {"token_file": "/tokens"}, "history": "/data"},
-            "args: whoever reaches Ray's head can read and write the history: give serve.cluster_sec",
+            {"insecure": True, "serve": {"store": "sqlite:///data/history.db"}},
+            "args: serve.store: several hosts need a postgresql://USER@HOST/NAME",
         ),
-        ({"serve": {"history_ca": "ca.pem"}}, "args: serve.history_ca has to be a whole path"),
-        ({"insecure": True}, "args: history: say where it is kept: a folder of Ray's head"),
         (
-            {"history": "postgresql://u:pw@db/pensieve"},
-            "args: history has a password, and Ray shows args to whoever asks it: put that into a f",
+            {"local": True, "serve": {"store": "mysql://db/pensieve"}},
+            "args: serve.store 'mysql://db/pensieve' is an address such as postgresql://user@host/name",
         ),
-        ({"history": "postgresql://db/pensieve?password=pw"}, "args: history has a password"),
-        ({"history": "data"}, "args: history is 'data', and has to be a whole path or a URL"),
+        (
+            {"insecure": True, "serve": {"store": "postgresql://u:pw@db/pensieve"}},
+            "args: serve.store has a password, and Ray shows args to whoever asks it: put that into a f",
+        ),
+        (
+            {"insecure": True, "serve": {"store": "postgresql://db/pensieve?password=pw"}},
+            "args: serve.store has a password",
+        ),
+        ({"data": "data"}, "args: data is 'data', and has to be a whole path"),
+        ({"history": "/data"}, "args: there is no 'history'; there are model, replicas, data"),
     ],
 )
 def test_an_error_names_the_argument_that_is_wrong(arguments: dict[str, Any], message: str) -> None:
@@ -69,53 +70,33 @@ def test_a_replica_is_an_ordinary_daemon() -> None:
             "serve": {"threads": 2, "traces": True},
         }
     )
-    history = "history://127.0.0.1:50060"
-    command = replica_command(settings, "ada", "127.0.0.1", "/data/ada", history)
+    command = replica_command(settings, "ada", "127.0.0.1", SLOT)
     assert command[:4] == [sys.executable, "-m", "pensieve", "serve"]
     assert command[4:] == [
         *("--address", "127.0.0.1:0", "--http", "127.0.0.1:0"),
-        *("--data", "/data/ada", "--store", history, "--replica", "ada"),
+        *("--data", "/data/replicas/3", "--replica", "ada"),
         *("--threads", "2", "--traces", "smollm2"),
     ]
 
 
-def test_the_history_service_gets_settings_of_its_own() -> None:
-    settings = settings_of(
-        {
-            "history": "/data",
-            "local": True,
-            "history_serve": {"lease": 4.0, "event_log": "/data/events.jsonl"},
-        }
-    )
-    command = history_command(settings, "127.0.0.1", "/elsewhere")
-    assert command[:4] == [sys.executable, "-m", "pensieve", "history"]
-    assert command[4:] == [
-        *("--address", "127.0.0.1:50060", "--lease", "4.0"),
-        *("--event-log", "/data/events.jsonl", "--data", "/data/history"),
-    ]
+def test_daemons_of_a_node_have_ports_that_are_known() -> None:
+    settings = settings_of({"local": True, "daemon_port": 51000})
+    command = replica_command(settings, "ada", "127.0.0.1", SLOT)
+    assert command[4:8] == ["--address", "127.0.0.1:51006", "--http", "127.0.0.1:51007"]
 
 
-def test_the_secret_of_the_history_is_the_daemons_and_the_services() -> None:
-    serve = {"token_file": "/etc/tokens.toml", "cluster_secret": "/etc/history"}
-    settings = settings_of({"history": "/data", "serve": serve})
-    service = history_command(settings, "10.0.0.5", "/elsewhere")
-    daemon = replica_command(settings, "ada", "10.0.0.6", "/data/ada", "history://10.0.0.5:50060")
-    for command in (service, daemon):
-        at = command.index("--cluster-secret")
-        assert command[at + 1] == "/etc/history"
-
-
-def test_a_history_that_is_not_the_clusters_has_its_own_rules() -> None:
-    serve = {"token_file": "/etc/tokens.toml"}
-    assert settings_of({"history": "historys://10.0.0.9:50060", "serve": serve}).is_elsewhere
+def test_a_local_cluster_has_its_history_in_its_folder() -> None:
+    settings = settings_of({"local": True, "data": "/data"})
+    assert settings.store == "sqlite:///data/history/conversations.db"
 
 
 def test_the_address_of_a_database_is_in_no_command_line() -> None:
-    settings = settings_of({"local": True, "history": "postgresql://ada@db:5432/pensieve"})
-    command = history_command(settings, "127.0.0.1", "/data")
-    assert command[4:] == ["--address", "127.0.0.1:50060", "--data", "/data"]
-    environment = history_environment(settings)
-    assert environment == {"PENSIEVE_STORE": "postgresql://ada@db:5432/pensieve"}
+    url = "postgresql://ada@db:5432/pensieve"
+    settings = settings_of({"insecure": True, "serve": {"store": url}})
+    command = replica_command(settings, "ada", "10.0.0.6", SLOT)
+    assert url not in command
+    assert "--insecure" in command
+    environment = store_environment(settings)
+    assert environment == {"PENSIEVE_STORE": url}
     arguments = parser().parse_args(command[3:])
-    assert resolve({}, environment, None, arguments.table).settings.store == settings.history
-    assert history_environment(settings_of({"local": True, "history": "/data"})) == {}
+    assert resolve({}, environment, None, arguments.table).settings.store == url
