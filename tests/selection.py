@@ -62,7 +62,6 @@ EXPENSIVE = (
     "tests/cli/test_simulate_journal.py",
     "tests/scripts/test_paper_figures.py",
     "tests/scripts/test_gpu_bench.py",
-    "tests/scripts/test_cluster_simulation.py",
     "tests/scripts/test_machines.py",
     "tests/scripts/test_batch_sharing.py",
     "tests/scripts/test_measurements.py",
