@@ -219,7 +219,7 @@ class RayWorld:
                         "replicas": self.kind.num_replicas,
                         "insecure": True,
                         "data": str(self.data),
-                        "serve": {"store": self.kind.store, "lease": self.kind.lease_seconds},
+                        "serve": {"store": self.kind.store},
                     },
                 }
             ],

@@ -80,7 +80,7 @@ def test_a_schedule_has_all_kinds_and_leaves_one_of_each_role_whole(num_nodes: i
 
 @pytest.mark.timeout(400)
 def test_nothing_is_lost_or_doubled_on_two_nodes(folder: Path, database: Callable[[], str]) -> None:
-    kind = Kind(2, lease_seconds=2.0, store=database(), has_ray=True)
+    kind = Kind(2, lease_seconds=10.0, store=database(), has_ray=True)
     weathered(folder / "s", Storm(200 + SEED, 16.0, 2.5, num_talkers=12, kind=kind))
 
 
