@@ -126,6 +126,7 @@ class RayWorld:
         assert kind.store, "nodes share a history in PostgreSQL"
         self.kind = kind
         self.event_log = folder / "events.jsonl"
+        self.event_log.touch()  # nobody writes to it
         self.data = folder / "d"
         self._folder = folder
         self._nodes = Nodes(folder, kind.num_replicas, kind.engine_variables)
