@@ -38,6 +38,7 @@ EXPENSIVE = (
     "tests/conversations/test_exactness.py::test_every_reply_of",
     "tests/conversations/test_exactness.py::test_every_reply_under",
     "tests/conversations/test_constraints.py",
+    "tests/cluster/test_ray_up.py::test_two_replicas",
     "tests/cluster/test_ray_nemesis.py",  # storms
     "tests/cluster/test_nemesis.py",
     "tests/cluster/test_moves.py",

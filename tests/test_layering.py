@@ -64,7 +64,7 @@ ROOMS = {
         never="sqlite3",
     ),
     "cluster": room(
-        "core config extras v1",
+        "config extras v1",
         "ray grpc google aiohttp yarl starlette yaml pydantic",
         never="sqlite3",
     ),

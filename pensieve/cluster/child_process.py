@@ -32,8 +32,8 @@ from pensieve.errors import Unavailable
 LINES_KEPT = 20
 NOT_STARTED = -1  # an exit code: the system could not start it
 OF_RAY = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-READY = re.compile(r"ready (grpc|historys?)://")
-URL = re.compile(r"(?P<scheme>grpc|https?|historys?)://(?P<place>[^\s,\"]+)")
+READY = re.compile(r"ready grpc://")
+URL = re.compile(r"(?P<scheme>grpc|https?)://(?P<place>[^\s,\"]+)")
 
 
 class ChildProcess:

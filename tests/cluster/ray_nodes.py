@@ -4,7 +4,7 @@
                             ├─ node 1
                             └─ …
 
-A node can lose its link, or its way to one port of another node.  Its processes are those of its namespace,
+A node can lose its link.  Its processes are those of its namespace,
 so nothing else is ever looked at or killed.  All of it is gone when the block of `Nodes` ends.
 """
 
@@ -30,8 +30,6 @@ OBJECT_STORE_BYTES = 80 << 20
 MARKS = {  # how the processes of a node are recognised in the table of processes
     "daemon": (b"pensieve\0serve\0",),
     "replica": (b"ray::ServeReplica:pensieve:Replica",),
-    "history": (b"pensieve\0history\0",),
-    "history actor": (b"ray::ServeReplica:pensieve:History",),
     "proxy": (b"ray::ProxyActor",),
 }
 
@@ -131,16 +129,6 @@ class Node:
             yield
         finally:
             _ip("link", "set", self.link, "up")
-
-    @contextlib.contextmanager
-    def cut_from(self, address: str, port: int) -> Iterator[None]:
-        """What this node sends there gets lost; what comes from there arrives, and is not answered."""
-        rule = ("to", address, "ipproto", "tcp", "dport", str(port), "blackhole")
-        _ip("-n", self.namespace, "rule", "add", *rule)
-        try:
-            yield
-        finally:
-            _ip("-n", self.namespace, "rule", "del", *rule)
 
     # -- its end --
 

@@ -1,12 +1,11 @@
 """A cluster on a real Ray of several nodes, and what can befall it: what nemesis.py wants of a world.
 
-    talker ──> Ray's proxy on any node ──> replica (an actor, and the daemon that is its child)
-                                              └──> history service (an actor on the head, and its child)
+    talker ──> Ray's proxy on any node ──> replica (an actor, and the daemon that is its child) ──> PostgreSQL
 
-Every node has one replica and one proxy.  Nothing is started again here: what is killed, Ray replaces.  A
-fault befalls a role of a node (its replica, its proxy) or the history service.  Of each role one node at
-least is whole at any time, and there is one fault at a time that outlasts the lease.  Ray's own tables, on
-the head, are left alone: a Ray that is to outlive them needs them in a Redis.
+Every node has one replica and one proxy. Nothing is started again here: what is killed, Ray replaces. A fault
+befalls a role of a node (its replica or its proxy). Of each role one node at least is whole at any time, and
+there is one fault at a time that outlasts the lease. Ray's own tables, on the head, are left alone: a Ray
+that is to outlive them needs them in a Redis. So is the database: all nodes reach its Unix socket.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ from tests.cluster.faults import LONG_LEASES, SHORT_SECONDS, Fault
 from tests.cluster.ray_nodes import Node, Nodes
 from tests.cluster.world import Kind
 
-HISTORY = -1  # as a target
-GRPC_PORT, HTTP_PORT, HISTORY_PORT = (
-    50051,
-    8000,
-    50060,
-)  # of every node: it has an address of its own
+GRPC_PORT, HTTP_PORT = 50051, 8000  # of every node: it has an address of its own
 UP_SECONDS = 180.0
 DOWN_SECONDS = 180.0
 WHOLE_SECONDS = 120.0
@@ -47,8 +41,7 @@ NEVER_CUT = 0  # the head
 @dataclass(frozen=True)
 class RayFault(Fault):
     def __str__(self) -> str:
-        where = " history" if self.target == HISTORY else f", node {self.target % PROXIES}"
-        return f"{self.at:6.1f} {self.kind}{where}, for {self.seconds:.1f} s"
+        return f"{self.at:6.1f} {self.kind}, node {self.target % PROXIES}, for {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -65,34 +58,24 @@ class Deed:
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-CUT, CUT_FROM_HISTORY = "cut off", "cut from history"
+CUT = "cut off"
 OF_REPLICAS = {
     "kill daemon": Deed("daemon", KILL),
     "pause daemon": Deed("daemon", STOP, may_be_long=True),
     "kill actor": Deed("replica", KILL),
     "pause actor": Deed("replica", STOP, may_be_long=True),
 }
-OF_NODES = {CUT: Deed(), CUT_FROM_HISTORY: Deed(may_be_long=True)}  # not of the head
+OF_NODES = {CUT: Deed()}  # not of the head
 OF_PROXIES = {"kill proxy": Deed("proxy", KILL), "pause proxy": Deed("proxy", STOP)}
-OF_HISTORY = {
-    "kill": Deed("history", KILL),
-    "pause": Deed("history", STOP, may_be_long=True),
-    "kill actor of": Deed("history actor", KILL),
-    "pause actor of": Deed("history actor", STOP, may_be_long=True),
-}
-ALL = {**OF_REPLICAS, **OF_NODES, **OF_PROXIES, **OF_HISTORY}
+ALL = {**OF_REPLICAS, **OF_NODES, **OF_PROXIES}
 
 
 def _role(target: int) -> str:
-    if target == HISTORY:
-        return "history"
     return "proxy" if target >= PROXIES else "replica"
 
 
 def deeds(target: int) -> dict[str, Deed]:
     """What can befall it."""
-    if target == HISTORY:
-        return OF_HISTORY
     if target >= PROXIES:
         return OF_PROXIES
     return OF_REPLICAS if target == NEVER_CUT else {**OF_REPLICAS, **OF_NODES}
@@ -103,7 +86,7 @@ def schedule(
 ) -> list[RayFault]:
     """A fault every so many seconds; a second later where nothing may be hurt by then."""
     choose = random.Random(seed)
-    targets = (HISTORY, *range(num_nodes), *range(PROXIES, PROXIES + num_nodes))
+    targets = (*range(num_nodes), *range(PROXIES, PROXIES + num_nodes))
     free_at = dict.fromkeys(targets, 0.0)
     no_long_before = 0.0
     faults: list[RayFault] = []
@@ -111,8 +94,7 @@ def schedule(
     def may_be_hurt(target: int, at: float) -> bool:
         """It is whole, and so is another one of its role."""
         fellows = [each for each in targets if _role(each) == _role(target) and each != target]
-        whole = any(free_at[each] <= at for each in fellows) or not fellows
-        return free_at[target] <= at and whole
+        return free_at[target] <= at and any(free_at[each] <= at for each in fellows)
 
     at = 1.0
     while at < seconds:
@@ -141,9 +123,11 @@ def schedule(
 
 class RayWorld:
     def __init__(self, folder: Path, kind: Kind) -> None:
+        assert kind.store, "nodes share a history in PostgreSQL"
         self.kind = kind
         self.event_log = folder / "events.jsonl"
-        self.data = folder / "h" / "history"
+        self.event_log.touch()  # nobody writes to it
+        self.data = folder / "d"
         self._folder = folder
         self._nodes = Nodes(folder, kind.num_replicas, kind.engine_variables)
         self._config = folder / "serve.yaml"  # JSON is YAML, too
@@ -181,7 +165,7 @@ class RayWorld:
         return [0]
 
     async def whole(self) -> None:
-        """Returns when every node has a replica and a proxy that serve, and the head a history."""
+        """Returns when every node has a replica and a proxy that serve."""
         async with asyncio.timeout(WHOLE_SECONDS):
             while not await self._is_whole():
                 await asyncio.sleep(LOOK_SECONDS)
@@ -191,24 +175,16 @@ class RayWorld:
 
     async def befall(self, fault: Fault) -> None:
         """Returns when it is over; what was killed, Ray may still be replacing."""
-        deed, node = ALL[fault.kind], self._node(fault)
+        deed, node = ALL[fault.kind], self._nodes.all[fault.target % PROXIES]
         if fault.kind == CUT:
             with node.unplugged():
-                await asyncio.sleep(fault.seconds)
-        elif fault.kind == CUT_FROM_HISTORY:
-            with node.cut_from(self._nodes.head.address, HISTORY_PORT):
                 await asyncio.sleep(fault.seconds)
         else:
             await _signalled(node, deed, fault.seconds)
 
-    def _node(self, fault: Fault) -> Node:
-        return self._nodes.all[0 if fault.target == HISTORY else fault.target % PROXIES]
-
     async def _is_whole(self) -> bool:
         nodes = self._nodes.all
         if not all(len(node.processes("daemon")) == 1 for node in nodes):
-            return False
-        if len(self._nodes.head.processes("history")) != 1:
             return False
         return all(await asyncio.gather(*(_serves(address) for address in self.addresses)))
 
@@ -243,12 +219,8 @@ class RayWorld:
                     "args": {
                         "replicas": self.kind.num_replicas,
                         "insecure": True,
-                        "history": str(self.data.parent),
-                        "history_port": HISTORY_PORT,
-                        "history_serve": {
-                            "lease": self.kind.lease_seconds,
-                            "event_log": str(self.event_log),
-                        },
+                        "data": str(self.data),
+                        "serve": {"store": self.kind.store},
                     },
                 }
             ],

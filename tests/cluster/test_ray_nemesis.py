@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.nemesis import RECOVERY_SECONDS, Storm, run
 from tests.cluster.ray_nodes import why_not
-from tests.cluster.ray_world import ALL, CUT, HISTORY, NEVER_CUT, PROXIES, deeds, schedule
+from tests.cluster.ray_world import ALL, CUT, NEVER_CUT, PROXIES, deeds, schedule
 from tests.cluster.world import Kind
 from tests.scale import SCALE, SEED
+from tests.store.postgres_server import PostgresServer, missing
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -26,6 +27,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if why := why_not():
         pytest.skip(f"no network namespaces: {why}")
     return tmp_path_factory.mktemp("ray")
+
+
+@pytest.fixture
+def database() -> Iterator[Callable[[], str]]:
+    """Makes new ones, on a server with room for the connections of all daemons."""
+    if why := missing():
+        pytest.skip(why)
+    server = PostgresServer(max_connections="200")
+    try:
+        server.initialise()
+        server.start()
+        yield server.new_database
+    finally:
+        server.close()
 
 
 def weathered(folder: Path, storm: Storm) -> None:
@@ -49,7 +64,7 @@ def hurt_at_once(num_nodes: int, seed: int) -> Iterator[tuple[str, int]]:
             assert until.get(target, 0.0) <= fault.at
             until[target] = fault.at + fault.seconds
             fellows = [each for each in until if (each >= PROXIES) == (target >= PROXIES)]
-            under = [each for each in fellows if each != HISTORY and until[each] > fault.at]
+            under = [each for each in fellows if until[each] > fault.at]
             yield fault.kind, len(under)
 
 
@@ -64,15 +79,17 @@ def test_a_schedule_has_all_kinds_and_leaves_one_of_each_role_whole(num_nodes: i
 
 
 @pytest.mark.timeout(400)
-def test_nothing_is_lost_or_doubled_on_two_nodes(folder: Path) -> None:
-    kind = Kind(2, lease_seconds=2.0, has_ray=True)
+def test_nothing_is_lost_or_doubled_on_two_nodes(folder: Path, database: Callable[[], str]) -> None:
+    kind = Kind(2, lease_seconds=10.0, store=database(), has_ray=True)
     weathered(folder / "s", Storm(200 + SEED, 16.0, 2.5, num_talkers=12, kind=kind))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200 * SCALE)
 @pytest.mark.parametrize("num_nodes", [2, 3])
-def test_three_minutes_with_fifty_people(folder: Path, num_nodes: int) -> None:
+def test_three_minutes_with_fifty_people(
+    folder: Path, database: Callable[[], str], num_nodes: int
+) -> None:
     for number in range(SCALE):
-        kind = Kind(num_nodes, lease_seconds=10.0, has_ray=True)
+        kind = Kind(num_nodes, lease_seconds=10.0, store=database(), has_ray=True)
         weathered(folder / str(number), Storm(1000 * (1 + SEED) + number, kind=kind))

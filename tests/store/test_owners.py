@@ -127,7 +127,9 @@ def test_recovery_leaves_a_turn_alone_that_another_session_computes(
             f" opened_at, lease_until) VALUES (?, 'b', 'b:1', '', '', 0, {clock} + 60)",
             (OTHER,),
         )
-    vars(store)["_transactions"].abandon([mine, other])
+    transactions = vars(store)["_transactions"]
+    transactions._live.clear()
+    transactions._note_failure()
     assert store.get_turn(other).state is StoredTurnState.RUNNING
     assert store.get_turn(mine).state is StoredTurnState.INTERRUPTED
     create(store, "pot")
