@@ -2,8 +2,9 @@
 
 A daemon is a process with the real store and neither engine nor clients. Each of its threads has
 conversations of its own and says one turn after the other: look_up, begin_turn, finish_turn. So there are as
-many turns at the same time as threads. `--store` is a PostgreSQL database; docs/postgresql.md says how to
-have one without installing PostgreSQL. Compare figures of one run only: they share the disk.
+many turns at the same time as threads. `--store` is a PostgreSQL database (docs/postgresql.md says how to
+have one without installing PostgreSQL) or a file of SQLite, which has one connection that writes. Compare
+figures of one run only: they share the disk.
 
 Before a figure is printed, every conversation is read back: it must have the revision of its last turn.
 """
@@ -84,7 +85,9 @@ class Found(NamedTuple):
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure lanes", description=__doc__)
-    parser.add_argument("--store", required=True, metavar="URL", help="postgresql://…")
+    parser.add_argument(
+        "--store", required=True, metavar="URL", help="postgresql://… or sqlite:///FILE"
+    )
     parser.add_argument("--lanes", type=counts, default=(1, 16), metavar="N,N,…")
     parser.add_argument("--daemons", type=counts, default=(1, 3), metavar="N,N,…")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each figure (default: 5)")

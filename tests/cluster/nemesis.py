@@ -108,7 +108,7 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
         statuses = await world.stop()
         if any(statuses):
             outcome.problems.append(f"the processes ended with {statuses}")
-    if not storm.kind.store:
+    if isinstance(world, World) and not storm.kind.store:
         events = owner_log.events(world.database)
         outcome.problems += wrong_owners(events)
         outcome.num_claims = sum(each.get("previous", 0) > 0 for each in events)

@@ -124,6 +124,7 @@ def schedule(
 class RayWorld:
     def __init__(self, folder: Path, kind: Kind) -> None:
         assert kind.store, "nodes share a history in PostgreSQL"
+        self.store = kind.store
         self.kind = kind
         self.event_log = folder / "events.jsonl"
         self.event_log.touch()  # nobody writes to it

@@ -13,7 +13,7 @@ from pensieve.bench.random_model import RandomShape
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.records import NewMessage, NewTurn
-from scripts.measurements import history, isolation, planning, service, shared_pages, swap
+from scripts.measurements import isolation, lanes, planning, service, shared_pages, swap
 from scripts.measurements.processes import pinned
 
 # Their daemons find the engine among their children.
@@ -54,17 +54,18 @@ def test_a_history_is_where_it_is_said_to_be(tmp_path: Path) -> None:
     assert {tier: len(times) for tier, times in found.items()} == dict.fromkeys(swap.TIERS, 2)
 
 
-@pytest.mark.parametrize("num_replicas", [0, 3])
-def test_turns_on_one_history_are_counted_and_read_back(num_replicas: int, tmp_path: Path) -> None:
-    measure = history.served if num_replicas else history.alone
-    found = measure(num_replicas, 0.5, tmp_path)
+def test_turns_of_daemons_on_one_database_are_counted_and_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "BEGIN_SECONDS", 6.0)
+    found = lanes.measured(f"sqlite://{tmp_path}/history.db", 2, 1, 0.5)
     assert found.turns
-    assert 0 < sum(found.turns) < 0.7 * max(num_replicas, 1)
+    assert 0 < sum(found.turns) < 0.7 * 2
 
 
 def test_a_turn_that_another_one_wrote_is_noticed(tmp_path: Path) -> None:
     with ConversationStore.open(tmp_path, "a test") as store:
-        talker = history.Talker(store, "t")
+        talker = lanes.Talker(store, "t")
         turn = store.begin_turn("t-3", NewTurn("r", [NewMessage("user", "hi", [1])])).turn
         store.finish_turn(turn.turn_id, NewMessage("assistant", "ho", [2]), "stop", {})
         with pytest.raises(Unavailable, match="t-3 is at revision 1, and had replies up to 0"):

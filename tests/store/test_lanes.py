@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def test_what_two_deletions_at_once_leave_unheld_is_wiped(
     """Neither sees the other one, and each leaves to the other what both hold, unless one comes again."""
     create(store, "tea", user("a secret", 1))
     store.fork_conversation("tea", 0, "cup")
-    both, original = threading.Barrier(2), conversation_rows.wipe_bodies
+    both, original = threading.Barrier(2), vars(conversation_rows)["wipe_bodies"]
     waits = [True, True]
 
     def together(*arguments: Any) -> None:
@@ -246,8 +247,8 @@ def test_a_fork_and_a_deletion_at_once_leave_a_whole_history(store: Conversation
         create(store, name, user("head", 1))
         say(store, name, "r1", user("hi", 2), reply("hello", 3))
         forked, deleted = at_once(
-            lambda name=name, copy=copy: store.fork_conversation(name, 1, copy),
-            lambda name=name: store.delete_conversation(name),
+            partial(store.fork_conversation, name, 1, copy),
+            partial(store.delete_conversation, name),
         )
         assert deleted is None
         if not isinstance(forked, Exception):

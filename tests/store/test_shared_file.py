@@ -303,7 +303,7 @@ def test_a_schema_that_others_need_is_not_changed(
     start("a")
     newer = {**migrations.STEPS, "m011_more": ("CREATE TABLE more (number INTEGER)",)}
     monkeypatch.setattr(
-        migrations.migrate, "__defaults__", (newer, *migrations.migrate.__defaults__[1:])
+        migrations.migrate, "__defaults__", (newer, *(migrations.migrate.__defaults__ or ())[1:])
     )
     with pytest.raises(StoreError, match="daemons of an older Pensieve have it open; stop all"):
         ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}")
