@@ -155,9 +155,9 @@ def test_a_turn_whose_end_loses_a_race_stays_live_and_is_ended_by_the_next_call(
 
     def race() -> None:
         elsewhere("UPDATE turns SET usage = usage")
-        vars(store)["_transactions"].abandon(
-            [0]
-        )  # so that the next transaction looks for dead turns
+        vars(store)[
+            "_transactions"
+        ]._note_failure()  # so that the next transaction looks for dead turns
 
     first(monkeypatch, turn_rows, "finish_turn", race)
     assert store.finish_turn(turn_id, reply("hello", 2), "stop", {}) == 1
@@ -194,7 +194,7 @@ def test_no_thread_takes_a_turn_for_dead_that_another_one_begins(store: Conversa
     def look() -> None:
         number = 0
         while not done.is_set():
-            transactions.abandon([0])
+            transactions._note_failure()
             store.changes.set_metadata("seen", {"number": number})
             number += 1
 
