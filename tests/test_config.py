@@ -220,6 +220,12 @@ def test_where_a_history_is_may_be_shown() -> None:
     assert shown_store("sqlite:///var/lib/a@b.db") == "sqlite:///var/lib/a@b.db"
 
 
+@pytest.mark.parametrize("url", ["sqlite:///var/lib/a.db", "sqlite:////var/lib/a.db"])
+def test_a_file_of_sqlite_may_be_named_as_sqlalchemy_names_it(url: str) -> None:
+    found = resolve({"store": url}, {}, None, SERVED)
+    assert found.settings.store == "sqlite:///var/lib/a.db"
+
+
 @pytest.mark.parametrize("url", ["history://10.0.0.9:50060", "historys://history.example:50060"])
 def test_a_history_service_is_an_error_that_says_what_daemons_open_instead(
     url: str, capsys: pytest.CaptureFixture[str]

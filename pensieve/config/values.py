@@ -144,6 +144,8 @@ SQLITE_URL = re.compile(r"sqlite://(/[^/?#\s]+)+")
 
 def store_url(text: str) -> str:
     """Of a database, with special letters of names and passwords percent-encoded."""
+    if text.startswith("sqlite:////"):  # as SQLAlchemy writes an absolute path
+        text = text.replace("////", "///", 1)
     if text.startswith(("history://", "historys://")):
         raise ValueError(f"names a history service: {MOVED_HISTORY}")
     if not any(each.fullmatch(text) for each in (STORE_URL, SQLITE_URL)):
