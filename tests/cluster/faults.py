@@ -23,6 +23,7 @@ DATABASE = -1  # as a target: another process writes to it for so long
 SHORT_SECONDS = (0.3, 4.0)
 LONG_LEASES = (1.2, 1.5)
 SLOW_SECONDS = 0.08
+EXIT_SECONDS = 1.0  # until a killed process has ended
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ async def pause(part: Part, seconds: float) -> None:
         await asyncio.sleep(seconds)
     finally:
         part.go_on()
+    await asyncio.sleep(EXIT_SECONDS)
     if not part.is_running:
         await part.start()
 

@@ -141,6 +141,8 @@ class OwnerWatch:
             return True
         if found is not None and found.address == wait.owner.address:
             return True
+        if wait not in self._waits[wait.owner.address]:
+            return False  # its answer has begun meanwhile; it ends as the owner says
         self.end(wait)
         wait.is_over, wait.next_owner = True, found
         wait.tell()

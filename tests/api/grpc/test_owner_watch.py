@@ -95,3 +95,27 @@ def test_a_history_that_is_away_tells_nothing() -> None:
         await watch.close()
 
     asyncio.run(run())
+
+
+def test_a_call_whose_answer_begins_while_its_conversation_is_claimed_is_told_nothing() -> None:
+    """Whoever reads the answer hears from the owner how it ends."""
+
+    async def run() -> None:
+        asked, told, gate = list[str](), list[str](), asyncio.Event()
+
+        async def claim(conversation_id: str, tenant: str) -> OwnedElsewhere | None:
+            asked.append(conversation_id)
+            if conversation_id == "a":
+                await gate.wait()
+            return None
+
+        watch = OwnerWatch(claim, LOOK_SECONDS)
+        first, _ = begun(watch, told, "a", "b")
+        await until(lambda: asked == ["a"])
+        watch.end(first)
+        gate.set()
+        await until(lambda: told == ["b"])
+        assert not first.is_over
+        await watch.close()
+
+    asyncio.run(run())
