@@ -7,7 +7,7 @@ same rows since, or two wait for each other, it ends with Conflict, and the stor
 
 Daemons.  Each session that may write holds an advisory lock of the database from its first statement to its
 end.  Daemons share it: owners.py says which of them may write to a conversation.  A process that needs the
-database for itself (a migration, a copy, the history service) takes the lock alone, and is told who has it.
+database for itself (a migration, a copy) takes the lock alone, and is told who has it.
 The lock ends with the session, however the process or its host dies, once the server knows (keepalives; the
 socket of a process that was killed is closed by its system at once).  No transaction of a session can be
 committed after its lock is gone.
