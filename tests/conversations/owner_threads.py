@@ -14,7 +14,14 @@ from typing import Any
 
 from pensieve.conversations.daemon import Daemon
 
-BESIDE_THE_STORE_THREAD = {"verify", "integrity_check", "close"}
+BESIDE_THE_STORE_THREAD = {
+    "verify",
+    "integrity_check",
+    "close",
+    "is_shared",
+    "keeps_house",
+    "came_from",
+}
 NO_STATE = {"serving"}  # of the engine's client: tests wait for it in their own thread
 
 
