@@ -1,4 +1,4 @@
-"""`pensieve serve --store`: a conversation in PostgreSQL, end to end, over the deaths of both processes."""
+"""`pensieve serve --store`: a conversation in PostgreSQL, at daemons that are killed and stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pensieve.cli.main import main
 from pensieve.client import Client, Retry
 from pensieve.store import ConversationStore
 from pensieve.store.folder import DATABASE_NAME
-from tests.conversations.rig_daemon import ServeProcess
+from tests.conversations.rig_daemon import PATIENCE_SECONDS, ServeProcess
 from tests.store import postgres_server
 from tests.store.postgres_server import USER, PostgresServer
 
@@ -42,6 +42,7 @@ def serve(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         [*command, *arguments],
         capture_output=True,
         text=True,
+        timeout=PATIENCE_SECONDS,
         check=False,
         env={**os.environ, "PENSIEVE_ENGINE": "echo"},
     )
@@ -58,13 +59,14 @@ def test_a_conversation_goes_on_after_either_process_was_killed(
     for name, secret in (("PENSIEVE_STORE", url), ("PGPASSWORD", SECRET)):
         monkeypatch.setenv(name, secret)
     daemon = ServeProcess(tmp_path / "data", engine="echo:0.002")
+    other = ServeProcess(tmp_path / "other", engine="echo:0.002")
 
-    def ask(text: str) -> str:
-        with Client(daemon.address, retry=ENOUGH) as client:
+    def ask(text: str, at: ServeProcess = daemon) -> str:
+        with Client(at.address, retry=ENOUGH) as client:
             return client.conversation("tea").ask(text, max_tokens=6, create_if_missing=True).text
 
-    def texts() -> list[str]:
-        with Client(daemon.address, retry=ENOUGH) as client:
+    def texts(at: ServeProcess = daemon) -> list[str]:
+        with Client(at.address, retry=ENOUGH) as client:
             return [message.text for message in client.conversation("tea").messages()]
 
     daemon.start()
@@ -86,13 +88,23 @@ def test_a_conversation_goes_on_after_either_process_was_killed(
     assert main(["admin", "check", *where]) == 0
     assert main(["backup", str(tmp_path / "copy"), *where]) != 0
     assert "PostgreSQL has backups of its own" in capsys.readouterr().err
-    other = serve(tmp_path / "other", "--store", url)
-    assert other.returncode == 3
-    assert "is in use by pensieve serve, pid " in other.stderr
-    assert SECRET not in other.stderr + other.stdout
+    copy = ("--data", str(tmp_path / "back"), "--store", url)
+    assert main(["copy", "--back", *copy]) == 3
+    refused = capsys.readouterr().err
+    assert "is in use by pensieve serve, pid " in refused
+    assert SECRET not in refused
+
+    other.start()
+    assert texts(other) == spoken
+    spoken += ["By the first?", ask("By the first?", other)]
+    assert texts() == texts(other) == spoken
     assert daemon.stop() == 0
-    assert SECRET not in daemon.log.read_text()
-    assert not (daemon.data / DATABASE_NAME).exists()
+    spoken += ["By the second?", ask("By the second?", other)]
+    assert texts(other) == spoken
+    assert other.stop() == 0
+    for each in (daemon, other):
+        assert SECRET not in each.log.read_text()
+        assert not (each.data / DATABASE_NAME).exists()
     with ConversationStore.open(tmp_path / "later", "test", url=url) as store:
         assert [message.content for message in store.messages("tea")] == spoken
         assert store.verify() == []
