@@ -35,7 +35,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pensieve.errors import OwnedElsewhere
+from pensieve.errors import OwnedElsewhere, StoreCorrupt
 from pensieve.store import conversation_rows, turn_rows
 from pensieve.store.backend import ServerSession, database_clock
 from pensieve.store.records import PREFIX_MARK, Conversation
@@ -373,11 +373,17 @@ def _begin_epochs(conn: Connection, at_least: int) -> None:
     """Give out higher numbers than ever before, also where the history was restored from a backup.
 
     `at_least` is the time in microseconds: no history has given out as many numbers.
+
+    Raises:
+        StoreCorrupt: the row of `epochs` is damaged.
     """
     if isinstance(conn, ServerSession):
         conn.execute(
             "SELECT setval('epoch_numbers', greatest(nextval('epoch_numbers'), ?::bigint))",
             (at_least,),
         )
-    else:
-        conn.execute("UPDATE epochs SET last = max(last, ?)", (at_least,))
+        return
+    last = [last for (last,) in conn.execute("SELECT last FROM epochs").fetchall()]
+    if len(last) != 1 or not isinstance(last[0], int):
+        raise StoreCorrupt("the history is damaged: its last epoch cannot be read")
+    conn.execute("UPDATE epochs SET last = max(last, ?)", (at_least,))

@@ -31,6 +31,7 @@ from pensieve.store import ConversationStore, backup
 from pensieve.store.backup import Backup, check_database, points, restore
 from pensieve.store.folder import history_identity
 from tests.store.faulty import history, world, writer_of
+from tests.store.older_schemas import TO_SCHEMA_3
 from tests.store.talk import begin, create, reply, say, user
 
 pytestmark = pytest.mark.sqlite  # it is about copies of SQLite's file
@@ -468,17 +469,7 @@ def test_a_backup_of_an_older_schema_is_restored_and_brought_to_the_present_one(
     say(backing.store, "tea", "r1", user("hi", 1), reply("hello", 2))
     wanted = history(backing.store)
     with writer_of(backing.store).writing() as conn:
-        for statement in (
-            "DROP INDEX turns_logprobs",
-            "ALTER TABLE turns DROP COLUMN logprobs",
-            "DROP INDEX turns_idempotency_key",
-            "ALTER TABLE turns DROP COLUMN idempotency_key",
-            "DROP TABLE responses",
-            "DROP TABLE chains",
-            "DELETE FROM _sqlite_migrations"
-            " WHERE name IN ('m004_logprobs', 'm006_chains', 'm007_responses', 'm009_idempotency_keys')",
-            "PRAGMA user_version = 3",
-        ):
+        for statement in TO_SCHEMA_3:
             conn.execute(statement)
     backing.write()
     data = backing.folder.with_name("restored")

@@ -14,8 +14,8 @@ from pensieve.store.compaction import Compaction, CompactionPhase
 from pensieve.store.records import ChainState, KeyedTurn
 from pensieve.store.sqlite_backend import Erasure
 from pensieve.store.turn_rows import idempotency_key
-from tests.store.conftest import POSTGRES
 from tests.store.faulty import history, world, writer_of
+from tests.store.older_schemas import POSTGRES_TO_SCHEMA_8, TO_SCHEMA_8
 from tests.store.talk import begin, create, reply, say, user
 
 Open = Callable[..., ConversationStore]
@@ -219,7 +219,7 @@ def test_a_key_of_schema_8_is_known_after_the_migration_and_forgotten_with_its_t
                 " (?, (SELECT min(message) FROM messages WHERE turn_id = ?), ?, 1.0)",
                 (key, number, b"request"),
             )
-        for statement in TO_SCHEMA_8[POSTGRES if driver is None else "sqlite"]:
+        for statement in POSTGRES_TO_SCHEMA_8 if driver is None else TO_SCHEMA_8:
             conn.execute(statement)
     store.close()
     with open_store() as store:
@@ -232,32 +232,3 @@ def test_a_key_of_schema_8_is_known_after_the_migration_and_forgotten_with_its_t
         assert store.chains.longest([b"state"], b"session 16 bytes") is not None
         forget(store, 1e9)
         assert store.find_keyed("again") is None
-
-
-FROM_SCHEMA_10 = (
-    "DROP TABLE housekeeping",
-    *(
-        f"ALTER TABLE sessions DROP COLUMN {name}"
-        for name in ("folder", "lease_until", "is_draining")
-    ),
-    "CREATE INDEX owners_session ON owners (session)",
-)
-TO_SCHEMA_8 = {
-    "sqlite": (
-        *FROM_SCHEMA_10,
-        "DROP INDEX turns_idempotency_key",
-        "ALTER TABLE turns DROP COLUMN idempotency_key",
-        "DELETE FROM _sqlite_migrations WHERE name > 'm009'",
-        "PRAGMA user_version = 8",
-    ),
-    POSTGRES: (
-        *FROM_SCHEMA_10,
-        "DROP SEQUENCE epoch_numbers",
-        "DROP VIEW tenants",
-        "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, stored_bytes BIGINT NOT NULL)",
-        "INSERT INTO tenants SELECT tenant, sum(stored_bytes) FROM tenant_bytes GROUP BY tenant",
-        "DROP TABLE tenant_bytes",
-        "ALTER TABLE turns DROP COLUMN idempotency_key",
-        "DELETE FROM schema_versions WHERE version > 8",
-    ),
-}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.errors import Unavailable
+from pensieve.errors import StoreCorrupt, Unavailable
 from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn, StoredTurnState
 from pensieve.store.records import NewPrefix
 from tests.store.faulty import writer_of
@@ -192,3 +192,20 @@ def test_a_prefix_that_was_declared_anew_is_outdated(store: ConversationStore) -
     assert stale == [("", "prefix:rules")]
     store.get_conversation("prefix:rules")
     assert stale == [("", "prefix:rules")]
+
+
+@pytest.mark.parametrize("left", [(), (1, 2), (None,), ("text",)])
+def test_a_history_whose_last_epoch_is_damaged_is_refused(
+    open_store: Open, driver: Any, left: tuple[object, ...]
+) -> None:
+    if driver is None:
+        pytest.skip("a sequence of PostgreSQL")
+    store = open_store()
+    with writer_of(store).writing() as conn:
+        conn.execute("DROP TABLE epochs")
+        conn.execute("CREATE TABLE epochs (last)")
+        for last in left:
+            conn.execute("INSERT INTO epochs (last) VALUES (?)", (last,))
+    store.close()
+    with pytest.raises(StoreCorrupt, match="last epoch cannot be read"):
+        open_store()
