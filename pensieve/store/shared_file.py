@@ -22,8 +22,9 @@ this time it may, since after a transaction of another process SQLite reads ever
 
 **A writer that stands still.**  A process that was stopped (SIGSTOP) within a transaction keeps SQLite's
 write lock and this one, and no other daemon could write, or take over what it had.  Only the end of the
-process frees SQLite's lock.  So whoever has waited for as long as a lease, and finds that the process with
-the lock is stopped, kills it.  SQLite then forgets what it had not committed.
+process frees SQLite's lock.  So a writer that has waited for half of a lease, and finds that the process with
+the lock is stopped, kills it.  SQLite then forgets what it had not committed.  A process that was stopped
+while it was to write next has nothing open.  It is not killed: the others stop waiting to be the next one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import select
 import signal
@@ -69,7 +71,8 @@ def open_shared(url: str, driver: Any) -> SharedFile:
             f"SQLite {driver.sqlite_version} may damage a history that several daemons have open; {needed} is"
             " needed: install pysqlite3, or use postgresql://"
         )
-    return SharedFile.open(Path(unquote(url.removeprefix(SQLITE_SCHEME))))
+    # SQLite resolves links, too; the lock and the turn to write have to be beside the same file.
+    return SharedFile.open(Path(unquote(url.removeprefix(SQLITE_SCHEME))).resolve())
 
 
 class SharedFile:
@@ -120,10 +123,13 @@ class SharedFile:
         """
         if self.is_alone and self._lock is not None:
             self.is_alone = False
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _lock_either(self._lock, self.path)
+            is_exclusive = True
+            while is_exclusive:
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    is_exclusive = False
+                except BlockingIOError:
+                    is_exclusive = _lock_either(self._lock, self.path)
 
     def write_turn(self, seconds: float, patience: float) -> WriteTurn:
         """For one connection; `seconds` that a writer waits, and how long before it looks for the cause."""
@@ -173,10 +179,8 @@ class WriteTurn:
         self._files: tuple[int, int] | None = None
         self._depth = 0
         self._until = 0.0  # until then it may overtake
-        self._stopped: tuple[int, float] = (
-            0,
-            0.0,
-        )  # who had the lock and was stopped, and since when
+        self._stopped = (0, 0.0)  # the process that has the lock and is stopped, and since when
+        self._stopped_next = 0  # the stopped process that was to write next, once it is known
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -215,7 +219,8 @@ class WriteTurn:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.waited(0.0)
                 return
-        self._wait(following, began)
+        self._stopped = (0, 0.0)
+        self._wait_to_be_next(following, began)
         try:
             self._wait(file, began, self._pipe)
         finally:
@@ -224,12 +229,29 @@ class WriteTurn:
         self._until = now + SLICE_SECONDS
         self.waited(now - began)
 
-    def _wait(self, file: int, began: float, pipe: int | None = None) -> None:
+    def _wait_to_be_next(self, following: int, began: float) -> None:
+        """For as long as its patience: without being the next one, a writer may only be overtaken.
+
+        A stopped process for which it has waited that long is not waited for again.
+        """
+        is_known = self._stopped_next != 0 and self._stopped_next == stopped_holder(self._paths[0])
+        if self._wait(following, began, patience=0.0 if is_known else self._patience):
+            self._stopped_next = 0
+        else:
+            self._stopped_next = stopped_holder(self._paths[0])
+
+    def _wait(
+        self, file: int, began: float, pipe: int | None = None, patience: float = math.inf
+    ) -> bool:
+        """Whether it has the lock; False after `patience`."""
         while True:
             try:
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
             except BlockingIOError:
                 waited = time.monotonic() - began
+            if waited > patience:
+                return False
             if waited > self._seconds:
                 raise StoreUnavailable(
                     f"the history {self._paths[1].stem}: another daemon has been writing for"
@@ -246,8 +268,9 @@ class WriteTurn:
 
     def _end_stopped(self, path: Path) -> None:
         """Kill who has the lock if that process is stopped."""
-        pid, now = holder_of_lock(path), time.monotonic()
-        if pid is None or pid == os.getpid() or not is_stopped(pid):
+        pid, now = stopped_holder(path), time.monotonic()
+        if pid in (0, os.getpid()):
+            self._stopped = (0, 0.0)
             return
         if self._stopped[0] != pid:
             self._stopped = pid, now
@@ -284,6 +307,12 @@ def holder_of_lock(path: Path) -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def stopped_holder(path: Path) -> int:
+    """The process that has the file locked and is stopped; 0 if there is none."""
+    pid = holder_of_lock(path)
+    return pid if pid is not None and is_stopped(pid) else 0
 
 
 def _is_same(descriptor: Path, path: Path) -> bool:

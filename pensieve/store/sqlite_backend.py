@@ -60,7 +60,8 @@ class SqliteBackend:
         """`shared`: the database is that file, which other daemons have open, too."""
         self._path = folder.database_path if shared is None else shared.path
         self._shared = shared
-        self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds}
+        # Half of the lease: a stopped writer is killed before the leases of those that wait have expired.
+        self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds / 2}
         self._busy_timeout_seconds = busy_timeout_seconds
         self.writer = WriterConnection(
             self._path,
@@ -244,7 +245,8 @@ class Erasure(ErasureSteps):
         return True
 
     def tidy(self) -> None:
-        self.pending = self.pending or self._writer.has_journal()
+        if self._writer.has_journal():  # never set it to False: another thread may set it to True
+            self.pending = True
 
     def finish(self) -> None:
         if not self.pending:

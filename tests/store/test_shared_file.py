@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import signal
@@ -381,6 +382,83 @@ def test_the_process_that_has_a_lock_is_known(tmp_path: Path) -> None:
         assert not is_stopped(os.getpid())
     assert holder_of_lock(file) is None
     turn.close()
+
+
+def test_a_process_that_stops_before_its_turn_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following = os.open(tmp_path / "db.write-next", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(following, fcntl.LOCK_EX)
+    monkeypatch.setattr(module, "is_stopped", lambda pid: True)
+    turn = WriteTurn(tmp_path / "db", 5.0, 0.5)
+    waits: list[float] = []
+    turn.waited = waits.append
+    for _ in range(3):
+        with turn.taken():
+            time.sleep(module.SLICE_SECONDS * 2)  # it cannot overtake in the next round
+    assert 0.5 <= waits[0] < 4.0
+    assert max(waits[1:]) < 0.4  # its patience is not spent again
+    os.close(following)
+    with turn.taken():
+        pass
+    assert turn._stopped_next == 0
+    turn.close()
+
+
+def test_a_writer_that_was_stopped_for_a_moment_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[int] = []
+    killed: list[int] = []
+    monkeypatch.setattr(module, "STOPPED_SECONDS", 0.05)
+    monkeypatch.setattr(module, "stopped_holder", lambda path: stopped[-1])
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    turn = WriteTurn(tmp_path / "db", 5.0, 5.0)
+    for pid in (17, 0, 17, 18):
+        stopped.append(pid)
+        turn._end_stopped(tmp_path / "db.write")
+        time.sleep(0.06)
+    assert killed == []
+    turn._end_stopped(tmp_path / "db.write")
+    assert killed == [18]
+
+
+def test_a_link_to_the_file_is_the_same_history(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link.db"
+    link.symlink_to(tmp_path / "real" / "shared.db")
+    url = f"sqlite://{tmp_path}/real/shared.db"
+    with (
+        ConversationStore.open(tmp_path / "a", "test", url=url) as a,
+        ConversationStore.open(tmp_path / "b", "test", url=f"sqlite://{link}") as b,
+    ):
+        create(a, "tea")
+        assert b.get_conversation("tea").conversation_id == "tea"
+    assert not link.with_name("link.db.lock").exists()
+
+
+def test_a_lock_that_was_lost_and_found_again_is_shared(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system freed it to change it, another process took it, and was gone again."""
+    file = module.SharedFile.open(path)
+    flock, refused = fcntl.flock, [True]
+
+    def lose_once(lock: int, how: int) -> None:
+        if how & fcntl.LOCK_SH and refused:
+            refused.clear()
+            flock(lock, fcntl.LOCK_UN)
+            raise BlockingIOError
+        flock(lock, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", lose_once)
+        file.share()
+    assert not refused
+    other = module.SharedFile.open(path)  # not StoreLocked
+    assert not other.is_alone
+    for each in (other, file):
+        each.close(clean=True)
 
 
 # -- random worlds --
