@@ -68,15 +68,23 @@ class Leases:
     def _run(self) -> None:
         while not self._ending.wait(self._owners.lease_seconds / RENEWALS):
             try:
-                self.renew()
-            except PensieveError as error:
+                self._renew_and_tidy()
+            except Exception:  # without this thread, others would claim what this daemon has
                 if not self._is_late:
-                    log.warning("the lease of this daemon could not be renewed: %s", error)
+                    log.exception("the lease thread goes on after an unexpected error")
                 self._is_late = True
-                continue
-            if self._is_late:
-                log.warning("the lease of this daemon is renewed again")
-            self._is_late = False
-            if self._housekeeper.is_ours and time.monotonic() >= self._tidied_at + TIDY_SECONDS:
-                self._tidied_at = time.monotonic()
-                self._tidy()
+
+    def _renew_and_tidy(self) -> None:
+        try:
+            self.renew()
+        except PensieveError as error:
+            if not self._is_late:
+                log.warning("the lease of this daemon could not be renewed: %s", error)
+            self._is_late = True
+            return
+        if self._is_late:
+            log.warning("the lease of this daemon is renewed again")
+        self._is_late = False
+        if self._housekeeper.is_ours and time.monotonic() >= self._tidied_at + TIDY_SECONDS:
+            self._tidied_at = time.monotonic()
+            self._tidy()

@@ -57,6 +57,7 @@ class _OfThread(threading.local):
 
     begun: tuple[int, ...] = ()  # turns that the transaction that runs has begun
     undecided = NOBODY  # a live turn whose end has lost a race
+    ours = NOBODY  # the turn that the transaction that runs may end
     late = NOBODY  # a turn whose end came late: another attempt of ours runs
 
 
@@ -105,15 +106,17 @@ class StoreTransactions:
 
         It asks `may_end`.
         """
-        was_live, stays_live = turn_id in self._live, False
+        was_live, stays_live, was_written = turn_id in self._live, False, False
         with self._lock:
             self._live.add(turn_id)  # also when an earlier attempt to end it has failed
-        self._here.undecided = self._here.late = NOBODY
+        self._here.undecided = self._here.late = self._here.ours = NOBODY
         try:
             with self.writing() as conn:
                 yield conn
+            was_written = True
             with self._lock:
-                self._ended[turn_id] = None
+                if self._here.ours == turn_id:
+                    self._ended[turn_id] = None
                 if len(self._ended) > ENDED_MAX:
                     del self._ended[next(iter(self._ended))]
         except Conflict:
@@ -128,7 +131,7 @@ class StoreTransactions:
             if not stays_live and not (self._here.late == turn_id and was_live):
                 with self._lock:
                     self._live.discard(turn_id)
-                if turn_id not in self._ended:
+                if not was_written:
                     self._note_failure()  # after it is not live any more
 
     def may_end(self, turn_id: int, attempt: int, fence: TurnFence | TurnProgress) -> bool:
@@ -141,6 +144,7 @@ class StoreTransactions:
         if attempt and attempt != fence.attempt:
             self._here.late = turn_id
             raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
+        self._here.ours = turn_id
         return True
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from pensieve.errors import StoreCorrupt, Unavailable
 from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn, StoredTurnState
+from pensieve.store.housekeeper import Housekeeper
+from pensieve.store.leases import Leases
 from pensieve.store.records import NewPrefix
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
@@ -55,6 +58,44 @@ def test_each_opening_is_a_session_and_the_one_before_has_ended(open_store: Open
     assert now.is_ours
     assert now.epoch > first.epoch
     assert now.session > first.session
+
+
+def test_a_turn_of_another_daemon_that_is_left_running_is_not_taken_for_ended(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    turn_id = begin(store, "tea", "r1", "hi", 1)
+    with writer_of(store).writing() as conn:
+        conn.execute("UPDATE owners SET session = ?, epoch = ?", (OTHER, OTHER))
+    store.interrupt_turn(turn_id)  # it goes on
+    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED  # no such daemon is alive
+
+
+def test_an_unexpected_error_does_not_end_the_lease_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lives = threading.Event()
+
+    class Transactions:
+        calls = 0
+
+        def writing(self, is_serializable: bool = False) -> Any:
+            self.calls += 1
+            if self.calls > 1:
+                lives.set()
+            raise MemoryError
+
+        def close(self) -> None:
+            pass
+
+    class Owners:
+        lease_seconds = 0.01
+
+    leases = Leases(Transactions(), Owners(), Housekeeper(is_ours=False), lambda: None)  # type: ignore[arg-type]
+    leases._thread.start()
+    assert lives.wait(10)
+    leases.close()
+    assert "the lease thread goes on after an unexpected error" in caplog.text
 
 
 def test_who_makes_a_conversation_has_it(store: ConversationStore) -> None:
