@@ -56,6 +56,12 @@ class Transactions(Protocol):
     def reading(self, is_snapshot: bool = False) -> AbstractContextManager[Connection]:
         """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
 
+    def settle(self) -> None:
+        """Wait until every COMMIT whose outcome is unknown has happened, or cannot happen any more.
+
+        Called outside of transactions.
+        """
+
     def close(self) -> None: ...
 
 

@@ -140,6 +140,9 @@ class WriterConnection:
                 raise
             self.figures.committed(time.perf_counter() - began)
 
+    def settle(self) -> None:
+        """Nothing: the outcome of a COMMIT is on the disk when it returns."""
+
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
         """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 LEASE_SECONDS = 10.0
 FORGOTTEN_AFTER_SECONDS = 86_400.0  # a session whose lease expired so long ago has ended
 CAME_FROM_MAX = 20_000  # conversations that have moved here and had no turn since
+EPOCHS_LOCK_KEY = 0x50656E7300000002  # beside the lock of the database (postgres/connection.py)
 DECLARED_MAX = 20_000  # prefixes whose declarations are remembered
 
 
@@ -209,9 +210,7 @@ class Owners:
         if owner is None:
             owner = _owner_number(conn, number)
         if owner == ours:
-            if isinstance(conn, ServerSession):
-                # A claim of another daemon at the same time must fail, though it reads an older snapshot.
-                conn.execute("UPDATE owners SET epoch = epoch WHERE conversation = ?", (number,))
+            keep_owner(conn, number)
             return conversation
         address = ""
         if owner is not None:
@@ -232,7 +231,10 @@ class Owners:
         return conversation if running is None else replace(conversation, running_turn_id=None)
 
     def made(self, conn: Connection, number: int, conversation: Conversation) -> None:
-        """A conversation is made here, and is ours; KV under its name is that of an earlier one."""
+        """A conversation is made here, and is ours; KV under its name is that of an earlier one.
+
+        The caller has read it since it was inserted, so no other transaction makes it at the same time.
+        """
         self._own(conn, number)
         self.forget(conversation)
 
@@ -355,6 +357,15 @@ def _session(number: int, *row: Any) -> Session:
     return Session(number, *places, is_draining=bool(is_draining), is_alive=bool(alive))
 
 
+def keep_owner(conn: Connection, number: int) -> None:
+    """Let no claim of the conversation succeed at the same time, though it reads an older snapshot.
+
+    Nor does a turn begin: that claims the conversation, or keeps it.
+    """
+    if isinstance(conn, ServerSession):
+        conn.execute("UPDATE owners SET epoch = epoch WHERE conversation = ?", (number,))
+
+
 def _owner_number(conn: Connection, number: int) -> int | None:
     row = conn.execute("SELECT session FROM owners WHERE conversation = ?", (number,)).fetchone()
     return None if row is None else int(row[0])
@@ -378,9 +389,11 @@ def _begin_epochs(conn: Connection, at_least: int) -> None:
         StoreCorrupt: the row of `epochs` is damaged.
     """
     if isinstance(conn, ServerSession):
+        # One at a time, so that none sets back what another one has set.
+        conn.execute("SELECT pg_advisory_xact_lock(?::bigint)", (EPOCHS_LOCK_KEY,))
         conn.execute(
-            "SELECT setval('epoch_numbers', greatest(nextval('epoch_numbers'), ?::bigint))",
-            (at_least,),
+            "SELECT setval('epoch_numbers', ?::bigint) FROM epoch_numbers WHERE last_value < ?::bigint",
+            (at_least, at_least),
         )
         return
     last = [last for (last,) in conn.execute("SELECT last FROM epochs").fetchall()]

@@ -5,7 +5,8 @@ that are ours (owners.py) only live turns may have a `running` row.  Two things 
 that died left `running` rows behind: the transaction that opens a session mends that.  And a write that
 failed may or may not have been committed (an error at COMMIT does not say).  Then the store is *unsure*:
 there may be `running` rows of ours that are not live, here called *dead*.  So before the next transaction
-every dead row on the disk becomes `interrupted`, and only once that is committed is the store sure again.
+no COMMIT may be under way any more (`settle` of backend.py) and every dead row on the disk becomes
+`interrupted`, and only once that is committed is the store sure again.
 Turns in conversations of other daemons are left alone.
 
 Reads come before that transaction and cannot wait for one, because a client that learns that a turn is
@@ -205,6 +206,7 @@ class StoreTransactions:
             num_failures = self._num_failures
             if self._num_mended == num_failures:
                 return []
+            self._writer.settle()  # a failed write may still be committed by another connection
             with self._writer.writing() as conn:
                 running = turn_rows.running_turns(conn, self.session)
                 dead = [turn for turn in running if turn not in self._live]

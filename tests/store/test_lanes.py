@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pensieve.errors import AlreadyExists, StoreUnavailable
-from pensieve.store import ConversationStore, NewTurn, StoredTurnState, conversation_rows, turn_rows
+from pensieve.errors import AlreadyExists, StoreUnavailable, TurnRunning
+from pensieve.store import (
+    ConversationStore,
+    NewTurn,
+    StoredTurnState,
+    conversation_changes,
+    conversation_rows,
+    turn_rows,
+)
 from pensieve.store.backend import Conflict
 from pensieve.store.conversation_changes import Pending
 from pensieve.store.postgres.connection import PostgresLanes, explained
@@ -275,6 +284,101 @@ def test_a_connection_that_is_lost_is_that_of_its_thread_alone(
     with pytest.raises(StoreUnavailable, match="the server was stopped"):
         lose()
     assert list(store.log("cup")) == [1, 2]
+
+
+SLOW_COMMIT = (
+    "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql"
+    " AS 'BEGIN PERFORM pg_sleep(1); RETURN NULL; END'",
+    "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON turns DEFERRABLE INITIALLY DEFERRED"
+    " FOR EACH ROW EXECUTE FUNCTION slow()",
+)
+
+
+def test_a_commit_whose_connection_was_lost_leaves_no_turn_that_nobody_computes(
+    store: ConversationStore, elsewhere: Callable[[str], Any]
+) -> None:
+    """The next write comes by another connection, while the COMMIT is still under way."""
+    create(store, "tea")
+    create(store, "cup")
+    for statement in SLOW_COMMIT:
+        elsewhere(statement)
+    committing = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+
+    def lose() -> None:
+        while not elsewhere(committing).fetchall():
+            pass
+        connection = lanes_of(store).writers[1]._wire.conn  # type: ignore[union-attr]
+        with socket.socket(fileno=os.dup(connection.fileno())) as cut:
+            cut.shutdown(socket.SHUT_RDWR)
+
+    with lanes_of(store).reading():  # this thread has the first connection, which is the next
+        begun, _ = at_once(partial(begin, store, "tea", "r1", "hi", 1), lose)
+        assert isinstance(begun, StoreUnavailable)
+    store.changes.set_metadata("cup", {"a": 1})
+    while elsewhere(committing).fetchall():
+        pass
+    elsewhere("DROP TRIGGER slow ON turns")
+    say(store, "tea", "r2", user("hi", 1), reply("hello", 2))
+
+
+def test_pending_messages_do_not_change_while_a_turn_that_has_taken_them_begins_again(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(store, "tea")
+    message = user("first")
+    store.changes.change_pending("tea", lambda _: Pending((message,)))
+    turn = NewTurn("r1", [message, user("hi", 1)], pending=(message,))
+    store.interrupt_turn(store.begin_turn("tea", turn).turn.turn_id)
+
+    def begin_again() -> None:
+        (begun,) = at_once(lambda: store.begin_turn("tea", turn))
+        assert begun.must_run
+
+    first(monkeypatch, conversation_changes, "refuse_running", begin_again)
+    with pytest.raises(TurnRunning):
+        store.changes.change_pending("tea", lambda _: Pending())
+    assert store.verify() == []
+
+
+def test_who_loses_the_race_to_make_a_conversation_does_not_call_its_kv_stale(
+    store: ConversationStore, elsewhere: Callable[[str], Any]
+) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    stale: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        jobs: list[Future[None]] = []
+
+        def on_stale(tenant: str, conversation_id: str) -> None:
+            stale.append(conversation_id)
+            if not jobs:
+                jobs.append(pool.submit(create, store, "cup"))
+                while not elsewhere(
+                    "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+                ).fetchall():
+                    assert not jobs[0].done()
+
+        store.watch(on_stale)
+        store.fork_conversation("tea", 1, "cup")
+        with pytest.raises(AlreadyExists):
+            jobs[0].result()
+    assert stale == ["cup"]
+
+
+def test_daemons_that_open_a_new_database_at_once_all_have_it(tmp_path: Path, url: str) -> None:
+    def opened(number: int) -> ConversationStore:
+        options = {"url": url, "replica": f"r{number}", "num_lanes": 2}
+        return ConversationStore.open(tmp_path / f"data{number}", "test", **options)
+
+    found = at_once(*[partial(opened, number) for number in range(4)])
+    for number, each in enumerate(found):
+        assert isinstance(each, ConversationStore), each
+        create(each, f"tea{number}")
+    last = found[0].owners.session
+    for each in found:
+        each.close()
+    with opened(0) as again:
+        assert again.owners.session > last
 
 
 @pytest.mark.parametrize("code", ["40001", "40P01", "23505", "23503"])

@@ -69,6 +69,7 @@ SLOTS_KEY = (
 )  # with the number of the slot; these are other locks than that with one key
 SLOTS_MAX = 10_000
 LOCK_PAUSE_SECONDS = 0.02
+OUTDATED = "has to be changed for this version, which needs it alone, but is "
 FREE_SLOT = (
     f"SELECT slot FROM generate_series(0, {SLOTS_MAX}) AS slot"
     f" WHERE pg_try_advisory_lock({SLOTS_KEY}, slot) LIMIT 1"
@@ -214,6 +215,29 @@ class PostgresLanes:
         with self._writer() as writer, writer.reading(is_snapshot) as session:
             yield session
 
+    def settle(self) -> None:
+        """Settle each lost connection."""
+        end = time.monotonic() + self._seconds[0]
+        while True:
+            with self._freed:
+                lost = [writer for writer in self.writers if writer.is_lost]
+                if not lost:
+                    return
+                writer = next((each for each in lost if each in self._idle), None)
+                if writer is None:  # other threads open them again
+                    if time.monotonic() > end:
+                        raise StoreUnavailable(
+                            f"the history {self.address.shown}: a lost connection is not open again"
+                        )
+                    self._freed.wait(LOCK_PAUSE_SECONDS)
+                    continue
+                self._idle.remove(writer)
+            try:
+                writer.settle()
+            finally:
+                self._give_back(writer)
+            end = time.monotonic() + self._seconds[0]
+
     def close(self) -> None:
         """A second call does nothing."""
         for writer in self.writers:
@@ -243,9 +267,12 @@ class PostgresLanes:
             yield writer
         finally:
             self._here.is_busy = False
-            with self._freed:
-                self._idle.append(writer)
-                self._freed.notify()
+            self._give_back(writer)
+
+    def _give_back(self, writer: PostgresWriter) -> None:
+        with self._freed:
+            self._idle.append(writer)
+            self._freed.notify_all()
 
     def _has_writer(self) -> bool:
         """Whether one is idle, perhaps a new one."""
@@ -324,6 +351,17 @@ class PostgresWriter:
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
+
+    @property
+    def is_lost(self) -> bool:
+        """There was a connection, and there is none: its session may still commit something."""
+        return self._wire is None and self._backend is not None
+
+    def settle(self) -> None:
+        """Open it again if it was lost: that waits for the end of its old session (backend.py)."""
+        if self.is_lost:
+            with self._operation():
+                pass
 
     def _explained(self, error: Any) -> Exception:
         failure = explained(error, self.address.shown)
@@ -411,14 +449,14 @@ class PostgresWriter:
 
     def _take_database(self, conn: Any) -> None:
         """Take the lock of the database, and make sure that it has our schema; or raise StoreLocked."""
-        is_outdated, claim = needs_step(conn), self._claim
-        if claim.is_exclusive or is_outdated:
-            why = "has to be changed for this version, which needs it alone, but is " * is_outdated
-            self._lock(conn, "pg_try_advisory_lock", why or "is ")
-        if not claim.is_exclusive:
+        claim, has_it_alone = self._claim, False
+        if claim.is_exclusive:
+            self._lock(conn, "pg_try_advisory_lock", OUTDATED if needs_step(conn) else "is ")
+        else:
+            has_it_alone = self._lock(conn, "pg_try_advisory_lock", OUTDATED, needs_step)
             self._lock(conn, "pg_try_advisory_lock_shared")
         migrate(conn, self.address.shown)
-        if is_outdated and not claim.is_exclusive:
+        if has_it_alone:
             conn.execute("SELECT pg_advisory_unlock(%s)", [LOCK_KEY])
         conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")  # others may do the same
         conn.execute(KNOWN_TO_STANDBY, [self._slot])
@@ -436,14 +474,26 @@ class PostgresWriter:
             )
         claim.is_made = True
 
-    def _lock(self, conn: Any, function: str, why: str = "is ") -> None:
-        """What a dying session still holds is waited for."""
+    def _lock(
+        self,
+        conn: Any,
+        function: str,
+        why: str = "is ",
+        is_needed: Callable[[Any], bool] = lambda conn: True,
+    ) -> bool:
+        """Take it, unless that is not needed, or no more; returns whether it was taken.
+
+        What a dying session still holds is waited for.
+        """
         end = time.monotonic() + self._busy_timeout_seconds
-        while not conn.execute(f"SELECT {function}(%s)", [LOCK_KEY]).fetchone()[0]:
+        while is_needed(conn):
+            if conn.execute(f"SELECT {function}(%s)", [LOCK_KEY]).fetchone()[0]:
+                return True
             if time.monotonic() > end:
                 names = f"the history {self.address.shown} {why}in use by {_holders(conn)}"
                 raise StoreUnavailable(names) if self._claim.is_made else StoreLocked(names)
             time.sleep(LOCK_PAUSE_SECONDS)
+        return False
 
 
 class PostgresSnapshots:
