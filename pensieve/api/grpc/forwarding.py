@@ -10,7 +10,7 @@ metadata name the owner, so that a client or a router can go there.
 
 Until the answer begins, the owner is watched (peers.py). If it cannot be reached, the call is sent again
 until the owner's lease has run out, for PATIENCE_SECONDS at most. An answer that has begun and breaks off is
-an error to the client.
+an error to the client, and so is a call that may have been carried out and may not be repeated.
 """
 
 from __future__ import annotations
