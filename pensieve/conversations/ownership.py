@@ -36,6 +36,11 @@ class Owners:
         self.replica = store.replica
         self._store, self._threads = store, threads
 
+    @property
+    def address(self) -> str:
+        """Where other daemons reach this one; empty until it is announced."""
+        return self._store.owners.address
+
     async def claim(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
         """Claim a conversation; return the owner if another daemon's lease holds."""
         return await self._called(self._store.claim, conversation_id, tenant)

@@ -5,7 +5,7 @@ which is compared in constant time. It names its tenant, and conversations of an
 it. A caller on the UNIX socket in the data folder is the operator.
 
 Another daemon of the cluster has a token of its own (`is_peer`). When it forwards a call, it names the
-caller, and the call is that caller's. Nobody else is believed.
+caller, and the call is that caller's. It is still known to have come from a peer. Nobody else is believed.
 
 A peer is written as gRPC writes it: `ipv4:HOST:PORT`, `ipv6:[HOST]:PORT`, or `unix:` for the socket.
 """
@@ -42,6 +42,7 @@ class Access(Enum):
     ANYBODY = auto()
     CALLER = auto()  # anybody with a token, where there are tokens
     REPLICA = auto()  # other daemons: an operator's token, where there are tokens
+    PEER = auto()  # other daemons alone, where they have a token of their own; else as CALLER
     OPERATOR = auto()  # an operator's token, or the local socket
 
 
@@ -67,7 +68,7 @@ class Caller:
     known: bool = True  # by a token, or because none is needed
     priority_max: int = PRIORITY_MAX
     token: str = field(default="", compare=False)  # as people know it
-    is_peer: bool = False  # another daemon of the cluster
+    is_peer: bool = False  # another daemon of the cluster, or one of its callers
 
 
 ANONYMOUS = Caller()
@@ -182,6 +183,9 @@ class KnownTokens:
             raise PermissionDenied("an admin token is needed, or the socket in the data folder")
         if access is Access.REPLICA and self._tokens and not admin:
             raise PermissionDenied("an admin token is needed")
+        has_peers = any(each.is_peer for each in self._tokens)
+        if access is Access.PEER and has_peers and not (token is not None and token.is_peer):
+            raise PermissionDenied("only the other daemons of the cluster may call this")
         if token is None:
             return Caller("", admin)
         return Caller(
@@ -207,7 +211,7 @@ def read_caller(text: str) -> Caller:
             raise ValueError(text)
     except (ValueError, AttributeError):
         raise InvalidArgument("caller", "is not as another daemon writes it") from None
-    return Caller(**fields)
+    return Caller(**fields, is_peer=True)
 
 
 def is_local_peer(peer: str) -> bool:

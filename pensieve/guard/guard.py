@@ -11,7 +11,7 @@ client repeats after its connection broke have twice as many. A tenant in debt h
 errors told, at a pace (limits.py).
 
 A call that another daemon forwards is authenticated, counted, admitted and audited there. Here it has its
-caller, and the limits of bodies.
+caller, and the limits of bodies. Where daemons do not know each other, it is audited here, too.
 
 An answer that would be too much beside what its tenant has not read yet (`unread_bytes`) is refused. A piece
 of a stream waits; its reader is cancelled when it has waited too long (conversations/followers.py).
@@ -151,7 +151,8 @@ class GuardedCall:
         self.caller = found = guard.authenticate(
             self.name, kind.access, authorization, transport.peer()
         )
-        if found.is_peer and kind.access is Access.CALLER and (by := forwarded()) is not None:
+        is_forwarded = found.is_peer and kind.access in (Access.CALLER, Access.PEER)
+        if is_forwarded and (by := forwarded()) is not None:
             return self.enter_forwarded(read_caller(by))
         set_caller(found)
         if kind.is_counted:
@@ -166,8 +167,13 @@ class GuardedCall:
         return found
 
     def enter_forwarded(self, by: Caller) -> Caller:
-        """Let the caller of a forwarded call in, who was authenticated and counted at another daemon."""
-        self.caller, self._audited = by, None
+        """Let the caller of a forwarded call in, who was authenticated and counted before.
+
+        What comes from a peer is audited there. Anybody else may have sent the call.
+        """
+        self.caller = by
+        if by.is_peer:
+            self._audited = None
         set_caller(by)
         return by
 

@@ -156,6 +156,11 @@ class Owners:
             ),
         )
 
+    @property
+    def address(self) -> str:
+        """Where other daemons reach this one; empty until it is announced."""
+        return self._places[0]
+
     @repeated
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
         """Tell the other daemons where this one is reached."""

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class ReplicaServiceStub(object):
     """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
-    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
+    ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request; without a secret, it is
+    the caller of the request.
     """
 
     def __init__(self, channel):
@@ -50,7 +51,8 @@ class ReplicaServiceStub(object):
 
 class ReplicaServiceServicer(object):
     """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
-    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
+    ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request; without a secret, it is
+    the caller of the request.
     """
 
     def FetchKv(self, request, context):
@@ -94,7 +96,8 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ReplicaService(object):
     """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
-    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
+    ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request; without a secret, it is
+    the caller of the request.
     """
 
     @staticmethod

@@ -59,7 +59,8 @@ _ReplicaServiceForwardHttpType = typing_extensions.TypeVar(
 
 class ReplicaServiceStub(typing.Generic[_ReplicaServiceFetchKvType, _ReplicaServiceForwardHttpType]):
     """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
-    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
+    ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request; without a secret, it is
+    the caller of the request.
     """
 
     @typing.overload
@@ -111,7 +112,8 @@ ReplicaServiceAsyncStub: typing_extensions.TypeAlias = ReplicaServiceStub[
 
 class ReplicaServiceServicer(metaclass=abc.ABCMeta):
     """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
-    ForwardHttp is the caller of the request, or a daemon that knows the cluster's secret and names that caller.
+    ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request; without a secret, it is
+    the caller of the request.
     """
 
     @abc.abstractmethod

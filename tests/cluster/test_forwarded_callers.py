@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from pensieve.api.grpc import http_forwarding
 from pensieve.api.grpc.interceptor import CALLER_KEY
 from pensieve.api.grpc.peers import FORWARDED
 from pensieve.guard import callers
@@ -24,6 +26,7 @@ from tests.conversations.rig_daemon import DaemonRig, wait_for
 
 pytestmark = needs_sqlite
 ONE, TWO = 0, 1
+PEER = "peer"
 SECRET = "a secret that all daemons of a cluster have"
 
 
@@ -88,7 +91,8 @@ def guarding(folder: Path, secret: str) -> Iterator[Guarded]:
     }
     logs = [{"audit_log": folder / f"audit-{at}"} for at in (ONE, TWO)]
     with sharing(folder, ("one", "two"), listening, each_listening=logs) as rigs:
-        yield Guarded(folder, rigs, {name: token for name, (token, _) in made.items()})
+        named = {name: token for name, (token, _) in made.items()}
+        yield Guarded(folder, rigs, {**named, PEER: secret})
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,8 @@ def test_without_a_secret_the_clients_token_goes_along(tmp_path: Path) -> None:
         check_callers(daemons)
         for name, status in (("ann", 200), ("bob", 404), ("admin", 404)):
             assert forwarded_status(daemons, ONE, name) == status
+        assert forwarded_status(daemons, ONE, "ann", "DELETE") == 200
+        wait_for(lambda: daemons.deletions(ONE, "ann") == ["c"])  # whoever has sent it
 
 
 def check_callers(guarded: Guarded) -> None:
@@ -143,15 +149,18 @@ def test_what_a_client_writes_of_its_identity_is_not_believed(guarded: Guarded) 
             path = "/v1/conversations/c"
             assert guarded.ask(at, name, "GET", path, **FORGED).status == 404
             assert guarded.ask(at, name, "DELETE", path, **FORGED).status == 404
-            assert forwarded_status(guarded, at, name) == 404
-    assert forwarded_status(guarded, ONE, "ann") == 200
+    for name in ("ann", "bob", "admin"):
+        with pytest.raises(grpc.RpcError) as failed:
+            forwarded_status(guarded, ONE, name)
+        assert code(failed) == "PERMISSION_DENIED"
+    assert forwarded_status(guarded, ONE, PEER) == 200
     assert CALLER_KEY in {key.replace("_", "-") for key in FORGED}
     assert FORWARDED in {key.replace("_", "-") for key in FORGED}
 
 
-def forwarded_status(guarded: Guarded, at: int, name: str) -> int:
+def forwarded_status(guarded: Guarded, at: int, name: str, method: str = "GET") -> int:
     """A client calls the method by which daemons forward."""
-    head = replica_pb2.HttpRequest(method="GET", path="/v1/conversations/c")
+    head = replica_pb2.HttpRequest(method=method, path="/v1/conversations/c")
     with grpc.insecure_channel(guarded.rigs[at].server.address) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
         answers = stub.ForwardHttp(
@@ -197,9 +206,7 @@ def test_a_head_that_is_no_request_is_refused(guarded: Guarded, head: Any) -> No
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
         with pytest.raises(grpc.RpcError) as failed:
             next(
-                stub.ForwardHttp(
-                    iter([first]), metadata=(("authorization", guarded.bearer("ann")),)
-                )
+                stub.ForwardHttp(iter([first]), metadata=(("authorization", guarded.bearer(PEER)),))
             )
         assert code(failed) == "INVALID_ARGUMENT"
 
@@ -226,3 +233,25 @@ def test_a_forwarded_call_is_counted_and_audited_where_it_came_to(guarded: Guard
     for at in (ONE, TWO):
         del guarded.allowance(at, "ann").request
         assert guarded.allowance(at, "ann").num_calls == 0
+
+
+def test_a_head_that_does_not_come_is_given_up(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_forwarding, "BODY_SECONDS", 0.1)
+    over = threading.Event()
+
+    def nothing() -> Iterator[replica_pb2.ForwardHttpRequest]:
+        over.wait()
+        yield from ()
+
+    with grpc.insecure_channel(guarded.rigs[ONE].server.address) as channel:
+        stub = replica_pb2_grpc.ReplicaServiceStub(channel)
+        metadata = (("authorization", guarded.bearer(PEER)),)
+        try:
+            with pytest.raises(grpc.RpcError) as failed:
+                next(stub.ForwardHttp(nothing(), metadata=metadata, timeout=60))
+        finally:
+            over.set()
+        assert code(failed) == "DEADLINE_EXCEEDED"
+        assert "no head" in str(failed.value.details())

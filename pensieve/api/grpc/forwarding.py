@@ -10,7 +10,7 @@ metadata name the owner, so that a client or a router can go there.
 
 Until the answer begins, the owner is watched (peers.py). If it cannot be reached, the call is sent again
 until the owner's lease has run out, for PATIENCE_SECONDS at most. An answer that has begun and breaks off is
-an error to the client.
+an error to the client, and so is a call that may have been carried out and may not be repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pensieve.api.grpc.peers import FORWARDED, LOOK_SECONDS, Metadata, OwnerWatc
 from pensieve.api.grpc.translate import DETAILS_KEY, TYPE_PREFIX
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.ownership import Owners
-from pensieve.errors import NotFound, OwnedElsewhere
+from pensieve.errors import NotFound, OwnedElsewhere, Unavailable
 from pensieve.guard.callers import caller
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
@@ -94,15 +94,22 @@ class Forwarder:
         self.num_forwarded += 1
         give_up_at: float | None = None
         num_owners = 1
+        next_owner: OwnedElsewhere | None = None
         while True:
             if not owner.address:
                 raise owner
-            try:
-                await self._sent(owner, tenant, call)
-                return True
-            except NotOwner as found:
-                next_owner = found.next_owner
-            except Unreachable:
+            is_away = owner.address == self._owners.address  # an earlier daemon at our address
+            if not is_away:
+                try:
+                    await self._sent(owner, tenant, call)
+                    return True
+                except NotOwner as found:
+                    next_owner = found.next_owner
+                    # A later daemon at its address may have answered.
+                    is_away = next_owner is not None and next_owner.address == owner.address
+                except Unreachable:
+                    is_away = True
+            if is_away:
                 now = asyncio.get_running_loop().time()
                 if give_up_at is None:
                     give_up_at = now + self.patience_seconds
@@ -127,7 +134,17 @@ class Forwarder:
 
     async def _sent(self, owner: OwnedElsewhere, tenant: str, forwarded: ForwardedCall) -> None:
         """Send a call to the owner, and pass the answer on."""
-        call = forwarded.begin(owner.address, self.peers.channel(owner.address))
+        async with self.peers.channel(owner.address) as channel:
+            await self._sent_over(channel, owner, tenant, forwarded)
+
+    async def _sent_over(
+        self,
+        channel: grpc.aio.Channel,
+        owner: OwnedElsewhere,
+        tenant: str,
+        forwarded: ForwardedCall,
+    ) -> None:
+        call = forwarded.begin(owner.address, channel)
         wait = self._watch.begin(owner, tenant, call.cancel)
         has_begun = False
         try:
@@ -139,9 +156,14 @@ class Forwarder:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             assert task is not None
-            if wait.is_over and not has_begun and not task.cancelling():
-                raise NotOwner(wait.next_owner) from None
-            raise
+            if not wait.is_over or task.cancelling():
+                raise
+            if has_begun or not forwarded.may_repeat:
+                raise Unavailable(
+                    f"{owner.replica} at {owner.address} has lost the conversation meanwhile; "
+                    "the call may have been carried out"
+                ) from None
+            raise NotOwner(wait.next_owner) from None
         except grpc.aio.AioRpcError as error:
             if not has_begun:
                 await self._failed(error, wait, forwarded.may_repeat)

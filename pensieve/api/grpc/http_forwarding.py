@@ -22,8 +22,9 @@ import grpc
 from pensieve.api.forwarded import FORWARDED, ForwardedRequest, HttpRequest
 from pensieve.api.grpc.forwarding import Forwarder
 from pensieve.api.grpc.peers import Metadata
-from pensieve.errors import InvalidArgument, OwnedElsewhere, Unavailable
+from pensieve.errors import DeadlineExceeded, InvalidArgument, OwnedElsewhere, Unavailable
 from pensieve.guard.callers import Caller, caller
+from pensieve.guard.request_bodies import BODY_SECONDS
 from pensieve.v1 import replica_pb2 as pb
 from pensieve.v1 import replica_pb2_grpc
 
@@ -61,7 +62,8 @@ class HttpCall:
     """A call of ForwardHttp."""
 
     def __init__(self, request: HttpRequest, metadata: Metadata) -> None:
-        self.may_repeat = not request.scope["path"].endswith(NOT_REPEATABLE)
+        is_deletion = request.scope["method"] == "DELETE"  # the second one finds nothing
+        self.may_repeat = not (is_deletion or request.scope["path"].endswith(NOT_REPEATABLE))
         self._request, self._metadata = request, metadata
 
     def begin(self, address: str, channel: grpc.aio.Channel) -> Any:
@@ -125,7 +127,11 @@ class HttpAnswers:
 
     async def answer(self, requests: Any, context: Any) -> None:
         messages = aiter(requests)
-        head = await anext(messages, None)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                head = await anext(messages, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no head within {BODY_SECONDS:g} s") from None
         if head is None or not head.HasField("head"):
             raise InvalidArgument("head", "is missing: the first message has it")
         forwarded = ForwardedRequest(caller(), head.head.retry_key)

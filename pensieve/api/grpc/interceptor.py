@@ -32,7 +32,7 @@ KINDS = {
     f"{CONVERSATION_PREFIX}SendMessage": CallKind(is_repeated=True),
     f"{CONVERSATION_PREFIX}CancelTurn": CallKind(is_repeated=True),
     f"{HEALTH_PREFIX}Watch": CallKind(Access.ANYBODY, is_counted=False, is_watch=True),
-    f"{REPLICA_PREFIX}ForwardHttp": CallKind(),
+    f"{REPLICA_PREFIX}ForwardHttp": CallKind(Access.PEER),
 }
 KINDS_OF_SERVICES = {
     ADMIN_PREFIX: CallKind(Access.OPERATOR, is_counted=False),

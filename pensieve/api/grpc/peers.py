@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 
 import grpc
 
 from pensieve.api.grpc.interceptor import CALLER_KEY
 from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, whole_line
 from pensieve.guard.callers import caller, written_caller
+from pensieve.guard.limits import Counts
 
 log = logging.getLogger("pensieve")
 FORWARDED = "pensieve-forwarded"  # by whom
@@ -54,11 +56,28 @@ class Peers:
         """
         self._name, self._secret, self._credentials = name, secret, credentials
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._num_calls = Counts[str]()  # by address
 
-    def channel(self, address: str) -> grpc.aio.Channel:
+    @asynccontextmanager
+    async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """Lend the channel to an address for one call."""
+        self._num_calls[address] += 1
+        try:
+            if address not in self._channels:
+                await self._make_room()
+            yield self._opened(address)
+        finally:
+            self._num_calls[address] -= 1
+
+    async def _make_room(self) -> None:
+        """Close the oldest channel that has no call: daemons come and go."""
+        if len(self._channels) >= CHANNELS_MAX:
+            idle = (each for each in self._channels if not self._num_calls[each])
+            if (oldest := next(idle, None)) is not None:
+                await self._channels.pop(oldest).close()
+
+    def _opened(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            if len(self._channels) >= CHANNELS_MAX:  # daemons come and go
-                self._channels.pop(next(iter(self._channels)))
             self._channels[address] = (
                 grpc.aio.insecure_channel(address, OPTIONS)
                 if self._credentials is None
