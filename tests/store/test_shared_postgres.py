@@ -223,7 +223,9 @@ def test_in_a_random_world_nothing_is_lost_or_doubled(
         proxy.close()
 
     assert len(said) > 100
-    assert {entry[5] for entry in said} > {1, 2, 3}
+    assert (
+        len({entry[5] for entry in said}) > 3
+    )  # sessions: of three daemons, and of some that began again
     check_epochs(said)
     with ConversationStore.open(path.parent / "last", "test", url=url) as store:
         for number in range(NUM_CONVERSATIONS):
