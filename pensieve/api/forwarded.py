@@ -14,7 +14,7 @@ FORWARDED = "pensieve.forwarded"  # in the scope of an ASGI application
 
 @dataclass(slots=True)
 class ForwardedRequest:
-    """What another daemon says of a request that it forwards, and what it is told beside the answer."""
+    """The caller that another daemon names, and why this daemon did not answer, if it did not."""
 
     caller: Caller
     retry_key: str

@@ -37,7 +37,7 @@ from pensieve.conversations.housekeeping import (
 )
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
-from pensieve.conversations.ownership import Owners, StaleConversations
+from pensieve.conversations.ownership import Claims, StaleConversations
 from pensieve.conversations.threads import Threads, aside
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
@@ -97,7 +97,7 @@ class Daemon:
         )
         self.threads = Threads(self._loop, self.config.text_threads, events.failed, store.num_lanes)
         # None of a daemon that shares its history with no other one.
-        self.owners = Owners(store, self.threads) if store.is_shared else None
+        self.claims = Claims(store, self.threads) if store.is_shared else None
         self.damage = Damage(store, self.threads, self._tell_serving)
         self.full_disk = FullDisk(store, self.threads, self._tell_serving)
         self.reader = store.reader()  # of the read thread, also while the model is loading

@@ -29,7 +29,7 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.transactions import TAKEN
 
 
-class Owners:
+class Claims:
     """Claims conversations for this daemon; NotFound if there is no such conversation (any more)."""
 
     def __init__(self, store: ConversationStore, threads: Threads) -> None:
@@ -40,6 +40,10 @@ class Owners:
     def address(self) -> str:
         """Where other daemons reach this one; empty until it is announced."""
         return self._store.owners.address
+
+    @property
+    def lease_seconds(self) -> float:
+        return self._store.owners.lease_seconds
 
     async def claim(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
         """Claim a conversation; return the owner if another daemon's lease holds."""

@@ -125,7 +125,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         answer = await self.daemon.engine.query(lambda number: Explain(number, key))
         history = self.daemon.config.history
         given = pb.ExplainConversationResponse(tenant=tenant, history=history)
-        if self.daemon.owners is not None:
+        if self.daemon.claims is not None:
             owner = await self.daemon.threads.in_reader(
                 tenant, lambda: self.daemon.reader.owner(request.conversation_id, tenant=tenant)
             )

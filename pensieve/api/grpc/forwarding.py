@@ -9,8 +9,8 @@ forwarded call is not forwarded again: two daemons that disagree would do so for
 metadata name the owner, so that a client or a router can go there.
 
 Until the answer begins, the owner is watched (peers.py). If it cannot be reached, the call is sent again
-until the owner's lease has run out, for PATIENCE_SECONDS at most. An answer that has begun and breaks off is
-an error to the client, and so is a call that may have been carried out and may not be repeated.
+until the owner's lease has run out, or for PATIENCE_SECONDS if that is longer. An answer that has begun and
+breaks off is an error to the client, and so is a call that may have been carried out and may not be repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pensieve.api.grpc.conversation import ConversationService
 from pensieve.api.grpc.peers import FORWARDED, LOOK_SECONDS, Metadata, OwnerWatch, Peers, Wait
 from pensieve.api.grpc.translate import DETAILS_KEY, TYPE_PREFIX
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.ownership import Owners
+from pensieve.conversations.ownership import Claims
 from pensieve.errors import NotFound, OwnedElsewhere, Unavailable
 from pensieve.guard.callers import caller
 from pensieve.v1 import conversation_pb2 as pb
@@ -41,7 +41,8 @@ PASSED_ON = (
 )
 REPEATABLE = ("SendMessage", "CancelTurn", "WarmConversation")  # done twice, they are done once
 NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words before it has sent anything
-PATIENCE_SECONDS = 12.0  # with an owner that is not reached: a lease, and a little
+PATIENCE_SECONDS = 12.0  # with an owner that is not reached, at least
+PAST_LEASE_SECONDS = 2.0  # for a claim to be tried once more when the lease has run out
 OWNERS_MAX = 3  # that a call is forwarded to, one after the other
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
@@ -77,13 +78,13 @@ class NotOwner(Exception):
 class Forwarder:
     """Forwards calls to the owners of conversations. Runs on the event loop."""
 
-    def __init__(self, owners: Owners, peers: Peers) -> None:
+    def __init__(self, claims: Claims, peers: Peers) -> None:
         self.peers = peers
         self.num_forwarded = 0
         self.num_taken = 0
-        self.patience_seconds = PATIENCE_SECONDS
-        self._owners = owners
-        self._watch = OwnerWatch(owners.claim)
+        self.patience_seconds = max(PATIENCE_SECONDS, claims.lease_seconds + PAST_LEASE_SECONDS)
+        self._claims = claims
+        self._watch = OwnerWatch(claims.claim)
 
     async def answered(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
         """Have the owner answer; return False if the conversation is ours now, and nobody has answered.
@@ -98,7 +99,7 @@ class Forwarder:
         while True:
             if not owner.address:
                 raise owner
-            is_away = owner.address == self._owners.address  # an earlier daemon at our address
+            is_away = owner.address == self._claims.address  # an earlier daemon at our address
             if not is_away:
                 try:
                     await self._sent(owner, tenant, call)
@@ -117,7 +118,7 @@ class Forwarder:
                     raise owner from None
                 else:
                     await asyncio.sleep(LOOK_SECONDS)
-                next_owner = await _found(self._owners.take(owner.conversation_id, tenant))
+                next_owner = await _found(self._claims.take(owner.conversation_id, tenant))
                 if next_owner is not None and next_owner.address == owner.address:
                     continue
             if next_owner is None:
@@ -173,10 +174,10 @@ class Forwarder:
             call.cancel()
 
     async def _failed(self, error: grpc.aio.AioRpcError, wait: Wait, may_repeat: bool) -> None:
-        """Raise what follows from an error before the answer; return if the error is the answer."""
+        """Raise NotOwner or Unreachable for an error that the owner did not mean for the client."""
         details = details_of(error)
         if details is not None and reason_of(details) == OwnedElsewhere.reason:
-            claim = self._owners.claim(wait.owner.conversation_id, wait.tenant)
+            claim = self._claims.claim(wait.owner.conversation_id, wait.tenant)
             raise NotOwner(await _found(claim)) from error
         was_not_sent = (error.details() or "").startswith(NO_CONNECTION)
         is_away = error.code() is grpc.StatusCode.UNAVAILABLE and details is None

@@ -175,7 +175,7 @@ class Server:
         self.daemon = daemon
         self.plugins = plugins
         more = [each.service for each in plugins]
-        has_peers = listening.hand_over or daemon.owners is not None
+        has_peers = listening.hand_over or daemon.claims is not None
         if has_peers:
             more.append(REPLICA)
         self.health = Health((*SERVICES, *(each.full_name for each in more)))
@@ -205,9 +205,9 @@ class Server:
         # The application of the listener of HTTP, also where it does not listen.
         self.http_application: Callable[[], Any] = _no_application
         over_grpc = over_http = ConversationService(daemon)
-        if daemon.owners is not None:
-            peers = Peers(daemon.owners.replica, listening.peer_secret, listening.peers)
-            self.forwarder = Forwarder(daemon.owners, peers)
+        if daemon.claims is not None:
+            peers = Peers(daemon.claims.replica, listening.peer_secret, listening.peers)
+            self.forwarder = Forwarder(daemon.claims, peers)
             self.forward_http = HttpForwarder(self.forwarder)
             over_grpc = ForwardingService(daemon, self.forwarder)
             over_http = SharedConversationService(daemon)

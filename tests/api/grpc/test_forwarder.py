@@ -19,10 +19,10 @@ OWNER = OwnedElsewhere("c", "one", "one:1")
 LOOK_SECONDS = 0.01
 
 
-class PlayedOwners:
+class PlayedClaims:
     """What the history says to a claim and, as often as it is asked, to a take."""
 
-    replica, address = "two", OURS
+    replica, address, lease_seconds = "two", OURS, 10.0
 
     def __init__(self, claimed: OwnedElsewhere | None, *taken: OwnedElsewhere | None) -> None:
         self._claimed, self._taken = claimed, list(taken)
@@ -84,7 +84,7 @@ def test_an_earlier_daemon_at_the_same_address_is_waited_for(
 
     monkeypatch.setattr(Forwarder, "_sent", refused)
     taken = [OWNER] * (2 * forwarding.OWNERS_MAX)
-    assert asyncio.run(answered(PlayedOwners(OWNER, *taken, None), None)) is False
+    assert asyncio.run(answered(PlayedClaims(OWNER, *taken, None), None)) is False
     assert num_sent == len(taken) + 1
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_forwarded_to_this_daemon_itself(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Forwarder, "_sent", sent)
     earlier = OwnedElsewhere("c", "earlier", OURS)
-    assert asyncio.run(answered(PlayedOwners(earlier, earlier, None), None, earlier)) is False
+    assert asyncio.run(answered(PlayedClaims(earlier, earlier, None), None, earlier)) is False
 
 
 @pytest.mark.parametrize(("may_repeat", "num_messages"), [(False, 0), (True, 1)])
@@ -104,7 +104,7 @@ def test_a_call_that_may_have_been_carried_out_is_not_repeated_elsewhere(
     async def forward() -> None:
         call = PlayedCall(may_repeat, num_messages)
         with pytest.raises(Unavailable, match="may have been carried out"):
-            await answered(PlayedOwners(None), call)
+            await answered(PlayedClaims(None), call)
         assert len(call.passed_on) == num_messages
 
     asyncio.run(forward())
@@ -112,7 +112,7 @@ def test_a_call_that_may_have_been_carried_out_is_not_repeated_elsewhere(
 
 def test_a_call_that_may_be_repeated_is_answered_here_once_its_owner_is_gone() -> None:
     async def forward() -> None:
-        assert await answered(PlayedOwners(None), PlayedCall(True, 0)) is False
+        assert await answered(PlayedClaims(None), PlayedCall(True, 0)) is False
 
     asyncio.run(forward())
 

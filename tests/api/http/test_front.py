@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from pensieve.api.http import connections as connections_module
 from pensieve.api.http import exchange as exchange_module
 from pensieve.api.http.listener import bound_socket
+from pensieve.conversations.engine_client import EngineClient
 from pensieve.guard import callers
 from pensieve.guard.limits import Limits
 from tests.api.http.rig_http import MODEL, HttpRig, http_rig
@@ -251,13 +252,8 @@ def test_a_body_that_nobody_wants_does_not_keep_its_connection(
         assert answer.startswith(b"HTTP/1.1 404")
 
 
-def test_a_stream_that_waits_says_that_it_lives(
-    door: HttpRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange_module, "KEEP_ALIVE_SECONDS", 0.1)
-    engine = door.rig.daemon.engine
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    connection = door.connection()
+def holding(engine: EngineClient) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+    """Coroutines that keep what is put to the engine from it, and then give it all."""
     held: list[Any] = []
 
     async def hold() -> None:
@@ -269,6 +265,17 @@ def test_a_stream_that_waits_says_that_it_lives(
         for message in held[1:]:
             engine.put(message)
 
+    return hold, release
+
+
+def test_a_stream_that_waits_says_that_it_lives(
+    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "KEEP_ALIVE_SECONDS", 0.1)
+    engine = door.rig.daemon.engine
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    connection = door.connection()
+    hold, release = holding(engine)
     door.rig.call(hold())
     connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
@@ -284,17 +291,7 @@ def test_a_body_counts_until_its_stream_has_ended(door: HttpRig) -> None:
     """The messages of a response that waits for the engine are held as long as it waits."""
     engine, incoming = door.rig.daemon.engine, door.rig.server.guard.incoming
     body = {"model": MODEL, "input": "x" * 1000, "stream": True, "max_output_tokens": 4}
-    held: list[Any] = []
-
-    async def hold() -> None:
-        held.append(engine.put)
-        engine.put = lambda message: held.append(message)  # type: ignore[method-assign]
-
-    async def release() -> None:
-        engine.put = held[0]  # type: ignore[method-assign]
-        for message in held[1:]:
-            engine.put(message)
-
+    hold, release = holding(engine)
     door.rig.call(hold())
     connection = door.connection()
     connection.request(
