@@ -34,7 +34,7 @@ from pensieve.bench.report import Report, machine, percentile
 from pensieve.bench.workload import Script, WorkloadShape, scripts_of
 from pensieve.client.admin import Admin
 from pensieve.client.aio import AsyncClient
-from pensieve.client.values import TokenLogprob
+from pensieve.client.values import Delta, TokenLogprob
 from pensieve.errors import PensieveError
 
 DEFAULT_MODEL = "0.37B"  # random weights of that shape
@@ -173,7 +173,12 @@ async def check(address: str, admin_address: str, seed: int) -> None:
                     temperature=0.0,
                     logprobs=NUM_LIKELY,
                 )
-                deltas = [delta async for delta in turn]
+                deltas: list[Delta] = []
+                async for delta in turn:
+                    if isinstance(delta, Delta):
+                        deltas.append(delta)
+                    else:  # the server begins the reply again
+                        deltas.clear()
                 replies[-1].append(
                     CheckedReply(
                         [each for delta in deltas for each in delta.token_ids],

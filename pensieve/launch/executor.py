@@ -29,6 +29,7 @@ from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import IN_PLACE, KVMemory
 from pensieve.model.parallel.executor import ParallelExecutor, StagedExecutor
 from pensieve.model.parallel.stages import StageModel
+from pensieve.model.piecewise_graphs import capture_pieces
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.model.shape import ModelShape
 from pensieve.text import Tokenizer
@@ -86,18 +87,21 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
 def _graphs(
     settings: Settings, ranks: ModelRanks, memory: KVMemory, report: Report
 ) -> DecodeGraphs | None:
-    """Capture the graphs of decode batches, on a GPU and with one rank."""
+    """Capture decode batches, and what lies between attentions, on a GPU and with one rank."""
     if ranks.model.flat.module.device.type != "cuda" or ranks.leader is not None:
         return None
     num_turns = turns_max(settings, memory.device_pages)
     graphs = DecodeGraphs(ranks.model.flat, memory, num_turns)
     with torch.inference_mode():
         graphs.capture()
+        failure = capture_pieces(ranks.model.flat, memory, settings.token_budget)
     report(
         f"decoding runs without graphs: {graphs.failure}"
         if graphs.failure
         else f"captured graphs for up to {num_turns} turns"
     )
+    if failure:
+        report(f"prompts run without graphs: {failure}")
     return graphs
 
 

@@ -9,6 +9,7 @@ executor                            launch and collect
   │     ├── attention ─> kernels    one layer: wait, copy, write, attend
   │     ├── streamed_pass           the same where turns are streamed: group by group
   │     └── graphs                  decode iterations of a GPU as CUDA graphs
+  │         piecewise_graphs        the others between their attentions
   ├── sampling                      logits to token ids
   └── reply ─> text                 token ids to text, and when a reply ends
 parallel                            the same on several devices, a process for each

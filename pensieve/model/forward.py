@@ -1,7 +1,8 @@
 """Computes an iteration's logits: builds the batch, runs the model, splits what does not fit the memory.
 
 The batch is built on the model's device.  On a GPU the attention's work is planned here, once for all layers,
-and an iteration that only decodes, while no swap-in is outstanding, runs as a captured graph (graphs.py).
+and an iteration that only decodes, while no swap-in is outstanding, runs as a captured graph (graphs.py);
+of others, what lies between the layers' attentions does (piecewise_graphs.py).
 
 An iteration with streamed turns has another pass (streamed_pass.py) and no graph.
 
@@ -27,6 +28,7 @@ from pensieve.core.iteration import Iteration, PageGroup, Slice
 from pensieve.errors import DeviceError
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch, SampledIds
+from pensieve.model.fuse.whole_model import FusedModel
 from pensieve.model.graphs import DecodeGraphs, device_plan
 from pensieve.model.kv.copier import Copier
 from pensieve.model.kv.memory import KVMemory, PageMoves
@@ -75,8 +77,10 @@ class Forward:
 
     @property
     def rows_padded(self) -> int:
-        """Computed for nothing since the start, as a captured graph has more rows than there were turns."""
-        return self._graphs.rows_padded if self._graphs is not None else 0
+        """Computed for nothing since the start, as captured graphs have more rows than there were tokens."""
+        whole = self._flat.whole
+        of_pieces = whole.graphs if isinstance(whole, FusedModel) else None
+        return sum(each.rows_padded for each in (self._graphs, of_pieces) if each is not None)
 
     def run(
         self,

@@ -2,9 +2,9 @@
 
 The weights are loaded already.  What else needs memory is run once: the largest batch there can be (the
 budget of tokens, a row of logits for every turn), with every option of sampling, and the batch of a decode
-iteration, whose memory the captured graphs keep.  What they need is the most that torch's allocator held,
-less the KV of these trials.  A margin is left for what torch does not allocate (the graphs' nodes, what a
-library loads later, fragments).
+iteration.  Captured graphs keep the memory of both once more.  What they need is the most that torch's
+allocator held, less the KV of these trials.  A margin is left for what torch does not allocate (the graphs'
+nodes, what a library loads later, fragments).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def free_for_kv(
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)  # what was loaded by the trials is counted now
     kept = torch.cuda.memory_reserved(device) - held
-    graphs = most[0] + 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
+    graphs = sum(most) + 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
     needed = max(most) - kept + graphs + MARGIN_BYTES + int(MARGIN_SHARE * total)
     return max(free - needed, 0)
 

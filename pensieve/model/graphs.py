@@ -23,8 +23,10 @@ runs without graphs; the reason is reported.
 
 from __future__ import annotations
 
+import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -41,8 +43,15 @@ from pensieve.model.transfer import upload
 
 ROWS_MAX = 256  # of a graph: one per turn
 Replay = Callable[[], Any]
-# Captures a computation, which always reads and writes the same tensors.
-Capture = Callable[[Callable[[], None]], Replay]
+
+
+class Capture(Protocol):
+    """Captures computations that always read and write the same tensors."""
+
+    def warm(self, compute: Callable[[], None]) -> None:
+        """Run what is to be captured; a RuntimeError if it cannot be."""
+
+    def record(self, compute: Callable[[], None]) -> Replay: ...
 
 
 def buckets(turns_max: int) -> list[int]:
@@ -116,7 +125,7 @@ class DecodeGraphs:
         shape, device = memory.shape, memory.device_arena.device
         self._flat = flat
         self._memory = memory
-        self._capture = capture or capture_cuda(device)
+        self._capture = capture or CudaCapture(device)
         self._graphs: dict[int, _Bucket] = {}
         self._sizes = buckets(turns_max)
         self.failure = ""  # why nothing could be captured
@@ -178,7 +187,8 @@ class DecodeGraphs:
                     )
                     self._logits[:size].copy_(logits)
 
-                self._graphs[size] = _Bucket(batch, self._capture(compute))
+                self._capture.warm(compute)
+                self._graphs[size] = _Bucket(batch, self._capture.record(compute))
         except RuntimeError as error:
             self._graphs.clear()
             self.failure = one_line(error)
@@ -272,34 +282,47 @@ class DecodeGraphs:
         self._lists[:end].copy_(upload(made, self._lists.device))
 
 
-def capture_cuda(device: torch.device) -> Capture:
-    """A function that captures computations, all into one pool of memory and on one stream.
+class CudaCapture:
+    """Captures computations on a GPU, all into one pool of memory and on one stream."""
 
-    It first runs the computation twice: once to load what is loaded at the first use, once to check
-    that nothing in it waits for the device, because a failed capture would make its stream and its pool
-    unusable.
-    """
-    made: list[Any] = []
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(compute: Callable[[], None]) -> Replay:
-        if not made:
-            made.extend((torch.cuda.Stream(device), torch.cuda.graph_pool_handle()))  # type: ignore[no-untyped-call]
-        aside, pool = made
-        aside.wait_stream(torch.cuda.current_stream(device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(aside):
+    def warm(self, compute: Callable[[], None]) -> None:
+        """Load what is loaded at the first use, then check that nothing waits for the device.
+
+        A failed capture would make its stream and its pool unusable.
+        """
+        with self._on_its_stream():
             compute()
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(self._device)
             before = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings():  # which torch calls a prototype
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")
             try:
                 compute()
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-            torch.cuda.synchronize(device)
-            with torch.cuda.graph(graph, pool=pool, stream=aside):
+            torch.cuda.synchronize(self._device)
+
+    def record(self, compute: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        with self._on_its_stream():
+            graph.capture_begin(
+                pool=self._pool
+            )  # `torch.cuda.graph` empties torch's cache each time
+            try:
                 compute()
-        torch.cuda.current_stream(device).wait_stream(aside)
+            finally:
+                graph.capture_end()
         return graph.replay
 
-    return capture
+    @contextmanager
+    def _on_its_stream(self) -> Iterator[None]:
+        self._aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._aside):
+            yield
+        torch.cuda.current_stream(self._device).wait_stream(self._aside)

@@ -33,9 +33,11 @@ from pensieve.launch.engine import SystemClock
 from pensieve.model.attention import SERVING, FlatModel, register
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.fuse import fuse
+from pensieve.model.fuse.whole_model import FusedModel
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
+from pensieve.model.piecewise_graphs import TOKENS_MAX, capture_pieces
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.model.shape import ModelShape
 from pensieve.sampling import Sampling
@@ -138,6 +140,10 @@ def executor_of(
         captured.capture()
         if captured.failure:
             raise PensieveError(f"no graphs: {captured.failure}")
+        if failure := capture_pieces(model.flat, memory, TOKENS_MAX):
+            raise PensieveError(f"no graphs of pieces: {failure}")
+    elif isinstance(model.flat.whole, FusedModel):
+        model.flat.whole.graphs = None  # of an executor before
     tokenizer: Any = Mute()
     sampler = Sampler(model.shape.vocab_size)
     return TorchExecutor(model, memory, sampler, tokenizer, graphs=captured)

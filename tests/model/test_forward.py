@@ -26,7 +26,7 @@ from pensieve.model.forward import halves, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs, buckets
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel, load
-from tests.model.world import GAP_MAX, World, largest_gap, plain_model
+from tests.model.world import GAP_MAX, Captured, World, largest_gap, plain_model
 
 FolderOf = Callable[[str], Path]
 Loaded = Callable[[str], LoadedModel]
@@ -124,24 +124,6 @@ def test_halves_keep_the_order_and_who_needs_a_token() -> None:
 # -- graphs --
 
 
-class Captured:
-    """In the place of CUDA's capture: a replay computes again, from the same tensors into the same."""
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.replays = 0
-
-    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        compute()
-        self.captured += 1
-
-        def replay() -> None:
-            self.replays += 1
-            compute()
-
-        return replay
-
-
 def graphed(model: LoadedModel, captured: Any, turns_max: int = 8) -> Any:
     def made(memory: KVMemory) -> DecodeGraphs:
         graphs = DecodeGraphs(model.flat, memory, turns_max, captured)
@@ -228,11 +210,12 @@ def test_graphs_run_only_where_nothing_else_happens(
 
 
 def test_what_cannot_be_captured_runs_as_before(loaded: Loaded) -> None:
-    def refuse(compute: Callable[[], None]) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+    class Refusing(Captured):
+        def warm(self, compute: Callable[[], None]) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
     model = loaded("llama-gqa")
-    world = World(model, graphs=graphed(model, refuse))
+    world = World(model, graphs=graphed(model, Refusing()))
     turn = world.turn(4)
     world.step((turn, 0, 4, True))
     assert world.decode(turn).samples
@@ -258,13 +241,14 @@ def test_what_a_graph_reads_stays(loaded: Loaded, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(model.flat, "logits", watched)
 
-    def forgetful(compute: Callable[[], None]) -> Callable[[], None]:
-        compute()
-        return lambda: None
+    class Forgetful(Captured):
+        def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+            compute()
+            return lambda: None
 
-    graphs = graphed(model, forgetful)(KVMemory(model.shape, 16, 0, 4))
+    graphs = graphed(model, Forgetful())(KVMemory(model.shape, 16, 0, 4))
     gc.collect()
-    assert len(seen) == 4 * 8
+    assert len(seen) == 2 * 4 * 8  # four sizes, each run once and recorded
     assert all(each() is not None for each in seen)
     assert not graphs.failure
 

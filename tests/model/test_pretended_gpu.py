@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,14 @@ from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv import copier, host_arena
 from pensieve.model.kv.memory import GroupMoves, KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel
+from pensieve.model.piecewise_graphs import PiecewiseGraphs
 from pensieve.model.probe import probe
 from pensieve.model.sampling.sampler import Drawn, Sampler
 from pensieve.model.shape import ModelShape
 from pensieve.sampling import Sampling
 from tests.compiled import compiled
 from tests.model.kv.streams import FakeStreams
-from tests.model.world import letter_tokenizer, slice_of, start_of
+from tests.model.world import Captured, letter_tokenizer, slice_of, start_of
 
 DEVICE = torch.device("cuda", 0)
 SHAPE = ModelShape(2, 4, 2, 64, 100, 512, torch.bfloat16, 0, 0)
@@ -175,6 +176,14 @@ class Pretended:
         return told
 
 
+class Unreplayed(Captured):
+    """Graphs of which a replay launches nothing that is seen here."""
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        compute()
+        return lambda: None
+
+
 class OnItsWay:
     """A read-back; what would arrive nobody knows."""
 
@@ -223,7 +232,7 @@ def flat_on(gpu: Pretended, fused: bool) -> FlatModel:
             assert flat.whole is not None
     move(module)
     if isinstance(flat.whole, FusedModel):
-        dense: list[Any] = [layer.dense for layer in flat.whole._layers]
+        dense: list[Any] = [layer.dense for layer in flat.whole.layers]
         head: Any = flat.whole._head
         norm: Any = flat.whole._norm
         products = [head, *(each for layer in dense for each in layer._products)]
@@ -251,10 +260,16 @@ def executor_on(
     assert memory.host_arena.shape[1] == 20
     made = None
     if graphs:
-        made = DecodeGraphs(model.flat, memory, 8, lambda compute: compute() or (lambda: None))
+        made = DecodeGraphs(model.flat, memory, 8, Unreplayed())
         with torch.inference_mode():
             made.capture()
         assert not made.failure
+        if fused:
+            assert isinstance(model.flat.whole, FusedModel)
+            pieces = PiecewiseGraphs(model.flat.whole, memory, 64, Unreplayed())
+            pieces.capture()
+            assert not pieces.failure
+            model.flat.whole.graphs = pieces
         gpu.take()
     sampler = Sampler(SHAPE.vocab_size)
     return TorchExecutor(model, memory, sampler, letter_tokenizer(), graphs=made), memory
@@ -324,11 +339,17 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
     slices = (slice_of(first, 0, 40, True, 32), slice_of(second, 0, 20, False, 32))
     executor.launch(Iteration(0, slices, started=starts(first, second)))
     drawn = ("compute", "draw_tokens")
-    assert gpu.take() == [*layers("rotate_and_write_kv", "multi_token_attention"), drawn]
-    executor.launch(Iteration(1, (slice_of(first, 40, 41, True, 32),)))
     eager = layers("rotate_and_write_kv", "multi_token_attention")
+    in_pieces = layers("multi_token_attention")
+    assert gpu.take() == [*(in_pieces if graphs else eager), drawn]
+    executor.launch(Iteration(1, (slice_of(first, 40, 41, True, 32),)))
     assert gpu.take() == [*([] if graphs else eager), drawn]
     assert [sample.turn_id for sample in executor.collect().samples] == [0]
+    third = turn_of(2, 70, [6, 7, 8], PLAIN)
+    executor.launch(Iteration(2, (slice_of(third, 0, 70, False, 32),), started=starts(third)))
+    kernels = [name for _, name in gpu.take()]
+    assert kernels.count("rotate_and_write_kv") == SHAPE.num_layers, "too many tokens for a piece"
+    assert executor.rows_padded == (4 if graphs else 0), "60 tokens in a piece for 64"
     executor.close()
 
 

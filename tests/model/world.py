@@ -33,6 +33,27 @@ CHUNK_TOKENS = 4
 GAP_MAX = 1e-4  # of a sampled token's reference logit below the largest
 
 
+class Captured:
+    """In the place of CUDA's capture: a replay computes again, from the same tensors into the same."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.replays = 0
+
+    def warm(self, compute: Callable[[], None]) -> None:
+        compute()
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        compute()
+        self.captured += 1
+
+        def replay() -> None:
+            self.replays += 1
+            compute()
+
+        return replay
+
+
 def poison(arena: torch.Tensor) -> None:
     """NaN in every row, in any format: where bytes are kept, a scale of such bytes is NaN."""
     arena.fill_(float("nan") if arena.is_floating_point() else -1)

@@ -243,23 +243,39 @@ class Layer:
         self, residual: torch.Tensor, paged_rows: PagedRows, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert isinstance(paged_rows, CudaPagedRows)
-        query, key, value = self._before_rotation(residual)
-        rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        layer = paged_rows.arena[self._layer_index]
-        pages = (layer[:, 0], layer[:, 1])
-        kv_scales = paged_rows.kv_scales(self._layer_index)
-        launch = cuda.rotate_and_write_kv_launch(
-            *(query, key, value, *paged_rows.rotation, paged_rows.slot_mapping, rotated),
-            *pages,
-            kv_scales,
-        )
-        cuda_launch.launch(launch, residual.device)
+        heads, _, head_size = self._heads
+        rotated = residual.new_empty(len(residual), heads, head_size)
+        self.write_rows(residual, paged_rows, rotated)
         attended = torch.empty_like(rotated)
-        inputs = AttentionInput(rotated, *pages, paged_rows.page_index, self._attention, kv_scales)
-        paged_rows.attention(inputs, attended)
+        self.attend(rotated, paged_rows, attended)
         if kept is not None:
             residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
         return self.after_attention(residual, attended)
+
+    def write_rows(
+        self, residual: torch.Tensor, paged_rows: CudaPagedRows, rotated: torch.Tensor
+    ) -> None:
+        """What comes before the attention: queries into `rotated`, keys and values into their pages."""
+        query, key, value = self._before_rotation(residual)
+        launch = cuda.rotate_and_write_kv_launch(
+            *(query, key, value, *paged_rows.rotation, paged_rows.slot_mapping, rotated),
+            *self._pages(paged_rows),
+        )
+        cuda_launch.launch(launch, residual.device)
+
+    def attend(
+        self, rotated: torch.Tensor, paged_rows: CudaPagedRows, attended: torch.Tensor
+    ) -> None:
+        key_pages, value_pages, kv_scales = self._pages(paged_rows)
+        pages = (key_pages, value_pages, paged_rows.page_index)
+        paged_rows.attention(AttentionInput(rotated, *pages, self._attention, kv_scales), attended)
+
+    def _pages(
+        self, paged_rows: CudaPagedRows
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values of this layer, and their scales."""
+        layer = paged_rows.arena[self._layer_index]
+        return layer[:, 0], layer[:, 1], paged_rows.kv_scales(self._layer_index)
 
     def before_attention(
         self, residual: torch.Tensor, cosines: torch.Tensor | None, sines: torch.Tensor | None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,23 @@ class Surroundings:
     head_factor: float
 
 
+class LayerGraphs(Protocol):
+    """Another way through all layers (`model/piecewise_graphs.py`)."""
+
+    rows_padded: int  # computed for nothing since the start
+
+    def takes(self, num_tokens: int, forward_pass: ForwardPass) -> bool: ...
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation | None,
+        kept: torch.Tensor,
+        forward_pass: ForwardPass,
+    ) -> torch.Tensor:
+        """The last layer's residual of the kept rows."""
+
+
 class FusedModel:
     """Embeddings, fused layers, norm and output product, in one loop."""
 
@@ -53,7 +70,8 @@ class FusedModel:
         head = around.find_head()
         assert isinstance(head, PackedProduct)
         self._around = around
-        self._layers = layers
+        self.layers = layers
+        self.graphs: LayerGraphs | None = None  # of a GPU
         self._norm = kernels.norm(around.norm)
         self._head = head.packed
         for layer, then in pairwise(layers):
@@ -63,6 +81,20 @@ class FusedModel:
         if len({layer.rotates for layer in layers}) == 1:  # a chain has one rotation for all
             self._chain = kernels.chain([layer.dense for layer in layers])
 
+    def embed(
+        self, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, Rotation | None]:
+        """What the first layer is given."""
+        around = self._around
+        hidden: torch.Tensor = around.table(input_ids)
+        if around.table_factor != 1:
+            hidden = hidden * around.table_factor
+        if around.positions is not None:
+            hidden = hidden + F.embedding(positions, around.positions)
+        if around.rotation is None:
+            return hidden, None
+        return hidden, around.rotation(hidden[None], positions[None])
+
     def logits(
         self,
         input_ids: torch.Tensor,
@@ -71,21 +103,14 @@ class FusedModel:
         forward_pass: ForwardPass,
     ) -> torch.Tensor:
         """float32 (rows, vocab)"""
-        around = self._around
-        hidden: torch.Tensor = around.table(input_ids)
-        if around.table_factor != 1:
-            hidden = hidden * around.table_factor
-        if around.positions is not None:
-            hidden = hidden + F.embedding(positions, around.positions)
-        rotation = None
-        if around.rotation is not None:
-            rotation = around.rotation(hidden[None], positions[None])
+        hidden, rotation = self.embed(input_ids, positions)
         hidden = self._all_layers(hidden, rotation, rows, forward_pass)
         logits = torch.empty(
             (len(rows), self._head.outputs), dtype=torch.float32, device=hidden.device
         )
         self._head.multiply(self._norm(hidden), logits)
-        return logits if around.head_factor == 1 else logits.mul_(around.head_factor)
+        factor = self._around.head_factor
+        return logits if factor == 1 else logits.mul_(factor)
 
     def _all_layers(
         self,
@@ -95,14 +120,16 @@ class FusedModel:
         forward_pass: ForwardPass,
     ) -> torch.Tensor:
         """The residual of the kept rows."""
+        if self.graphs is not None and self.graphs.takes(len(hidden), forward_pass):
+            return self.graphs.run(hidden, rotation, rows, forward_pass)
         paged_rows = forward_pass.paged_rows
         chain = self._chain if forward_pass.pages_ready else None
         if chain is not None and paged_rows is not None and chain.takes(paged_rows):
-            paged_rows.rotate_by(rotation if self._layers[0].rotates else None)
+            paged_rows.rotate_by(rotation if self.layers[0].rotates else None)
             return chain.forward(hidden, paged_rows, rows)
-        for layer in self._layers[:-1]:
+        for layer in self.layers[:-1]:
             hidden = layer.run(hidden, rotation, forward_pass)
-        return self._layers[-1].run(hidden, rotation, forward_pass, rows)
+        return self.layers[-1].run(hidden, rotation, forward_pass, rows)
 
 
 def match_surroundings(

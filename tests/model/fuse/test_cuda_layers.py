@@ -15,13 +15,15 @@ from pensieve.kernels.attention import cuda as attention_cuda
 from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.layer import cuda
-from pensieve.model import attention, fuse
+from pensieve.model import attention, fuse, piecewise_graphs
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.fuse.layers import FusedLayer
+from pensieve.model.fuse.whole_model import FusedModel
 from pensieve.model.loader import LoadedModel, load
+from pensieve.model.piecewise_graphs import PiecewiseGraphs
 from pensieve.model.probe import probe
 from tests.kernels.emulated import needs_x86, run
-from tests.model.world import GAP_MAX, World, largest_gap, plain_model
+from tests.model.world import GAP_MAX, Captured, World, largest_gap, plain_model
 from tests.models import SERVED
 
 WHOLE = {"llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma", "olmo2"}
@@ -84,9 +86,10 @@ def models(head_size: int = 64) -> dict[str, Any]:
 
 @needs_x86
 @pytest.mark.parametrize(("kv_dtype", "gap_max"), [("auto", 2e-2), ("fp8", 5e-2)])
+@pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_rows_are_rotated_on_their_way_to_the_pages(
-    family: str, kv_dtype: str, gap_max: float, monkeypatch: pytest.MonkeyPatch
+    family: str, in_pieces: bool, kv_dtype: str, gap_max: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole path of a GPU's layer, its CUDA kernels on emulated threads."""
     torch.manual_seed(0)
@@ -120,6 +123,15 @@ def test_rows_are_rotated_on_their_way_to_the_pages(
 
     monkeypatch.setattr(attention.PagedPass, "__init__", on_a_gpu)
     world = World(model, chunk_tokens=32)
+    pieces = None
+    if in_pieces:
+        monkeypatch.setattr(piecewise_graphs, "attends", lambda memory: True)
+        assert isinstance(flat.whole, FusedModel)
+        pieces = flat.whole.graphs = PiecewiseGraphs(flat.whole, world.memory, 48, Captured())
+        with torch.inference_mode():
+            pieces.capture()
+        assert not pieces.failure
+        launched.clear()
     first, second = world.turn(40), world.turn(7)
     world.step((first, 0, 33, False), (second, 0, 7, True))
     world.step((first, 33, 40, True))
@@ -128,6 +140,8 @@ def test_rows_are_rotated_on_their_way_to_the_pages(
     world.executor.close()
     assert set(launched) == {"rotate_and_write_kv", "multi_token_attention"}
     assert launched.count("rotate_and_write_kv") == 5 * shape.num_layers
+    if pieces is not None:
+        assert pieces.rows_padded == (48 - 40) + (8 - 7), "40 rows, 7, and three times 2"
     torch.manual_seed(0)
     plain = models()[family].to(torch.bfloat16).eval()
     for turn in (first, second):
