@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 
 from pensieve.cluster.child_process import ChildProcess
-from pensieve.cluster.grpc_forward import Forward, Response
+from pensieve.cluster.grpc_forward import GrpcForward, Response
 from pensieve.cluster.grpc_methods import Method, health, methods
 from pensieve.cluster.http_forward import HttpForward
 from pensieve.cluster.settings import (
@@ -57,7 +57,7 @@ class Replica:
     settings: ClusterSettings
     daemon: ChildProcess
     slot: Slot
-    grpc: Forward
+    grpc: GrpcForward
     http: HttpForward
 
     async def start_daemon(self, settings: ClusterSettings, name: str, host: str) -> None:
@@ -69,7 +69,7 @@ class Replica:
         self.daemon = ChildProcess(command, environment, pass_fds=(self.slot.lock,))
         found = await self.daemon.start(START_SECONDS)
         log.info("replica %s serves %s", name, found)
-        self.grpc = Forward(found["grpc"], name)
+        self.grpc = GrpcForward(found["grpc"], name)
         self.http = HttpForward(found["http"], name)
         self._served = time.monotonic()
         self._health = grpc.aio.insecure_channel(found["grpc"])
