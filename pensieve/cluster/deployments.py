@@ -30,7 +30,7 @@ from pensieve.cluster.ending import is_wanted_to_end
 from pensieve.cluster.replica import (
     EXIT_SECONDS,
     ROUTERS_SECONDS,
-    Replica,
+    DaemonReplica,
     add_methods,
     forward_http,
 )
@@ -68,7 +68,7 @@ async def _end_with(child: ChildProcess) -> None:
     os._exit(1)
 
 
-class ReplicaOnRay(Replica):
+class ReplicaOnRay(DaemonReplica):
     async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]
         name = serve.get_replica_context().replica_id.unique_id
         await self.start_daemon(settings, name, _host(settings))

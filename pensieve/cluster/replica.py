@@ -51,7 +51,7 @@ EXIT_SECONDS = 20.0  # of a daemon whose turns have ended
 STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
 
 
-class Replica:
+class DaemonReplica:
     """Has a method for each RPC, under the name that Ray looks for; `add_methods` makes them."""
 
     settings: ClusterSettings
@@ -102,7 +102,7 @@ class Replica:
         return self.settings.needs_tokens or self.settings.insecure or _is_here(peer)
 
 
-def add_methods(kind: type[Replica]) -> None:
+def add_methods(kind: type[DaemonReplica]) -> None:
     """A coroutine for each method with one response, an async generator for each with a stream of them."""
     for method in methods():
         make = _streaming if method.gives_stream else _single
@@ -110,7 +110,7 @@ def add_methods(kind: type[Replica]) -> None:
 
 
 def _single(method: Method) -> Any:
-    async def call(self: Replica, request: Any, grpc_context: Any) -> Response:
+    async def call(self: DaemonReplica, request: Any, grpc_context: Any) -> Response:
         if not self.may_call(grpc_context.peer()):
             return self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
         return await self.grpc.unary(method, request, grpc_context)
@@ -119,7 +119,7 @@ def _single(method: Method) -> Any:
 
 
 def _streaming(method: Method) -> Any:
-    async def call(self: Replica, request: Any, grpc_context: Any) -> AsyncIterator[Response]:
+    async def call(self: DaemonReplica, request: Any, grpc_context: Any) -> AsyncIterator[Response]:
         if not self.may_call(grpc_context.peer()):
             yield self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
             return
@@ -129,7 +129,9 @@ def _streaming(method: Method) -> Any:
     return call
 
 
-async def forward_http(replica: Replica, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+async def forward_http(
+    replica: DaemonReplica, scope: Mapping[str, Any], receive: Any, send: Any
+) -> None:
     client = scope.get("client")
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1003})

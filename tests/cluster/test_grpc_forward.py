@@ -14,13 +14,13 @@ import pytest
 from pensieve.cluster.grpc_edge import GONE, _around
 from pensieve.cluster.grpc_forward import GrpcForward
 from pensieve.cluster.grpc_methods import TIMEOUT, methods
-from pensieve.cluster.replica import STRANGER, Replica, add_methods
+from pensieve.cluster.replica import STRANGER, DaemonReplica, add_methods
 from pensieve.cluster.settings import ClusterSettings
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig
 
 
-class ReplicaWithMethods(Replica):
+class ReplicaWithMethods(DaemonReplica):
     SendMessage: Any
     GetConversation: Any
 
