@@ -16,17 +16,17 @@ It lies in the SDK because it needs what the SDK needs, a channel and the stubs,
 machine that only watches installs the client alone, and whoever deploys replicas may import it.
 """
 
-from pensieve.client.fleet.asking import Answer
+from pensieve.client.fleet.asking import ReplicaAnswer
 from pensieve.client.fleet.discovery import SharedReplicas
 from pensieve.client.fleet.fleet import Fleet
 from pensieve.client.fleet.replicas import Discovery, FixedReplicas, Replica, replicas_of
 
 __all__ = [
-    "Answer",
     "Discovery",
     "FixedReplicas",
     "Fleet",
     "Replica",
+    "ReplicaAnswer",
     "SharedReplicas",
     "replicas_of",
 ]

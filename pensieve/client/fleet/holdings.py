@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pensieve.client.fleet.asking import Answer
+from pensieve.client.fleet.asking import ReplicaAnswer
 from pensieve.errors import NotFound
 from pensieve.v1 import admin_pb2 as pb
 
@@ -27,7 +27,9 @@ class Held:
 
 
 def held_of(
-    found: Sequence[Answer[pb.ListCachedConversationsResponse]], least_valuable: bool, limit: int
+    found: Sequence[ReplicaAnswer[pb.ListCachedConversationsResponse]],
+    least_valuable: bool,
+    limit: int,
 ) -> list[Held]:
     """The first `limit` of what all replicas named, in the order that was wanted."""
     holders: dict[tuple[str, str, str], list[str]] = {}
@@ -68,7 +70,7 @@ class Owner:
     known_by: KnownBy
 
 
-Explained = Answer[pb.ExplainConversationResponse]
+Explained = ReplicaAnswer[pb.ExplainConversationResponse]
 
 
 def owner_of(found: Sequence[Explained]) -> Owner | None:

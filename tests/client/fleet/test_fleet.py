@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.client.fleet import Answer, Fleet, Replica, exposition, fleet
+from pensieve.client.fleet import Fleet, Replica, ReplicaAnswer, exposition, fleet
 from pensieve.client.fleet.holdings import KnownBy, Owner, held_of, holds_kv, owner_of
 from pensieve.client.fleet.totals import tenants_of, total_of
 from pensieve.conversations.daemon_config import DaemonConfig
@@ -40,7 +40,7 @@ def single(world: Replicas) -> list[Any]:
     return [rig.admin.GetStats(pb.GetStatsRequest()).stats for rig in world.rigs.values()]
 
 
-def values(found: Sequence[Answer[Any]]) -> list[Any]:
+def values(found: Sequence[ReplicaAnswer[Any]]) -> list[Any]:
     return [answer.value for answer in found]
 
 
@@ -124,12 +124,12 @@ def test_explain_finds_who_serves_a_conversation_and_who_has_stale_kv(world: Rep
 
 
 def test_the_replica_where_a_turn_runs_serves_the_conversation() -> None:
-    def answer(name: str, **fields: Any) -> Answer[pb.ExplainConversationResponse]:
+    def answer(name: str, **fields: Any) -> ReplicaAnswer[pb.ExplainConversationResponse]:
         value = pb.ExplainConversationResponse(history=HISTORY, **fields)
         value.runs.add(num_chunks=1, place="host")
-        return Answer(Replica(name, f"{name}:1"), value)
+        return ReplicaAnswer(Replica(name, f"{name}:1"), value)
 
-    gone = Answer[pb.ExplainConversationResponse](
+    gone = ReplicaAnswer[pb.ExplainConversationResponse](
         Replica("c", "c:1"), error=Unavailable("out of reach")
     )
     older, newer = answer("a", idle_seconds=9.0), answer("b", idle_seconds=2.0)
