@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pensieve.client.fleet import Discovery, Fleet, Replica, ReplicaAnswer
-    from pensieve.client.fleet.holdings import Held, Owner
+    from pensieve.client.fleet.holdings import Held, ServingReplica
     from pensieve.v1 import admin_pb2 as pb
 
 ALL = "all"  # of --replicas
@@ -428,7 +428,7 @@ def conversations_table(
 def explained(
     conversation_id: str,
     found: Sequence[ReplicaAnswer[pb.ExplainConversationResponse]],
-    owner: Owner | None,
+    owner: ServingReplica | None,
 ) -> Iterator[str]:
     from pensieve.client.fleet.holdings import holds_kv, num_histories
 
