@@ -261,6 +261,6 @@ def _parsed(answer: ReplicaAnswer[str]) -> ReplicaAnswer[exposition.Families]:
         return ReplicaAnswer(answer.replica, error=answer.error)
     try:
         return ReplicaAnswer(answer.replica, exposition.read(answer.value))
-    except exposition.Unreadable as error:
+    except exposition.InvalidExposition as error:
         why = ServerFault(f"its metrics cannot be read: {error}")
         return ReplicaAnswer(answer.replica, error=why)
