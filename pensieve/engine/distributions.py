@@ -81,7 +81,7 @@ class Spread:
 
 
 @dataclass(slots=True)
-class _Slice:
+class _Interval:
     ends_at: float
     counts: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     num_within: int = 0  # the objective
@@ -89,13 +89,13 @@ class _Slice:
 
 class RecentTimes:
     def __init__(self, objective: float = math.inf) -> None:
-        self.slices: deque[_Slice] = deque()
+        self.slices: deque[_Interval] = deque()
         self._objective = objective
 
     def add(self, seconds: float, now: float, count: int = 1) -> None:
         if not self.slices or now >= self.slices[-1].ends_at:
             self._forget(now)
-            self.slices.append(_Slice(now + SLICE_SECONDS))
+            self.slices.append(_Interval(now + SLICE_SECONDS))
         latest = self.slices[-1]
         latest.counts[_bucket(seconds)] += count
         if seconds <= self._objective:
