@@ -3,7 +3,8 @@
 This file, aio_base_client.py and aio_jobs.py are the source of both clients.  The script generate_sync_client
 leaves out `async` and `await`, takes `Async` off the names and writes client.py, base_client.py and jobs.py.
 So these files hold only code that reads the same for tasks and for threads.  The calls themselves differ;
-they are in aio_connection.py and connection.py.  turn_progress.py decides what a turn does when its stream ends.
+they are in aio_connection.py and connection.py.  turn_progress.py decides what a turn does when its stream
+ends.
 """
 
 from __future__ import annotations
