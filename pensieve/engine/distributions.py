@@ -12,8 +12,8 @@ it was a moment ago, and a sum that may be a value ahead of them.
 BUCKETS buckets, each RATIO as wide as the one before, so a quantile is right to within 2 % and no single time
 is kept.  It has such counts for each of the latest five minutes.  The oldest minute is dropped as a whole,
 and all of it is a few kilobytes however many times come.  If there is an objective, it also counts exactly
-how many times met it.  A `RecentShare` is a part of a whole over the same minutes.  Both are told the time, so
-any clock may drive them.
+how many times met it.  A `RecentShare` is a part of a whole over the same minutes.  Both are told the time,
+so any clock may drive them.
 """
 
 from __future__ import annotations

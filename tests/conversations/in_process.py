@@ -85,12 +85,12 @@ class Conversations:
         self._defaults = defaults
         self.ends = turn_ends(turns, history, self._tell)
 
-    def create(self, conversation_id: str, **settings: Any) -> records.Conversation:
+    def create(self, conversation_id: str, **settings: Any) -> records.StoredConversation:
         created = self.history.create(ConversationSettings(conversation_id, **settings))
-        assert isinstance(created, records.Conversation)
+        assert isinstance(created, records.StoredConversation)
         return created
 
-    def declare(self, prefix_id: str, **settings: Any) -> records.Prefix:
+    def declare(self, prefix_id: str, **settings: Any) -> records.StoredPrefix:
         declared = PrefixSettings(prefix_id, **settings)
         tokens = self.history.heads.declared(declared, 0.0)
         return self.history.declared.declare(declared, tokens, 0.0, 1000)
