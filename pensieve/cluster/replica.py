@@ -47,6 +47,7 @@ START_SECONDS = 1800.0  # a large model from a slow disk
 HEALTH_SECONDS = 5.0
 RESTART_SECONDS = 600.0
 ROUTERS_SECONDS = 2.0  # until none of them sends anything more to a replica that is to end
+FLAG = "_shutting_down"  # that Ray sets on an actor; no part of its public interface
 EXIT_SECONDS = 20.0  # of a daemon whose turns have ended
 STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
 
@@ -100,6 +101,23 @@ class DaemonReplica:
     def may_call(self, peer: str) -> bool:
         """Whether a client at this address may call: with tokens the daemon decides."""
         return self.settings.needs_tokens or self.settings.insecure or _is_here(peer)
+
+
+def is_wanted_to_end() -> bool:
+    """Whether Ray wants the replica of this process to end.
+
+    Ray sets FLAG at once, waits for the replica's calls, and tells it only then (`__del__`). When its
+    patience (graceful_shutdown_timeout_s) is over it kills the replica, told or not. So without the flag a
+    replica with one long call would never drain. Under a Ray that has no such flag, a replica drains when
+    its calls have ended.
+    """
+    from ray._private import worker
+
+    return any(_is_ending(each) for each in worker.global_worker.actors.values())
+
+
+def _is_ending(actor: Any) -> bool:
+    return bool(getattr(getattr(actor, "_replica_impl", None), FLAG, False))
 
 
 def add_methods(kind: type[DaemonReplica]) -> None:
