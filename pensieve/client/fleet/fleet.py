@@ -22,7 +22,8 @@ import grpc
 from pensieve.client.channel import Tls
 from pensieve.client.fleet import exposition
 from pensieve.client.fleet.asking import Connections, ReplicaAnswer, ask_each, failed
-from pensieve.client.fleet.replicas import Discovery, Replica
+from pensieve.client.fleet.discovery import Discovery
+from pensieve.client.fleet.replicas import Replica
 from pensieve.client.requests import check_text
 from pensieve.errors import PensieveError, ServerFault, Unavailable
 from pensieve.v1 import admin_pb2 as pb
