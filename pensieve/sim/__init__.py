@@ -10,6 +10,6 @@ report              the figures of a run, as a row and as a table
 clairvoyant         a retention policy that knows the trace
 sweep               one load with every combination of policies, rates and sizes of the tiers; its journal
 observed            what a replayed journal shows of each iteration
-fit                 what iterations cost on a machine, from that: fit_compute, least_squares
+fit                 what iterations cost on a machine, from that
 fit_points          the same from a profile's iterations, as points that were measured
 """
