@@ -14,7 +14,7 @@ import torch
 from pensieve.core.iteration import Iteration, PageCopy, SwapIn, SwapOut, TurnStart
 from pensieve.errors import DeviceError
 from pensieve.kernels.layer import cpu as dense
-from pensieve.kernels.layer.cpu_weights import Packed
+from pensieve.kernels.layer.cpu import Packed
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel, load
 from pensieve.sampling import Sampling
