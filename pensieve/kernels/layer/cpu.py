@@ -92,7 +92,7 @@ def library() -> ctypes.CDLL:
     return found
 
 
-class Packed:
+class CpuPackedWeights:
     """The weights of a product, or of several with the same input (`ProductWeights`), as panels.
 
     With `int8` the weights of an output become whole numbers, in steps of their largest over 127, and so
@@ -183,13 +183,13 @@ class Packed:
         )
 
 
-def packed(product: ProductWeights, *, int8: bool) -> Packed:
-    return Packed(
+def packed(product: ProductWeights, *, int8: bool) -> CpuPackedWeights:
+    return CpuPackedWeights(
         product.weights, product.biases, product.activation, int8=int8, gated=product.gated
     )
 
 
-class Norm:
+class CpuNorm:
     """Norms of rows as wide as the weights."""
 
     def __init__(self, weights: NormWeights) -> None:
@@ -286,7 +286,7 @@ class PackedExperts:
     """
 
     def __init__(self, weights: ExpertWeights, *, int8: bool) -> None:
-        self._router = Packed([weights.router])
+        self._router = CpuPackedWeights([weights.router])
         self._into, self._out = (
             [packed(each, int8=int8) for each in products]
             for products in (
@@ -358,19 +358,19 @@ class CpuLayerKernels:
             return "the compiled layers do not know its kind of attention"
         return ""
 
-    def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
-        return Layer(weights, self._workspace, int8=int8)
+    def layer(self, weights: LayerWeights, *, int8: bool = False) -> CpuLayer:
+        return CpuLayer(weights, self._workspace, int8=int8)
 
     def chain(self, layers: Sequence[DenseLayer]) -> CpuLayerChain:
-        compiled = [each for each in layers if isinstance(each, Layer)]
+        compiled = [each for each in layers if isinstance(each, CpuLayer)]
         assert len(compiled) == len(layers), "layers follow only layers of their own kind"
         return CpuLayerChain(compiled, self._workspace)
 
-    def pack(self, product: ProductWeights, *, int8: bool = False) -> Packed:
+    def pack(self, product: ProductWeights, *, int8: bool = False) -> CpuPackedWeights:
         return packed(product, int8=int8)
 
-    def norm(self, weights: NormWeights) -> Norm:
-        return Norm(weights)
+    def norm(self, weights: NormWeights) -> CpuNorm:
+        return CpuNorm(weights)
 
 
 class LayerStruct(ctypes.Structure):
@@ -388,7 +388,7 @@ class LayerStruct(ctypes.Structure):
     ]
 
 
-class Layer:
+class CpuLayer:
     """One decoder layer: its packed weights, and the structure that points to them."""
 
     def __init__(self, weights: LayerWeights, workspace: Workspace, *, int8: bool) -> None:
@@ -419,7 +419,7 @@ class Layer:
             parallel=weights.parallel,
             **{name: norm_struct(norm) for name, norm in weights.norms.items()},
         )
-        self._mlp: list[Packed] = []
+        self._mlp: list[CpuPackedWeights] = []
         self._experts: PackedExperts | None = None
         if isinstance(weights.mlp, ExpertWeights):
             self._experts = experts = PackedExperts(weights.mlp, int8=int8)
@@ -447,7 +447,7 @@ class Layer:
     @property
     def bytes_of_parts(self) -> dict[str, int]:
         """The weights of each product, by its name among `PARTS`."""
-        products: dict[str, Packed | PackedExperts] = dict(
+        products: dict[str, CpuPackedWeights | PackedExperts] = dict(
             zip(("heads in", "heads out"), self._attention, strict=True)
         )
         if self._experts is not None:
@@ -457,8 +457,8 @@ class Layer:
         return {name: each.num_bytes for name, each in products.items()}
 
     def followed_by(self, then: DenseLayer | PackedWeights) -> None:
-        first = then._attention[0] if isinstance(then, Layer) else then
-        assert isinstance(first, Packed)
+        first = then._attention[0] if isinstance(then, CpuLayer) else then
+        assert isinstance(first, CpuPackedWeights)
         self._then = first  # kept alive
         self.struct.then = ctypes.addressof(first.struct)
 
@@ -536,7 +536,7 @@ class Layer:
 class CpuLayerChain:
     """Layers of one model that run one after the other in one call."""
 
-    def __init__(self, layers: Sequence[Layer], workspace: Workspace) -> None:
+    def __init__(self, layers: Sequence[CpuLayer], workspace: Workspace) -> None:
         self._layers = layers
         self._kinds = list({(layer.heads, layer.dtype): layer for layer in layers}.values())
         self._workspace = workspace
