@@ -1,8 +1,7 @@
 """The daemon's scheduler and cache on a virtual clock: another executor, and no second scheduler.
 
-clock               virtual time: it moves only when it is advanced
 cost, cost_file     what an iteration and a copy cost: from shapes and data sheets, or from a file
-executor            an executor that computes nothing and takes that long
+executor            a virtual clock, and an executor that computes nothing and takes that long
 trace, workload     the arrivals of turns: recorded, or drawn
 simulator           runs a trace through the engine
 series              figures over time, and quantiles, in a fixed amount of memory

@@ -34,9 +34,8 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.ports import Ports
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel, instant
-from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.series import Distribution, Series
 from pensieve.sim.trace import Arrival
 

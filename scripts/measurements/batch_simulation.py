@@ -52,9 +52,8 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, SubmitTurn
 from pensieve.engine.ports import Ports
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
-from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from scripts.measurements.machine_options import Progress, add_machine, machine_of
 from scripts.measurements.servers import spread
 

@@ -26,9 +26,8 @@ from itertools import islice, tee
 
 from pensieve.bench.capacity_search import Row
 from pensieve.core.iteration import Slice
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
-from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
 from scripts.measurements.replica import Admitted, Replica, Window, row_of

@@ -31,7 +31,7 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.ports import Ports
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from tests.fakes import LedgerExecutor, reply_to
 
 COST = CostProfile.analytic(num_parameters=1000, num_layers=2, num_heads=2, head_size=8)

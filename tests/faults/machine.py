@@ -38,7 +38,7 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.ports import Ports
 from pensieve.errors import DeviceError, QueueFull
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, ends_turn
 from tests.faults.texts import word
 

@@ -38,7 +38,7 @@ from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling import sampler as sampler_module
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from tests.model.world import GAP_MAX, World, largest_gap, letter_tokenizer, plain_model
 
 FolderOf = Callable[[str], Path]
