@@ -26,7 +26,7 @@ from pensieve.core.turn import TurnOptions
 from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
-    Event,
+    EngineEvent,
     ForkConversation,
     RewindConversation,
     SubmitTurn,
@@ -230,7 +230,7 @@ class Simulator:
 
     # -- events of the engine --
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         now = self.clock.now()
         counted = now >= self._count_from
         since = self._last_token

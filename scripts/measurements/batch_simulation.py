@@ -49,7 +49,7 @@ from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Sharing
 from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import Event, SubmitTurn
+from pensieve.engine.messages import EngineEvent, SubmitTurn
 from pensieve.engine.ports import Ports
 from pensieve.sampling import Sampling
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
@@ -229,7 +229,7 @@ class BatchSimulator:
             self.mailbox.put(message)
         return len(messages)
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
             finished = self.run.take(event)
             if finished is not None:

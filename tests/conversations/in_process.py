@@ -24,13 +24,13 @@ from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.mailbox import Mailbox, Outbox
 from pensieve.engine.messages import (
-    Event,
+    EngineEvent,
+    EngineMessage,
     ForkConversation,
     LogNeeded,
     RewindConversation,
     TurnEnded,
 )
-from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import QueueFull
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
@@ -160,7 +160,7 @@ class Conversations:
         assert live is not None
         self.ends.give_up(live)
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: EngineEvent) -> None:
         """Take in one event of the engine."""
         if isinstance(event, SampledToken):
             self.turns.take(event)

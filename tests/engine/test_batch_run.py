@@ -20,7 +20,7 @@ from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
 from pensieve.engine.engine import EngineConfig
 from pensieve.engine.journal import Replay
-from pensieve.engine.messages import CancelTurn, EvictConversation, Message, TurnEnded
+from pensieve.engine.messages import CancelTurn, EngineMessage, EvictConversation, TurnEnded
 from pensieve.sampling import Sampling
 from tests.engine.rig import Rig, submit
 from tests.fakes import reply_to
@@ -90,7 +90,7 @@ class Bench:
 
         self.rig.executor.launch = counted  # type: ignore[method-assign]
 
-    def put(self, messages: Sequence[Message]) -> None:
+    def put(self, messages: Sequence[EngineMessage]) -> None:
         for message in messages:
             self.rig.mailbox.put(message)
 
