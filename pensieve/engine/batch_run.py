@@ -51,7 +51,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 
-Sharing = Literal["groups", "lru", "off"]
+PrefixSharing = Literal["groups", "lru", "off"]
 _TurnEvent = SampledToken | TurnAdmitted | TurnEnded  # the events that tell of its turns
 TRIED_AGAIN = ("QUEUE_FULL", "ENGINE_FAILED")  # failures that say nothing of the request
 
@@ -105,7 +105,7 @@ class BatchRun:
         numbers: Callable[[], int],
         share: str = "",
         weight: float = 1.0,
-        sharing: Sharing = "groups",
+        sharing: PrefixSharing = "groups",
     ) -> None:
         """`numbers` draws ids of turns; `share` and `weight` are as in `SubmitTurn`."""
         self._name, self._requests, self._numbers = name, requests, numbers

@@ -21,7 +21,7 @@ from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
+from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, PrefixSharing
 from pensieve.engine.messages import (
     EngineMessage,
     EngineTurnEvent,
@@ -60,7 +60,7 @@ class JobRun:
         share: str,
         weight: float,
         put: Callable[[EngineMessage], None],
-        sharing: Sharing = "groups",
+        sharing: PrefixSharing = "groups",
     ) -> None:
         """Takes seconds for many lines; in any thread.  `name`: no other run of this engine has it."""
         self._put = put

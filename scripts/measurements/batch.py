@@ -27,7 +27,7 @@ from pensieve.config import Settings, resolve
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.prefix_groups import saving_of_tree
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.batch_run import BatchRequest, BatchRun, Sharing
+from pensieve.engine.batch_run import BatchRequest, BatchRun, PrefixSharing
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import EngineEvent
 from pensieve.errors import PensieveError
@@ -135,7 +135,7 @@ def _one(
     mailbox: Mailbox,
     sink: _Sink,
     requests: Sequence[BatchRequest],
-    sharing: Sharing,
+    sharing: PrefixSharing,
 ) -> tuple[Row, list[tuple[int, ...]]]:
     engine, clock = built.engine, SystemClock()
     cache, counters = engine.scheduler.cache.config, engine.scheduler.counters

@@ -17,7 +17,7 @@ from pensieve.core.iteration import Iteration
 from pensieve.core.prefix_groups import prefix_groups
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
-from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
+from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, PrefixSharing
 from pensieve.engine.engine import EngineConfig
 from pensieve.engine.journal import Replay
 from pensieve.engine.messages import CancelTurn, EngineMessage, EvictConversation, TurnEnded
@@ -57,7 +57,7 @@ class Bench:
         pages_max: int | None = None,
         turns_max: int = 8,
         queued_max: int = 99,
-        sharing: Sharing = "groups",
+        sharing: PrefixSharing = "groups",
         **options: Any,
     ) -> None:
         self.requests, self.cache, self.seed, self.options = requests, cache, seed, options

@@ -61,7 +61,7 @@ class TurnPlace:
     is_ours: bool  # the conversation was made for responses
 
 
-Ended = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
+MakeStored = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class NewResponse:
     request: ParsedRequest
     turn: TurnRequest
     chain: ChainEnd  # without its digest; used if the request names no conversation
-    ended: Ended | None = None  # makes what is stored with its reply
+    ended: MakeStored | None = None  # makes what is stored with its reply
 
     @classmethod
     def of(cls, request: ParsedRequest, chain: ChainEnd) -> NewResponse:
