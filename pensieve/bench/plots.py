@@ -1,26 +1,25 @@
 """Draws a study as one sheet of panels with matplotlib, if it is installed.
 
 A `Sheet` has a title, the facts without which a figure says nothing (model, machine, load, seeds), and
-panels in rows (plot_panel.py).  Everything is laid out in inches before it is drawn: a text's width comes
-from its font.
+panels in rows.  Everything is laid out in inches before it is drawn: a text's width comes from its font.
+What a `Panel` is given decides how it looks, so that all figures look alike:
+
+lines     each has a colour, a marker, dashes and a width of its own, the first the widest: where two
+          coincide, both are seen.  The colours are Okabe and Ito's, which the colour-blind tell apart
+names     up to `DIRECT_MAX` are written beside the ends of their lines, moved apart where they would
+          overlap; more are a legend.  Either is right of the axes, never over what is drawn
+repeats   a band, or whiskers, from the least to the most
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pensieve.bench.plot_panel import (
-    EDGE,
-    FAINT,
-    INK,
-    LINE_INCHES,
-    PALETTE,
-    TEXT_SIZE,
-    Panel,
-)
-from pensieve.bench.plot_scale import wrapped
+from pensieve.bench.plot_scale import Numbers, Scale, inches, plain, scale_of, spread, wrapped
 from pensieve.errors import ConfigError
 from pensieve.extras import need
 
@@ -29,6 +28,231 @@ TITLE_SIZE = 12.0  # points
 TITLE_INCHES = 0.23  # of a line of the title
 BELOW = 0.62  # inches, for ticks and label of x
 WIDTH_MIN = 6.4
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+MARKERS = "osD^vP"
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (2, 1.2), (6, 2, 1.5, 2), (1, 1), (9, 3))
+INK, FAINT = "#222222", "#777777"
+DIRECT_MAX = 6
+TEXT_SIZE, SMALL_SIZE = 9.0, 8.0  # points
+LINE_INCHES = 0.165  # of text, from one line to the next
+LEFT, RIGHT, EDGE = 0.78, 0.25, 0.15  # inches around axes without names, and around the sheet
+NAME_OFFSET = 0.28  # inches from the axes to the names of lines
+LEGEND_INCHES = 0.19  # of a line of a legend
+
+
+@dataclass(frozen=True)
+class _Name:
+    text: str
+    colour: str
+    x: float
+    y: float
+
+
+@dataclass
+class Panel:
+    """One pair of axes; what it is given is drawn when the sheet is saved."""
+
+    axes: Any
+    title: str
+    x: str
+    y: str
+    swept: Numbers = ()  # values of x that were tried: its ticks
+    most: float | None = None  # where y ends: 100 of a percentage
+    alike: str = ""  # panels with the same word here have the same scale of y
+    height: float = 2.3
+    left: float = LEFT
+    num_lines: int = 0
+    xs: list[float] = field(default_factory=list)
+    ys: list[float] = field(default_factory=list)
+    names: list[_Name] = field(default_factory=list)
+    bar_values: list[tuple[float, int, str, str]] = field(default_factory=list)
+
+    def line(
+        self,
+        name: str,
+        xs: Numbers,
+        ys: Numbers,
+        least: Numbers = (),
+        most: Numbers = (),
+        *,
+        marked: bool = True,
+        step: bool = False,
+    ) -> None:
+        """A line, and the band of its repeats."""
+        index = self.num_lines % len(PALETTE)
+        colour, width = PALETTE[index], max(3.2 - 0.5 * self.num_lines, 1.2)
+        self.num_lines += 1
+        drawn = self.axes.plot(
+            *(xs, ys),
+            color=colour,
+            linewidth=width if len(xs) > 1 else 0,
+            drawstyle="steps-post" if step else "default",
+            label=name,
+            zorder=3 + 0.1 * self.num_lines,
+        )[0]
+        if DASHES[index]:
+            drawn.set_dashes(DASHES[index])
+        if marked:
+            size = max(8.5 - 1.1 * (self.num_lines - 1), 4)
+            drawn.set(marker=MARKERS[index], markersize=size, markerfacecolor="white")
+        if least and tuple(least) != tuple(most):
+            if len(xs) > 1:
+                self.axes.fill_between(xs, least, most, color=colour, alpha=0.16, linewidth=0)
+            else:
+                self.axes.vlines(xs, least, most, color=colour, linewidth=1)
+        self._saw(xs, (*ys, *least, *most))
+        ends = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
+        if ends and name:
+            self.names.append(_Name(name, colour, *ends[-1]))
+
+    def traces(self, of: str, lines: Iterable[tuple[Numbers, Numbers]]) -> None:
+        """More lines like the one of this name, thin: its repeats, where they have no points in common."""
+        colour = next((each.colour for each in self.names if each.text == of), FAINT)
+        for xs, ys in lines:
+            self.axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.55, zorder=2.5)
+            self._saw(xs, ys)
+
+    def area(self, name: str, xs: Numbers, low: Numbers, high: Numbers) -> None:
+        index = self.num_lines % len(PALETTE)
+        self.num_lines += 1
+        self.axes.fill_between(xs, low, high, color=PALETTE[index], alpha=0.45, linewidth=0)
+        self._saw(xs, high)
+        ends = [(x, (a + b) / 2) for x, a, b in zip(xs, low, high, strict=True) if math.isfinite(b)]
+        if ends:
+            self.names.append(_Name(name, PALETTE[index], *ends[-1]))
+
+    def level(self, name: str, y: float) -> None:
+        """A horizontal line to compare with."""
+        self.axes.axhline(y, color=FAINT, linewidth=1, linestyle=":", zorder=2)
+        self._saw((), (y,))
+        self.names.append(_Name(name, FAINT, math.inf, y))
+
+    def moment(self, x: float) -> None:
+        """A vertical line."""
+        self.axes.axvline(x, color=FAINT, linewidth=1, linestyle=":", zorder=2)
+
+    def bars(self, names: Sequence[str], values: Numbers, least: Numbers, most: Numbers) -> None:
+        """One below the other, each with its value and the whiskers of its repeats."""
+        for row, (name, value, low, high) in enumerate(
+            zip(names, values, least, most, strict=True)
+        ):
+            colour = PALETTE[row % len(PALETTE)]
+            self.axes.barh(row, value, height=0.62, color=colour, alpha=0.75, zorder=2)
+            text = plain(value)
+            if low < high:
+                self.axes.hlines(row, low, high, color=INK, linewidth=1.4, zorder=3)
+                self.axes.plot([low, high], [row, row], "|", color=INK, markersize=7, zorder=3)
+                text += f" ({plain(low)} to {plain(high)})"
+            self.bar_values.append((max(value, high), row, text, name))
+        self.height = 0.32 * len(names) + 0.15
+        self.left = max(inches(name, SMALL_SIZE) for name in names) + 0.25
+        self._saw([0.0, *most], ())
+
+    def _saw(self, xs: Iterable[float], ys: Iterable[float]) -> None:
+        self.xs.extend(xs)
+        self.ys.extend(ys)
+
+    @property
+    def direct(self) -> bool:
+        return self.num_lines <= DIRECT_MAX
+
+    @property
+    def right(self) -> float:
+        """Inches that the names take."""
+        if not self.names:
+            return RIGHT
+        widest = max(inches(name.text, SMALL_SIZE) for name in self.names)
+        if self.direct:
+            return NAME_OFFSET + widest + EDGE
+        columns = math.ceil(len(self.names) / self._legend_rows)
+        return columns * (widest + 0.55) + EDGE
+
+    @property
+    def _legend_rows(self) -> int:
+        return max(int(self.height / LEGEND_INCHES), 1)
+
+    def finish(self, width: float) -> None:
+        """Scales, ticks and names, for axes so many inches wide."""
+        self.axes.tick_params(labelsize=SMALL_SIZE, colors=INK, length=3, which="major")
+        self.axes.spines[["top", "right"]].set_visible(False)
+        self.axes.set_axisbelow(True)
+        if self.bar_values:
+            self._finish_bars(width)
+            return
+        x = scale_of(self.xs, self.swept)
+        y = scale_of(self.ys, most=self.most)
+        self._set(self.axes.xaxis, x)
+        self._set(self.axes.yaxis, y)
+        self.axes.set_xlim(x.least, x.most)
+        self.axes.set_ylim(y.least, y.most)
+        self.axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        self._label(self.axes.set_xlabel, self.x, x, width + self.left / 2)
+        self._label(self.axes.set_ylabel, self.y, y, self.height + 0.4)
+        if self.direct:
+            self._write_names(x, y, width)
+        else:
+            self.axes.legend(
+                loc="upper left",
+                bbox_to_anchor=(1.01, 1.02),
+                frameon=False,
+                fontsize=SMALL_SIZE,
+                ncols=math.ceil(len(self.names) / self._legend_rows),
+                borderaxespad=0.0,
+            )
+
+    def _finish_bars(self, width: float) -> None:
+        widest = max(inches(text, SMALL_SIZE) for _, _, text, _ in self.bar_values)
+        most = max((end for end, *_ in self.bar_values), default=0.0) or 1.0
+        scale = scale_of([most])
+        scale.most = most / max(1 - (widest + 0.12) / width, 0.3)
+        self.axes.set_xlim(0.0, scale.most)
+        self._set(self.axes.xaxis, scale)
+        self.axes.set_yticks([row for _, row, _, _ in self.bar_values])
+        self.axes.set_yticklabels([name for *_, name in self.bar_values])
+        self.axes.invert_yaxis()
+        self.axes.set_xlabel(self.x, fontsize=TEXT_SIZE, color=INK)
+        gap = 0.06 / width * scale.most
+        for end, row, text, _ in self.bar_values:
+            self.axes.text(end + gap, row, text, fontsize=SMALL_SIZE, color=INK, va="center")
+
+    def _set(self, axis: Any, scale: Scale) -> None:
+        from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+        if scale.logarithmic:
+            (self.axes.set_xscale if axis is self.axes.xaxis else self.axes.set_yscale)("log")
+        if scale.ticks is not None:
+            axis.set_major_locator(FixedLocator(scale.ticks))
+        else:
+            axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+
+    def _label(self, put: Any, text: str, scale: Scale, width: float) -> None:
+        label = f"{text}, logarithmic" if scale.logarithmic else text
+        put("\n".join(wrapped(label, TEXT_SIZE, width)), fontsize=TEXT_SIZE, color=INK)
+
+    def _write_names(self, x: Scale, y: Scale, width: float) -> None:
+        ends = [y.share(name.y) * self.height for name in self.names]
+        for name, place in zip(self.names, spread(ends, LINE_INCHES, self.height), strict=True):
+            at = min(name.x, x.most)
+            self.axes.annotate(
+                name.text,
+                xy=(at, name.y),
+                xytext=(1 + NAME_OFFSET / width, place / self.height),
+                textcoords="axes fraction",
+                va="center",
+                fontsize=SMALL_SIZE,
+                color=name.colour,
+                annotation_clip=False,
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": name.colour,
+                    "linewidth": 0.7,
+                    "alpha": 0.7,
+                    "shrinkA": 1,
+                    "shrinkB": 3,
+                },
+            )
 
 
 def matplotlib() -> None:

@@ -37,7 +37,7 @@ from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, machine, percentile, progress
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.errors import InvalidArgument, PensieveError
-from pensieve.kernels.layer.cpu import PARTS, Layer, measured_parts
+from pensieve.kernels.layer.cpu import PARTS, CpuLayer, measured_parts
 from pensieve.launch.memory_nodes import spread_memory
 from pensieve.model.attention import PagedPass
 from pensieve.model.batch import Batch
@@ -429,7 +429,7 @@ def part_rows(
     ]
 
 
-def _layers(model: LoadedModel) -> list[Layer]:
+def _layers(model: LoadedModel) -> list[CpuLayer]:
     modules = model.flat.module.modules()
     fused = [each.dense for each in modules if isinstance(each, FusedLayer)]
-    return [each for each in fused if isinstance(each, Layer)]
+    return [each for each in fused if isinstance(each, CpuLayer)]

@@ -24,8 +24,8 @@ from pensieve.errors import InvalidArgument, NotFound
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from pensieve.client.fleet import Answer, Discovery, Fleet, Replica
-    from pensieve.client.fleet.holdings import Held, Owner
+    from pensieve.client.fleet import Discovery, Fleet, Replica, ReplicaAnswer
+    from pensieve.client.fleet.holdings import Held, ServingReplica
     from pensieve.v1 import admin_pb2 as pb
 
 ALL = "all"  # of --replicas
@@ -265,7 +265,7 @@ def _names(replicas: Sequence[Replica]) -> str:
     return ", ".join(each.name for each in replicas)
 
 
-def _rows(found: Sequence[Answer[Any]]) -> list[dict[str, Any]]:
+def _rows(found: Sequence[ReplicaAnswer[Any]]) -> list[dict[str, Any]]:
     """What every JSON output has of each replica."""
     return [
         {
@@ -281,7 +281,7 @@ def _rows(found: Sequence[Answer[Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _stats_values(found: Sequence[Answer[Any]]) -> dict[str, Any]:
+def _stats_values(found: Sequence[ReplicaAnswer[Any]]) -> dict[str, Any]:
     from pensieve.client.fleet.totals import total_of
 
     rows = []
@@ -292,12 +292,12 @@ def _stats_values(found: Sequence[Answer[Any]]) -> dict[str, Any]:
     return {"replicas": rows, "partial": _is_partial(found), "total": total}
 
 
-def _is_partial(found: Sequence[Answer[Any]]) -> bool:
+def _is_partial(found: Sequence[ReplicaAnswer[Any]]) -> bool:
     """Whether somebody's answer is missing; that a conversation is not there is an answer."""
     return any(each.error is not None and not isinstance(each.error, NotFound) for each in found)
 
 
-def _code(found: Sequence[Answer[Any]]) -> int:
+def _code(found: Sequence[ReplicaAnswer[Any]]) -> int:
     return PARTIAL if _is_partial(found) else 0
 
 
@@ -310,14 +310,14 @@ def show(what: RenderableType) -> None:
     Console(width=None if sys.stdout.isatty() else WIDTH).print(what)
 
 
-def silent(found: Sequence[Answer[Any]]) -> Iterator[str]:
+def silent(found: Sequence[ReplicaAnswer[Any]]) -> Iterator[str]:
     """A line for each replica that did not answer."""
     for each in found:
         if each.error is not None and not isinstance(each.error, NotFound):
             yield f"{each.replica.name} does not answer: {each.reason}"
 
 
-def stats_table(found: Sequence[Answer[pb.Stats]]) -> RenderableType:
+def stats_table(found: Sequence[ReplicaAnswer[pb.Stats]]) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -392,7 +392,7 @@ def _total_lines(total: Mapping[str, Any]) -> Iterator[str]:
         yield "the history is damaged and takes no changes"
 
 
-def _names_differ(found: Sequence[Answer[pb.Stats]]) -> Iterator[str]:
+def _names_differ(found: Sequence[ReplicaAnswer[pb.Stats]]) -> Iterator[str]:
     for each in found:
         own = each.value.replica if each.value is not None else ""
         if own and each.replica.is_named and own != each.replica.name:
@@ -400,7 +400,7 @@ def _names_differ(found: Sequence[Answer[pb.Stats]]) -> Iterator[str]:
 
 
 def conversations_table(
-    found: Sequence[Answer[pb.ListCachedConversationsResponse]], held: Sequence[Held]
+    found: Sequence[ReplicaAnswer[pb.ListCachedConversationsResponse]], held: Sequence[Held]
 ) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
@@ -427,8 +427,8 @@ def conversations_table(
 
 def explained(
     conversation_id: str,
-    found: Sequence[Answer[pb.ExplainConversationResponse]],
-    owner: Owner | None,
+    found: Sequence[ReplicaAnswer[pb.ExplainConversationResponse]],
+    owner: ServingReplica | None,
 ) -> Iterator[str]:
     from pensieve.client.fleet.holdings import holds_kv, num_histories
 
@@ -461,7 +461,7 @@ def explained(
 
 
 def tenants_table(
-    found: Sequence[Answer[pb.ListTenantsResponse]], total: Sequence[Mapping[str, Any]]
+    found: Sequence[ReplicaAnswer[pb.ListTenantsResponse]], total: Sequence[Mapping[str, Any]]
 ) -> RenderableType:
     from rich.console import Group
     from rich.table import Table

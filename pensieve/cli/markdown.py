@@ -98,7 +98,7 @@ def _markdown_class() -> Any:
             self.text.justify = "left"
             yield self.text
 
-    class Reply(Markdown):
+    class ReplyMarkdown(Markdown):
         elements = {**Markdown.elements, "heading_open": Left}  # noqa: RUF012
 
         def __init__(self, text: str) -> None:
@@ -109,7 +109,7 @@ def _markdown_class() -> Any:
                     if child.type == "softbreak":
                         child.type = "hardbreak"
 
-    return Reply
+    return ReplyMarkdown
 
 
 def _markdown(text: str) -> RenderableType:

@@ -11,8 +11,10 @@ import asyncio
 import logging
 import signal
 import time
+from pathlib import Path
 
 from pensieve.config import Resolved
+from pensieve.errors import ConfigError
 
 log = logging.getLogger("pensieve")
 
@@ -28,7 +30,6 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
 async def _serve(resolved: Resolved) -> int:
     from pensieve.launch import daemon, systemd
-    from pensieve.launch.ready_file import write_ready
 
     began = time.monotonic()
     setup = daemon.setup_to_serve(resolved)
@@ -45,7 +46,7 @@ async def _serve(resolved: Resolved) -> int:
         urls = ", ".join([f"grpc://{address}", *(each.url for each in server.beside)])
         log.info("ready %s (%.1f s)", urls, time.monotonic() - began)
         if resolved.settings.ready_file is not None:
-            write_ready(resolved.settings.ready_file, address)
+            _write_ready(resolved.settings.ready_file, address)
         systemd.notify("READY=1")
 
     def stopping() -> None:
@@ -62,3 +63,13 @@ async def _serve(resolved: Resolved) -> int:
         watchdog.cancel()
     log.info("stopped")
     return 0
+
+
+def _write_ready(path: Path, address: str) -> None:
+    """Whole or not at all: a program that waits for the file may read it at once."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(address + "\n", encoding="ascii")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

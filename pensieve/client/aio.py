@@ -1,9 +1,10 @@
 """The SDK for asyncio: `AsyncClient`, `AsyncConversation`, `AsyncTurn` and `AsyncPrefix`.
 
-This file, aio_caller.py and aio_jobs.py are the source of both clients.  The script generate_sync_client
-leaves out `async` and `await`, takes `Async` off the names and writes client.py, caller.py and jobs.py.  So
-these files hold only code that reads the same for tasks and for threads.  The calls themselves differ; they
-are in aio_connection.py and connection.py.  turn_progress.py decides what a turn does when its stream ends.
+This file, aio_base_client.py and aio_jobs.py are the source of both clients.  The script generate_sync_client
+leaves out `async` and `await`, takes `Async` off the names and writes client.py, base_client.py and jobs.py.
+So these files hold only code that reads the same for tasks and for threads.  The calls themselves differ;
+they are in aio_connection.py and connection.py.  turn_progress.py decides what a turn does when its stream
+ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
-from pensieve.client.aio_caller import PAGE_SIZE, AsyncCaller
+from pensieve.client.aio_base_client import PAGE_SIZE, AsyncBaseClient
 from pensieve.client.aio_connection import AsyncStream
 from pensieve.client.aio_jobs import AsyncJobs
 from pensieve.client.channel import CHECK_SECONDS
@@ -49,7 +50,7 @@ from pensieve.errors import DeadlineExceeded, PensieveError, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
 
 
-class AsyncClient(AsyncCaller):
+class AsyncClient(AsyncBaseClient):
     """A connection to a Pensieve daemon, or to several that have one history.
 
     Several tasks may share one client.  Nothing is sent before the first call.  Use the client by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TypedDict
 
-from pensieve.client.aio_caller import AsyncCaller
+from pensieve.client.aio_base_client import AsyncBaseClient
 from pensieve.client.requests import JobSource, JobUpload, check_id, check_text
 from pensieve.client.retry import Deadline, Tries
 from pensieve.client.values import RESULT_KINDS, Job, job_of
@@ -37,7 +37,7 @@ class AsyncJobs:
     the `tenant` of a job; by default it is the client's own.
     """
 
-    def __init__(self, client: AsyncCaller) -> None:
+    def __init__(self, client: AsyncBaseClient) -> None:
         self._client = client
 
     async def create(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
-from pensieve.client.caller import PAGE_SIZE, Caller
+from pensieve.client.base_client import PAGE_SIZE, BaseClient
 from pensieve.client.channel import CHECK_SECONDS
 from pensieve.client.connection import Stream
 from pensieve.client.jobs import Jobs
@@ -46,7 +46,7 @@ from pensieve.errors import DeadlineExceeded, PensieveError, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
 
 
-class Client(Caller):
+class Client(BaseClient):
     """A connection to a Pensieve daemon, or to several that have one history.
 
     Several threads may share one client.  Nothing is sent before the first call.  Use the client by

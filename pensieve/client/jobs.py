@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypedDict
 
-from pensieve.client.caller import Caller
+from pensieve.client.base_client import BaseClient
 from pensieve.client.requests import JobSource, JobUpload, check_id, check_text
 from pensieve.client.retry import Deadline, Tries
 from pensieve.client.values import RESULT_KINDS, Job, job_of
@@ -40,7 +40,7 @@ class Jobs:
     the `tenant` of a job; by default it is the client's own.
     """
 
-    def __init__(self, client: Caller) -> None:
+    def __init__(self, client: BaseClient) -> None:
         self._client = client
 
     def create(

@@ -50,7 +50,7 @@ WHAT_STAYS = {
 ALL_STAYS = "its whole reply is in the history"
 
 
-class TurnProgress:
+class ReplyAccumulator:
     """What the reader has seen of one turn, and what each event of the stream adds to it."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class TurnCourse:
         self.request = request
         self.route = route
         self.deadline = Deadline(timeout)
-        self.progress = TurnProgress()
+        self.progress = ReplyAccumulator()
         self.cancelling = False
         self.was_sent = (
             False  # or is about to be; to end what the server does not know does no harm

@@ -9,8 +9,8 @@ An actor ends when its daemon has ended by itself. Ray notices at its next healt
 later, and routers with their next call. A check that reported the dead daemon would have to fail three times
 first, and calls would go there meanwhile.
 
-A replica that Ray wants to end drains by itself (ending.py): Ray waits for its calls, and would kill it while
-one runs. What Ray is told to wait is longer than that takes.
+A replica that Ray wants to end drains by itself (`is_wanted_to_end`): Ray waits for its calls, and would kill
+it while one runs. What Ray is told to wait is longer than that takes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from pensieve.cluster.child_process import ChildProcess
-from pensieve.cluster.ending import is_wanted_to_end
 from pensieve.cluster.replica import (
     EXIT_SECONDS,
     ROUTERS_SECONDS,
-    Replica,
+    DaemonReplica,
     add_methods,
     forward_http,
+    is_wanted_to_end,
 )
 from pensieve.cluster.settings import LOOPBACK, REPLICA, ClusterSettings, settings_of
 
@@ -68,7 +68,7 @@ async def _end_with(child: ChildProcess) -> None:
     os._exit(1)
 
 
-class ReplicaOnRay(Replica):
+class ReplicaOnRay(DaemonReplica):
     async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]
         name = serve.get_replica_context().replica_id.unique_id
         await self.start_daemon(settings, name, _host(settings))

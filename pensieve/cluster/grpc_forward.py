@@ -40,7 +40,7 @@ class Response(NamedTuple):
         return self.data
 
 
-class Forward:
+class GrpcForward:
     def __init__(self, address: str, name: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._trailing = ((REPLICA, name),)

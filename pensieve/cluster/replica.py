@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 
 from pensieve.cluster.child_process import ChildProcess
-from pensieve.cluster.grpc_forward import Forward, Response
+from pensieve.cluster.grpc_forward import GrpcForward, Response
 from pensieve.cluster.grpc_methods import Method, health, methods
 from pensieve.cluster.http_forward import HttpForward
 from pensieve.cluster.settings import (
@@ -47,17 +47,18 @@ START_SECONDS = 1800.0  # a large model from a slow disk
 HEALTH_SECONDS = 5.0
 RESTART_SECONDS = 600.0
 ROUTERS_SECONDS = 2.0  # until none of them sends anything more to a replica that is to end
+FLAG = "_shutting_down"  # that Ray sets on an actor; no part of its public interface
 EXIT_SECONDS = 20.0  # of a daemon whose turns have ended
 STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
 
 
-class Replica:
+class DaemonReplica:
     """Has a method for each RPC, under the name that Ray looks for; `add_methods` makes them."""
 
     settings: ClusterSettings
     daemon: ChildProcess
     slot: Slot
-    grpc: Forward
+    grpc: GrpcForward
     http: HttpForward
 
     async def start_daemon(self, settings: ClusterSettings, name: str, host: str) -> None:
@@ -69,7 +70,7 @@ class Replica:
         self.daemon = ChildProcess(command, environment, pass_fds=(self.slot.lock,))
         found = await self.daemon.start(START_SECONDS)
         log.info("replica %s serves %s", name, found)
-        self.grpc = Forward(found["grpc"], name)
+        self.grpc = GrpcForward(found["grpc"], name)
         self.http = HttpForward(found["http"], name)
         self._served = time.monotonic()
         self._health = grpc.aio.insecure_channel(found["grpc"])
@@ -102,7 +103,24 @@ class Replica:
         return self.settings.needs_tokens or self.settings.insecure or _is_here(peer)
 
 
-def add_methods(kind: type[Replica]) -> None:
+def is_wanted_to_end() -> bool:
+    """Whether Ray wants the replica of this process to end.
+
+    Ray sets FLAG at once, waits for the replica's calls, and tells it only then (`__del__`). When its
+    patience (graceful_shutdown_timeout_s) is over it kills the replica, told or not. So without the flag a
+    replica with one long call would never drain. Under a Ray that has no such flag, a replica drains when
+    its calls have ended.
+    """
+    from ray._private import worker
+
+    return any(_is_ending(each) for each in worker.global_worker.actors.values())
+
+
+def _is_ending(actor: Any) -> bool:
+    return bool(getattr(getattr(actor, "_replica_impl", None), FLAG, False))
+
+
+def add_methods(kind: type[DaemonReplica]) -> None:
     """A coroutine for each method with one response, an async generator for each with a stream of them."""
     for method in methods():
         make = _streaming if method.gives_stream else _single
@@ -110,7 +128,7 @@ def add_methods(kind: type[Replica]) -> None:
 
 
 def _single(method: Method) -> Any:
-    async def call(self: Replica, request: Any, grpc_context: Any) -> Response:
+    async def call(self: DaemonReplica, request: Any, grpc_context: Any) -> Response:
         if not self.may_call(grpc_context.peer()):
             return self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
         return await self.grpc.unary(method, request, grpc_context)
@@ -119,7 +137,7 @@ def _single(method: Method) -> Any:
 
 
 def _streaming(method: Method) -> Any:
-    async def call(self: Replica, request: Any, grpc_context: Any) -> AsyncIterator[Response]:
+    async def call(self: DaemonReplica, request: Any, grpc_context: Any) -> AsyncIterator[Response]:
         if not self.may_call(grpc_context.peer()):
             yield self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
             return
@@ -129,7 +147,9 @@ def _streaming(method: Method) -> Any:
     return call
 
 
-async def forward_http(replica: Replica, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+async def forward_http(
+    replica: DaemonReplica, scope: Mapping[str, Any], receive: Any, send: Any
+) -> None:
     client = scope.get("client")
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1003})

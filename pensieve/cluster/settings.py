@@ -6,8 +6,8 @@ up` read the same thing.  Whatever Ray decides (where, how many, with which reso
 
 **Who may call.** Where the nodes are several machines, daemons listen on the network between them, without
 TLS (`--insecure`): that network is private, as it has to be for Ray itself. Ray's proxies, which others
-reach, ask Replica.may_call; a daemon's own port asks for tokens alone. So such a cluster has tokens, or says
-`insecure`.
+reach, ask DaemonReplica.may_call; a daemon's own port asks for tokens alone. So such a cluster has tokens, or
+says `insecure`.
 """
 
 from __future__ import annotations

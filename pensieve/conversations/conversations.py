@@ -186,7 +186,7 @@ class Conversations:
 
     # -- conversations --
 
-    async def create(self, settings: ConversationSettings) -> records.Conversation:
+    async def create(self, settings: ConversationSettings) -> records.StoredConversation:
         if settings.messages:
             return await self.prefixes.begin_with_history(settings)
         num_tokens = await self.tokenizing.run(
@@ -209,8 +209,8 @@ class Conversations:
         *,
         metadata: Mapping[str, Any] | None = None,
         tenant: str = "",
-    ) -> records.Conversation:
-        async def sequence() -> records.Conversation:
+    ) -> records.StoredConversation:
+        async def sequence() -> records.StoredConversation:
             fork = await self._threads.in_store(
                 tenant,
                 self._history.fork,
@@ -234,10 +234,10 @@ class Conversations:
         expected_revision: int | None = None,
         *,
         tenant: str = "",
-    ) -> records.Conversation:
+    ) -> records.StoredConversation:
         """StaleRevision unless it is at the expected revision; None accepts any."""
 
-        async def sequence() -> records.Conversation:
+        async def sequence() -> records.StoredConversation:
             rewound = await self._threads.in_store(
                 tenant,
                 self._history.rewind,
@@ -253,14 +253,14 @@ class Conversations:
         return await self._threads.whole(sequence())
 
     async def delete_last(
-        self, seen: records.Conversation, pending: Sequence[records.NewMessage]
-    ) -> records.Conversation:
+        self, seen: records.StoredConversation, pending: Sequence[records.NewMessage]
+    ) -> records.StoredConversation:
         """Delete the last message of a conversation; StaleRevision if it is no longer as it was seen.
 
         `pending` are the pending messages that were seen.  Returns when what was deleted is erased.
         """
 
-        async def sequence() -> records.Conversation:
+        async def sequence() -> records.StoredConversation:
             deleted = await self._threads.in_store(
                 *(seen.tenant, self._history.delete_last, seen, pending),
                 lane=seen.conversation_id,

@@ -330,7 +330,7 @@ class Daemon:
 
     # -- the engine --
 
-    def _on_events(self, events: list[box.OfTurn]) -> None:
+    def _on_events(self, events: list[box.EngineTurnEvent]) -> None:
         if self._conversations is not None:
             self.meter.took(events, self._conversations.turns.of_number)
             self._conversations.take(

@@ -92,7 +92,7 @@ class DeclaredPrefixes:
         self._tokenizing, self._admission, self._now = tokenizing, admission, now
         self._due = asyncio.Event()
 
-    async def create(self, settings: PrefixSettings) -> records.Prefix:
+    async def create(self, settings: PrefixSettings) -> records.StoredPrefix:
         tenant, template_time = settings.tenant, self._now()
         tokens = await self._tokens(settings, template_time)
         prefixes_max = self._allowance(tenant).limits.prefixes_max
@@ -111,7 +111,9 @@ class DeclaredPrefixes:
             await self._warm(tenant, settings.prefix_id)
         return declared
 
-    async def begin_with_history(self, settings: ConversationSettings) -> records.Conversation:
+    async def begin_with_history(
+        self, settings: ConversationSettings
+    ) -> records.StoredConversation:
         """A conversation whose first messages its client gives: tokenized like a prefix, and then its own."""
         if settings.prefix_id:
             raise InvalidArgument("prefix_id", "is not given beside messages")

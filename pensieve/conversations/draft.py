@@ -100,9 +100,9 @@ class Draft:
     """
 
     request: TurnRequest
-    conversation: records.Conversation
+    conversation: records.StoredConversation
     log_end: array[int]  # its last tokens, as long as the conversation's revision is what it was
-    head: Sequence[records.Message]  # what it begins with, before its first turn; else empty
+    head: Sequence[records.StoredMessage]  # what it begins with, before its first turn; else empty
     template: ChatTemplate
     heads: PromptHeads
     constraints: ConstraintChecker
@@ -170,8 +170,8 @@ class OutdatedTokens:
     `tokens` may be called in any thread; it takes as long as the history is long.
     """
 
-    conversation: records.Conversation
-    messages: Sequence[records.Message]
+    conversation: records.StoredConversation
+    messages: Sequence[records.StoredMessage]
     template: ChatTemplate
     heads: PromptHeads
 
@@ -192,13 +192,13 @@ class OutdatedTokens:
 
 def _tokenized_again(
     template: ChatTemplate,
-    stored: Sequence[records.Message],
+    stored: Sequence[records.StoredMessage],
     setting: TemplateSetting,
     begin: Callable[[Sequence[Message]], list[list[int]]] | None = None,
 ) -> list[list[int]]:
     """`begin` makes the tokens of the first turn's messages, if they open no log."""
     tokens: list[list[int]] = []
-    since_reply: list[records.Message] = []
+    since_reply: list[records.StoredMessage] = []
     last_token_id: int | None = None
     for message in stored:
         if message.finish_reason is None:
@@ -269,7 +269,7 @@ def new_conversation(
 
 def planned_conversation(
     settings: ConversationSettings, fingerprint: str, now: float
-) -> tuple[records.NewConversation, records.Conversation, Sequence[records.Message]]:
+) -> tuple[records.NewConversation, records.StoredConversation, Sequence[records.StoredMessage]]:
     """A conversation that begins with its first turn, before it is stored; as it will be read, with its head.
 
     Whatever may refuse that turn comes first: its template, its tokens, its length.  So the turn is drafted
@@ -279,7 +279,7 @@ def planned_conversation(
     """
     new = new_conversation(settings, fingerprint, now)
     head = [
-        records.Message(index, each.role, each.content, "", {}, 0, 0, 0, None, None)
+        records.StoredMessage(index, each.role, each.content, "", {}, 0, 0, 0, None, None)
         for index, each in enumerate(new.messages)
     ]
     conversation = replace(

@@ -36,12 +36,12 @@ from pensieve.core.cost import IterationCost
 from pensieve.engine import pipe as channel
 from pensieve.engine.messages import (
     Answer,
-    Event,
+    EngineEvent,
+    EngineMessage,
+    EngineTurnEvent,
     Freeing,
     KvExported,
-    Message,
-    OfTurn,
-    Reply,
+    QueryReply,
 )
 from pensieve.errors import (
     ConfigError,
@@ -184,7 +184,7 @@ class EngineClient:
         self._hung = ""  # why it was killed, if it was
         self._task: asyncio.Task[None] | None = None
         self._answer_seconds = answer_seconds
-        self._queries: dict[int, asyncio.Future[Reply]] = {}  # by id
+        self._queries: dict[int, asyncio.Future[QueryReply]] = {}  # by id
         self._num_queries = 0
 
     @property
@@ -198,7 +198,7 @@ class EngineClient:
         self._task.add_done_callback(self._supervisor_ended)
         return ready
 
-    def put(self, message: Message) -> None:
+    def put(self, message: EngineMessage) -> None:
         """To the process that is there now; Unavailable when there is none."""
         if self._writer is None:
             raise Unavailable("the engine is starting again; try again in a moment")
@@ -209,7 +209,7 @@ class EngineClient:
         if not self._writer.is_closing():  # else its death is noticed in a moment
             self._writer.write(packed)
 
-    def tell(self, message: Message | None) -> bool:
+    def tell(self, message: EngineMessage | None) -> bool:
         """Put what the engine ought to hear, if there is anything; whether it was put."""
         if message is None:
             return False
@@ -219,15 +219,15 @@ class EngineClient:
             return False
         return True
 
-    async def query(self, message_for: Callable[[int], Message]) -> Answer:
+    async def query(self, message_for: Callable[[int], EngineMessage]) -> Answer:
         """Put the message made for a query's id, and wait for its answer."""
         return await self._reply(message_for, Answer)
 
-    async def export(self, message_for: Callable[[int], Message]) -> KvExported:
+    async def export(self, message_for: Callable[[int], EngineMessage]) -> KvExported:
         """The same of KV."""
         return await self._reply(message_for, KvExported)
 
-    async def _reply(self, message_for: Callable[[int], Message], kind: type[R]) -> R:
+    async def _reply(self, message_for: Callable[[int], EngineMessage], kind: type[R]) -> R:
         self._num_queries += 1
         query_id = self._num_queries
         future = self._queries[query_id] = self._loop.create_future()
@@ -376,11 +376,11 @@ class EngineClient:
             watching.cancel()
         return self._hung or reason
 
-    def _without_replies(self, events: list[Event]) -> list[OfTurn]:
+    def _without_replies(self, events: list[EngineEvent]) -> list[EngineTurnEvent]:
         """Hand the replies to their queries; return the other events."""
-        others: list[OfTurn] = []
+        others: list[EngineTurnEvent] = []
         for event in events:
-            if not isinstance(event, Reply):
+            if not isinstance(event, QueryReply):
                 others.append(event)
             elif (query := self._queries.get(event.query_id)) is not None and not query.done():
                 query.set_result(event)

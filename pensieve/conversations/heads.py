@@ -183,7 +183,7 @@ def tokens_of(head: CommonOpening, num_messages: int) -> list[list[int]]:
     return [head.token_ids[start:stop] for start, stop in head.spans]
 
 
-def first_messages(stored: Sequence[records.Message]) -> list[Message]:
+def first_messages(stored: Sequence[records.StoredMessage]) -> list[Message]:
     """What a conversation begins with, as the template sees it."""
     return [message_of(each) for each in stored if each.content or each.role != "system"]
 
@@ -201,7 +201,7 @@ def first_turn(
 
 
 def check_fits(
-    head: CommonOpening, conversation: records.Conversation, log_end: Sequence[int]
+    head: CommonOpening, conversation: records.StoredConversation, log_end: Sequence[int]
 ) -> None:
     """That the log is this head; else something has changed that no fingerprint knows of."""
     num_tokens = len(head.token_ids)
@@ -212,7 +212,9 @@ def check_fits(
 
 
 def head_of(
-    heads: PromptHeads, stored: Sequence[records.Message], conversation: records.Conversation
+    heads: PromptHeads,
+    stored: Sequence[records.StoredMessage],
+    conversation: records.StoredConversation,
 ) -> CommonOpening:
     """Of a conversation before its first turn; empty where its first tokens come with that."""
     if conversation.began_at is None:
@@ -220,12 +222,12 @@ def head_of(
     return heads.of(first_messages(stored), setting_of(conversation))
 
 
-def setting_of(conversation: records.Conversation) -> TemplateSetting:
+def setting_of(conversation: records.StoredConversation) -> TemplateSetting:
     template_time = datetime.fromtimestamp(conversation.template_time, UTC)
     return TemplateSetting(conversation.tools, conversation.template_options, template_time)
 
 
-def message_of(stored: records.Message) -> Message:
+def message_of(stored: records.StoredMessage) -> Message:
     calls = stored.extra.get("tool_calls", ())
     return Message(
         stored.role,

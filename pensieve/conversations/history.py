@@ -137,7 +137,7 @@ class History:
 
     # -- conversations --
 
-    def create(self, settings: ConversationSettings) -> records.Conversation | OutdatedTokens:
+    def create(self, settings: ConversationSettings) -> records.StoredConversation | OutdatedTokens:
         """Settings that `check_settings` has let pass.
 
         The tokens of a declared prefix are there already, but may have to be made anew.
@@ -155,7 +155,7 @@ class History:
         *,
         metadata: Mapping[str, Any] | None = None,
         tenant: str = "",
-    ) -> records.Conversation:
+    ) -> records.StoredConversation:
         """Its `num_tokens` first tokens are the source's."""
         self._check_storage(tenant)
         if at_revision is None:
@@ -171,7 +171,7 @@ class History:
         expected_revision: int | None = None,
         *,
         tenant: str = "",
-    ) -> records.Conversation:
+    ) -> records.StoredConversation:
         """The conversation as it is afterwards; StaleRevision unless it is at the expected revision."""
         self._log_is_cut(tenant, conversation_id)
         self._store.rewind_conversation(
@@ -180,7 +180,7 @@ class History:
         return self._store.get_conversation(conversation_id, tenant=tenant)
 
     def delete_last(
-        self, seen: records.Conversation, pending: Sequence[records.NewMessage]
+        self, seen: records.StoredConversation, pending: Sequence[records.NewMessage]
     ) -> LastDeleted:
         """Delete the last message of a conversation that is as it was `seen`, with these pending messages."""
         conversation_id, tenant = seen.conversation_id, seen.tenant
@@ -317,7 +317,7 @@ class History:
         if request.expected_revision not in (None, conversation.revision):
             raise StaleRevision(request.expected_revision, conversation.revision)
         self._check_storage(tenant)
-        head = list[records.Message]()
+        head = list[records.StoredMessage]()
         if conversation.num_messages and not self.declared.has_turns(conversation):
             head = self._store.messages(conversation_id, tenant=tenant)
         return Draft(request, conversation, log_end, head, *self._texts)
@@ -479,7 +479,7 @@ class History:
                 raise InvalidArgument("content", "a message must not be empty")
         check_length("content", request.num_characters, self._context_max)
 
-    def _outdated(self, conversation: records.Conversation) -> OutdatedTokens:
+    def _outdated(self, conversation: records.StoredConversation) -> OutdatedTokens:
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
@@ -508,7 +508,9 @@ class History:
         assert reply is not None
         return KnownTurn(turn, reply)
 
-    def _beginning(self, conversation: records.Conversation, prompt: array[int]) -> LogBeginning:
+    def _beginning(
+        self, conversation: records.StoredConversation, prompt: array[int]
+    ) -> LogBeginning:
         """Of a conversation with this prompt behind it: as much as may be shared."""
         log = array("I")
         if conversation.num_tokens:
@@ -531,14 +533,16 @@ class PrefixHistory:
         self,
         store: ConversationStore,
         fingerprint: str,
-        outdated: Callable[[records.Conversation], OutdatedTokens],
+        outdated: Callable[[records.StoredConversation], OutdatedTokens],
         check_storage: Callable[[str], None],
     ) -> None:
         self._store = store
         self._check_storage = check_storage
         self._fingerprint = fingerprint
         self._outdated = outdated
-        self._first_turns: dict[int, records.Conversation] = {}  # by turn id, while the turn runs
+        self._first_turns: dict[
+            int, records.StoredConversation
+        ] = {}  # by turn id, while the turn runs
 
     def declare(
         self,
@@ -546,7 +550,7 @@ class PrefixHistory:
         tokens: Sequence[Sequence[int]],
         template_time: float,
         prefixes_max: int,
-    ) -> records.Prefix:
+    ) -> records.StoredPrefix:
         """Store a prefix with the tokens of each of its messages; StorageFull if there are too many."""
         self._check_storage(settings.tenant)
         given = all_messages(settings)
@@ -568,7 +572,9 @@ class PrefixHistory:
             )
         )
 
-    def begin(self, settings: ConversationSettings) -> records.Conversation | OutdatedTokens | None:
+    def begin(
+        self, settings: ConversationSettings
+    ) -> records.StoredConversation | OutdatedTokens | None:
         """A conversation under its declared prefix; None if no such prefix is declared.
 
         Outdated if the prefix has tokens of another tokenizer or template.
@@ -598,7 +604,7 @@ class PrefixHistory:
         settings: ConversationSettings,
         tokens: Sequence[Sequence[int]],
         template_time: float,
-    ) -> records.Conversation:
+    ) -> records.StoredConversation:
         """A conversation that begins with the messages of its settings, which have these tokens."""
         self._check_storage(settings.tenant)
         return self._store.create_conversation(
@@ -619,7 +625,7 @@ class PrefixHistory:
         """(tenant, id) of the prefixes that are to be kept warm."""
         return self._store.prefixes.to_keep_warm()
 
-    def shared(self, conversation: records.Conversation) -> tuple[str, int]:
+    def shared(self, conversation: records.StoredConversation) -> tuple[str, int]:
         """The key of its prefix, and how many tokens the conversation has in common with that; none: 0."""
         if conversation.began_at is None or not conversation.prefix_id:
             return "", 0
@@ -627,13 +633,13 @@ class PrefixHistory:
         key = cache_key(conversation.tenant, stored_id(conversation.prefix_id))
         return key if num_tokens else "", num_tokens
 
-    def has_turns(self, conversation: records.Conversation) -> bool:
+    def has_turns(self, conversation: records.StoredConversation) -> bool:
         """Whether its history has more than what it began with."""
         if conversation.began_at is None:  # then that has no tokens
             return conversation.num_tokens > 0
         return self._store.prefixes.has_turns(conversation)
 
-    def begun(self, turn_id: int, conversation: records.Conversation) -> None:
+    def begun(self, turn_id: int, conversation: records.StoredConversation) -> None:
         """The first turn of a conversation under a prefix runs."""
         self._first_turns[turn_id] = conversation
 

@@ -19,7 +19,7 @@ from pensieve.conversations.live_turn import LiveTurn, RecomputeReason
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.distributions import Histogram, RecentTimes
-from pensieve.engine.messages import Event, TurnEnded
+from pensieve.engine.messages import EngineEvent, TurnEnded
 from pensieve.errors import PensieveError
 
 OTHER = "other"  # recomputed for a warm, a job or a turn that was given up
@@ -62,7 +62,9 @@ class Meter:
         self.output_tokens = Histogram(TURN_TOKENS)
         self.commits = Histogram(COMMIT_SECONDS)
 
-    def took(self, events: Sequence[Event], turn_of: Callable[[int], LiveTurn | None]) -> None:
+    def took(
+        self, events: Sequence[EngineEvent], turn_of: Callable[[int], LiveTurn | None]
+    ) -> None:
         """`turn_of` knows the live turns by their numbers, also those that these events end."""
         num_tokens = 0
         for event in events:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pensieve.store.records import Conversation
+from pensieve.store.records import StoredConversation
 
 PREFIXES_MAX = 256
 TOKENS_MAX = 16_384  # of a log that are remembered
@@ -30,7 +30,7 @@ class SharedPrefix(NamedTuple):
 class LogBeginning(NamedTuple):
     """The first tokens of a running turn's conversation, to be shared once it is committed."""
 
-    conversation: Conversation
+    conversation: StoredConversation
     tokens: array[int]
 
 

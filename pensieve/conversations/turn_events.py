@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, ParamSpec
 
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.engine.messages import OfTurn
+from pensieve.engine.messages import EngineTurnEvent
 from pensieve.errors import PensieveError
 
 P = ParamSpec("P")
@@ -74,7 +74,7 @@ class TurnEvents:
         # The engine is gone, and all turns with it; with the reason.
         self.engine_down = Signal[[str]]()
         # A frame of the engine's events, also of background turns.
-        self.engine_events = Signal[[list[OfTurn]]]()
+        self.engine_events = Signal[[list[EngineTurnEvent]]]()
         # Whether new turns are taken may have changed.
         self.serving = Signal[[bool]]()
         # The daemon takes no new turns.

@@ -44,7 +44,7 @@ class IterationBuilder:
         self.num_tokens_left = config.batch_tokens_max
         self.planned_at = 0.0
         self.num_decodes = 0  # of interactive turns
-        self.others_generate = False  # in uncommitted iterations; see micro_batches.py
+        self.others_generate = False  # in uncommitted iterations; see pipeline_stages.py
         self.predicted_without = 0.0  # of its decodes alone; see time_budget.py
         self.num_interactive: int | None = None  # tokens before the background turns; None: all are
         self.holds_back = holds_back  # also if there is room for one tile only

@@ -22,7 +22,7 @@ Features plug in at named points and are not made while they are off:
 
     streaming.py         `streaming`       where turns may stream: admits, stops and returns streamed turns
     background_room.py   `background`      from the first background turn on: limits the tokens of step 4
-    micro_batches.py     `micro_batches`   with pipeline stages: chooses whose decodes are in an iteration
+    pipeline_stages.py   `micro_batches`   with pipeline stages: chooses whose decodes are in an iteration
 
 States.  The scheduler moves turns from one state to the other:
 
@@ -64,7 +64,7 @@ from pensieve.core.fair_queue import (
 )
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_builder import TILE_EVERY, IterationBuilder
-from pensieve.core.micro_batches import MicroBatches
+from pensieve.core.pipeline_stages import MicroBatches
 from pensieve.core.preemption import Preemption, turn_to_suspend
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig

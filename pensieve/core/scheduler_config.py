@@ -29,7 +29,7 @@ class SchedulerConfig:
     copy_seconds: float = COPY_SECONDS  # of a chunk from the host to the device
     group_seconds: float = GROUP_SECONDS  # that a group of streamed turns adds to an iteration
     stages: int = (
-        1  # of a pipeline: so many iterations are uncommitted at once; see micro_batches.py
+        1  # of a pipeline: so many iterations are uncommitted at once; see pipeline_stages.py
     )
 
     def __post_init__(self) -> None:

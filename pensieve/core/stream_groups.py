@@ -73,7 +73,7 @@ class StreamGroups:
         self._age += 1
         num_changed_max = CHANGED_SHARE * len(pieces)
         if self._kept and self._age < PACK_EVERY:
-            known: dict[tuple[int, ...], _Group] = {}
+            known: dict[tuple[int, ...], _GroupBuilder] = {}
             for _ in range(MENDED_TWICE):
                 self._mend(streamed, pieces)
                 made = self._made(resident, streamed, pieces, filled_before, known)
@@ -117,14 +117,14 @@ class StreamGroups:
         streamed: Mapping[int, Turn],
         pieces: Mapping[int, list[Slice]],
         filled_before: Mapping[Chunk, int],
-        known: dict[tuple[int, ...], _Group],
+        known: dict[tuple[int, ...], _GroupBuilder],
     ) -> tuple[tuple[Slice, ...], tuple[PageGroup, ...]]:
         """`known`: groups of this iteration that have been made before, by their turns."""
         arranged, made = list(resident), []
         for turn_ids in map(tuple, self._kept):
             group = known.get(turn_ids)
             if group is None:
-                group = known[turn_ids] = _Group(self, filled_before)
+                group = known[turn_ids] = _GroupBuilder(self, filled_before)
                 for turn_id in turn_ids:
                     group.add(streamed[turn_id], pieces[turn_id])
             made.append(group.closed(len(arranged)))
@@ -197,7 +197,7 @@ class StreamGroups:
         return -(-pieces[-1].stop // self.size)
 
 
-class _Group:
+class _GroupBuilder:
     """A group while its turns are put into it."""
 
     def __init__(self, groups: StreamGroups, filled_before: Mapping[Chunk, int]) -> None:

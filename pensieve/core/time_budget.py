@@ -42,9 +42,9 @@ time, or reach what is allowed.
 `plan` and `commit` are given the times, so the budget is as repeatable as the rest: a journal replays to the
 same pieces.  With pipeline stages a turn's next token comes with the last of as many iterations as there are
 stages.  So each of them is allowed its part of what prompts may add, and the objective is kept by what the
-iterations in flight make of it (stage_times.py).  An iteration in which a turn generates took from the last
-commit to its own, because a generating turn waits for that long: all that is done between two iterations
-counts.
+iterations in flight make of it (pipeline_stages.py).  An iteration in which a turn generates took from the
+last commit to its own, because a generating turn waits for that long: all that is done between two
+iterations counts.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pensieve.core.iteration_builder import TOKENS_MIN, IterationBuilder
+from pensieve.core.pipeline_stages import StageTimes
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.stage_times import StageTimes
 from pensieve.core.turn import Turn
 
 NUM_KEPT = 7  # measurements of what prompts add

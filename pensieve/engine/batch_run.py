@@ -43,16 +43,16 @@ from pensieve.core.turn import FinishReason, TurnOptions, Usage
 from pensieve.engine.messages import (
     CancelTurn,
     DeleteConversation,
-    Event,
+    EngineEvent,
+    EngineMessage,
     ForkConversation,
-    Message,
     SubmitTurn,
     TurnAdmitted,
     TurnEnded,
 )
 
-Sharing = Literal["groups", "lru", "off"]
-OfTurn = SampledToken | TurnAdmitted | TurnEnded  # the events that tell of its turns
+PrefixSharing = Literal["groups", "lru", "off"]
+_TurnEvent = SampledToken | TurnAdmitted | TurnEnded  # the events that tell of its turns
 TRIED_AGAIN = ("QUEUE_FULL", "ENGINE_FAILED")  # failures that say nothing of the request
 
 
@@ -105,7 +105,7 @@ class BatchRun:
         numbers: Callable[[], int],
         share: str = "",
         weight: float = 1.0,
-        sharing: Sharing = "groups",
+        sharing: PrefixSharing = "groups",
     ) -> None:
         """`numbers` draws ids of turns; `share` and `weight` are as in `SubmitTurn`."""
         self._name, self._requests, self._numbers = name, requests, numbers
@@ -119,7 +119,7 @@ class BatchRun:
         max_tokens = [each.options.sampling.max_tokens for each in requests]
         self._feed = GroupFeed(groups, num_tokens, max_tokens, feed)
         self._active: dict[int, _Active] = {}  # by turn_id
-        self._messages: list[Message] = []  # that follow from events
+        self._messages: list[EngineMessage] = []  # that follow from events
         self._kept: dict[str, None] = {}  # conversations that outlive their turn
         self._is_paused = self._holds_back = False
         self.saved_tokens = 0  # of prompts, that were found in the cache
@@ -128,7 +128,7 @@ class BatchRun:
 
     # -- to the engine --
 
-    def go(self, submits: bool = True) -> list[Message]:
+    def go(self, submits: bool = True) -> list[EngineMessage]:
         """What is to be put now, in this order; without new turns unless it `submits`."""
         messages, self._messages = self._messages, []
         while (
@@ -145,7 +145,7 @@ class BatchRun:
                 messages += self._delete(kept)
         return messages
 
-    def pause(self) -> list[Message]:
+    def pause(self) -> list[EngineMessage]:
         """Cancel what runs: it is computed again after `resume`.  Nothing is submitted until then."""
         self._is_paused = True
         return [CancelTurn(turn_id, 0) for turn_id in self._active]
@@ -153,7 +153,7 @@ class BatchRun:
     def resume(self) -> None:
         self._is_paused = False
 
-    def stop(self) -> list[Message]:
+    def stop(self) -> list[EngineMessage]:
         """Cancel what runs, and leave nothing behind in the engine."""
         messages, self._messages = [*self._messages, *self.pause()], []
         for kept in list(self._kept):
@@ -173,9 +173,9 @@ class BatchRun:
 
     # -- from the engine --
 
-    def take(self, event: Event) -> Finished | None:
+    def take(self, event: EngineEvent) -> Finished | None:
         """An event of one of its turns; others are ignored."""
-        active = self._active.get(event.turn_id) if isinstance(event, OfTurn) else None
+        active = self._active.get(event.turn_id) if isinstance(event, _TurnEvent) else None
         if active is None:
             return None
         if isinstance(event, TurnEnded):
@@ -282,7 +282,7 @@ class BatchRun:
         self.output_tokens += len(active.samples)
         return Finished(request, tuple(active.samples), event.finish, event.failure, event.usage)
 
-    def _delete(self, conversation_id: str) -> list[Message]:
+    def _delete(self, conversation_id: str) -> list[EngineMessage]:
         self._kept.pop(conversation_id, None)
         return [DeleteConversation(conversation_id)]
 

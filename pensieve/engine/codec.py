@@ -20,11 +20,11 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from pensieve.engine.messages import Event, Message
+from pensieve.engine.messages import EngineEvent, EngineMessage
 
 PLAIN = (int, float, str, bool, NoneType)
 KINDS: dict[str, type[Any]] = {
-    each.__name__: each for each in (*get_args(Message), *get_args(Event))
+    each.__name__: each for each in (*get_args(EngineMessage), *get_args(EngineEvent))
 }
 Convert = Callable[[Any], Any]
 
@@ -33,7 +33,7 @@ class Unreadable(ValueError):
     """These JSON values are no message and no event."""
 
 
-def encode(value: Message | Event) -> tuple[list[Any], bytes]:
+def encode(value: EngineMessage | EngineEvent) -> tuple[list[Any], bytes]:
     """The JSON values of a message or event, and the bytes that travel beside them."""
     form = _form_of(type(value))
     items = list(form.read(value))

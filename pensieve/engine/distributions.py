@@ -10,10 +10,10 @@ it was a moment ago, and a sum that may be a value ahead of them.
 
 `RecentTimes` tells how long something takes, as quantiles of the latest five minutes.  It counts times in
 BUCKETS buckets, each RATIO as wide as the one before, so a quantile is right to within 2 % and no single time
-is kept.  It has such counts for each of the latest SLICES minutes.  The oldest one is dropped as a whole, and
-all of it is a few kilobytes however many times come.  If there is an objective, it also counts exactly how
-many times met it.  A `RecentShare` is a part of a whole over the same minutes.  Both are told the time, so
-any clock may drive them.
+is kept.  It has such counts for each of the latest five minutes.  The oldest minute is dropped as a whole,
+and all of it is a few kilobytes however many times come.  If there is an objective, it also counts exactly
+how many times met it.  A `RecentShare` is a part of a whole over the same minutes.  Both are told the time,
+so any clock may drive them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 SUM = "sum"
-SLICE_SECONDS = 60.0
-SLICES = 5
+INTERVAL_SECONDS = 60.0
+INTERVALS = 5
 FLOOR_SECONDS = 1e-4  # what is shorter counts as nothing
 RATIO = 1.04
 BUCKETS = 412  # the last one begins at 16 minutes
@@ -81,7 +81,7 @@ class Spread:
 
 
 @dataclass(slots=True)
-class _Slice:
+class _Interval:
     ends_at: float
     counts: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     num_within: int = 0  # the objective
@@ -89,14 +89,14 @@ class _Slice:
 
 class RecentTimes:
     def __init__(self, objective: float = math.inf) -> None:
-        self.slices: deque[_Slice] = deque()
+        self.intervals: deque[_Interval] = deque()
         self._objective = objective
 
     def add(self, seconds: float, now: float, count: int = 1) -> None:
-        if not self.slices or now >= self.slices[-1].ends_at:
+        if not self.intervals or now >= self.intervals[-1].ends_at:
             self._forget(now)
-            self.slices.append(_Slice(now + SLICE_SECONDS))
-        latest = self.slices[-1]
+            self.intervals.append(_Interval(now + INTERVAL_SECONDS))
+        latest = self.intervals[-1]
         latest.counts[_bucket(seconds)] += count
         if seconds <= self._objective:
             latest.num_within += count
@@ -120,17 +120,21 @@ class RecentTimes:
     def attained(self, now: float) -> float:
         """The share of times that met the objective; 1 of none."""
         total = sum(self._counts(now))
-        return sum(each.num_within for each in self.slices) / total if total else 1.0
+        return sum(each.num_within for each in self.intervals) / total if total else 1.0
 
     def _counts(self, now: float) -> list[int]:
         self._forget(now)
-        if not self.slices:
+        if not self.intervals:
             return []
-        return [sum(column) for column in zip(*(each.counts for each in self.slices), strict=True)]
+        return [
+            sum(column) for column in zip(*(each.counts for each in self.intervals), strict=True)
+        ]
 
     def _forget(self, now: float) -> None:
-        while self.slices and self.slices[0].ends_at <= now - (SLICES - 1) * SLICE_SECONDS:
-            self.slices.popleft()
+        while (
+            self.intervals and self.intervals[0].ends_at <= now - (INTERVALS - 1) * INTERVAL_SECONDS
+        ):
+            self.intervals.popleft()
 
 
 class RecentShare:
@@ -140,7 +144,7 @@ class RecentShare:
     def add(self, part: float, whole: float, now: float) -> None:
         if not self._minutes or now >= self._minutes[-1][0]:
             self._forget(now)
-            self._minutes.append([now + SLICE_SECONDS, 0.0, 0.0])
+            self._minutes.append([now + INTERVAL_SECONDS, 0.0, 0.0])
         latest = self._minutes[-1]
         latest[1] += part
         latest[2] += whole
@@ -152,7 +156,7 @@ class RecentShare:
         return sum(each[1] for each in self._minutes) / whole if whole else 0.0
 
     def _forget(self, now: float) -> None:
-        while self._minutes and self._minutes[0][0] <= now - (SLICES - 1) * SLICE_SECONDS:
+        while self._minutes and self._minutes[0][0] <= now - (INTERVALS - 1) * INTERVAL_SECONDS:
             self._minutes.popleft()
 
 

@@ -52,7 +52,8 @@ from pensieve.engine.messages import (
     CancelTurn,
     CheckIntegrity,
     DeleteConversation,
-    Event,
+    EngineEvent,
+    EngineMessage,
     EvictConversation,
     Explain,
     ExportKv,
@@ -61,7 +62,6 @@ from pensieve.engine.messages import (
     ImportKv,
     ListCached,
     LogNeeded,
-    Message,
     OpenImport,
     Picture,
     ProvideLog,
@@ -181,7 +181,7 @@ class Engine:
 
     # -- in --
 
-    def _deliver(self, messages: Sequence[Message]) -> None:
+    def _deliver(self, messages: Sequence[EngineMessage]) -> None:
         if self.held.turns:
             for released in self.held.released():
                 self._receive(released)
@@ -195,7 +195,7 @@ class Engine:
             return False
         return not _is_among(message.conversation_id, self.held.turns) and self.held.hold(message)
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: EngineMessage) -> None:
         if isinstance(message, ImportKv) and not message.is_verified:
             message = verified(message, self.hand_over.slot_bytes)
         now = self.clock.now()
@@ -203,7 +203,7 @@ class Engine:
             observer.received(message, now)
         self._publish(self.take(message, now))
 
-    def take(self, message: Message, now: float) -> list[Event]:
+    def take(self, message: EngineMessage, now: float) -> list[EngineEvent]:
         """Act on one message; returns the events that follow from it at once."""
         scheduler, cache = self.scheduler, self.scheduler.cache
         if self.hand_over.imports:
@@ -259,7 +259,7 @@ class Engine:
                 return [self.hand_over.take_in(message, now)]
         return self._ended()
 
-    def _submit(self, message: SubmitTurn, now: float) -> list[Event]:
+    def _submit(self, message: SubmitTurn, now: float) -> list[EngineEvent]:
         scheduler, conversation_id = self.scheduler, message.conversation_id
         running = scheduler.turn_of(conversation_id)
         if running is not None and running.warm and not message.warm:
@@ -351,9 +351,9 @@ class Engine:
 
     def _give_up_waiting(
         self, conversation_id: str, now: float, *, warms_only: bool = False
-    ) -> list[Event]:
+    ) -> list[EngineEvent]:
         """End the turns of a conversation that wait for its log, or are held."""
-        ended: list[Event] = []
+        ended: list[EngineEvent] = []
         for message in [] if warms_only else list(self.held.turns.values()):
             if message.conversation_id == conversation_id:
                 del self.held.turns[message.turn_id]
@@ -409,7 +409,7 @@ class Engine:
             observer.committed(iteration, outcome, now)
         self._publish(self._events(news))
 
-    def _publish(self, events: Sequence[Event]) -> None:
+    def _publish(self, events: Sequence[EngineEvent]) -> None:
         if events:
             for event in events if self.held.prepared else ():
                 if isinstance(event, TurnEnded):
@@ -418,17 +418,17 @@ class Engine:
                 observer.published(events)
             self.sink.publish(events)
 
-    def _ended(self) -> list[Event]:
+    def _ended(self) -> list[EngineEvent]:
         return self._events(self.scheduler.drain_ended())
 
     @staticmethod
-    def _events(news: Sequence[SampledToken | Ended]) -> list[Event]:
+    def _events(news: Sequence[SampledToken | Ended]) -> list[EngineEvent]:
         return [each if isinstance(each, SampledToken) else _ended(each) for each in news]
 
     def _end_everything(self) -> None:
         now = self.clock.now()
         failed, why = FinishReason.FAILED, "ENGINE_FAILED"
-        events: list[Event] = [
+        events: list[EngineEvent] = [
             TurnEnded(
                 turn.turn_id,
                 turn.conversation_id,

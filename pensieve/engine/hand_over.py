@@ -39,11 +39,11 @@ from pensieve.engine.messages import (
     TOKEN_BYTES,
     Answer,
     DeleteConversation,
+    EngineMessage,
     ExportKv,
     ForkConversation,
     ImportKv,
     KvExported,
-    Message,
     OpenImport,
     RewindConversation,
     SubmitTurn,
@@ -170,7 +170,7 @@ class HandOver:
         while len(self.imports) > IMPORTS_MAX:
             self.imports.popitem(last=False)
 
-    def close_import(self, message: Message) -> None:
+    def close_import(self, message: EngineMessage) -> None:
         """Close the import of a conversation that the message uses, or makes another one."""
         match message:
             case SubmitTurn() | RewindConversation() | DeleteConversation():

@@ -39,7 +39,7 @@ from pensieve.core.tiers import IsIntact
 from pensieve.engine import codec
 from pensieve.engine.engine import Engine, EngineConfig, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import Event, Message, SubmitTurn
+from pensieve.engine.messages import EngineEvent, EngineMessage, SubmitTurn
 from pensieve.engine.ports import Ports
 from pensieve.errors import ConfigError, one_line
 from pensieve.sampling import Sampling
@@ -147,7 +147,7 @@ class Journal:
     def given_up(self) -> bool:
         return self._lines is None
 
-    def received(self, message: Message, now: float) -> None:
+    def received(self, message: EngineMessage, now: float) -> None:
         if isinstance(message, SubmitTurn):  # no text of a client enters the journal
             sampling = Sampling(max_tokens=message.options.sampling.max_tokens)
             options = replace(message.options, sampling=sampling, constraint=None)
@@ -172,7 +172,7 @@ class Journal:
             }
         )
 
-    def published(self, events: Sequence[Event]) -> None:
+    def published(self, events: Sequence[EngineEvent]) -> None:
         return
 
     def _write(self, entry: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ class _Recorded:
     def collect(self) -> Outcome:
         return Outcome()
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         return
 
 

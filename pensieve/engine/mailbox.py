@@ -14,19 +14,19 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from pensieve.engine.messages import Event, Freeing, Message
+from pensieve.engine.messages import EngineEvent, EngineMessage, Freeing
 from pensieve.errors import QueueFull, Unavailable
 
 
 class Mailbox:
     def __init__(self, messages_max: int = 1024) -> None:
         self.messages_max = messages_max
-        self._messages: deque[Message] = deque()
+        self._messages: deque[EngineMessage] = deque()
         self._changed = threading.Condition()
         self._closed: str | None = None
         self._woken = False
 
-    def put(self, message: Message) -> None:
+    def put(self, message: EngineMessage) -> None:
         with self._changed:
             if self._closed is None and not self._has_room_for(message):
                 raise QueueFull(
@@ -34,13 +34,13 @@ class Mailbox:
                 )
             self._append(message)
 
-    def put_when_there_is_room(self, message: Message) -> None:
+    def put_when_there_is_room(self, message: EngineMessage) -> None:
         """Wait until the engine has taken the others, which it does before every iteration."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed is not None or self._has_room_for(message))
             self._append(message)
 
-    def drain(self) -> list[Message]:
+    def drain(self) -> list[EngineMessage]:
         with self._changed:
             messages = list(self._messages)
             self._messages.clear()
@@ -73,10 +73,10 @@ class Mailbox:
         with self._changed:
             return self._closed is not None
 
-    def _has_room_for(self, message: Message) -> bool:
+    def _has_room_for(self, message: EngineMessage) -> bool:
         return isinstance(message, Freeing) or len(self._messages) < self.messages_max
 
-    def _append(self, message: Message) -> None:
+    def _append(self, message: EngineMessage) -> None:
         if self._closed is not None:
             raise Unavailable(self._closed)
         self._messages.append(message)
@@ -88,11 +88,11 @@ class Outbox:
 
     def __init__(self, events_max: int = 65_536) -> None:
         self.events_max = events_max
-        self._events: deque[Event] = deque()
+        self._events: deque[EngineEvent] = deque()
         self._changed = threading.Condition()
         self._closed = False
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         if not events:
             return
         with self._changed:
@@ -100,7 +100,7 @@ class Outbox:
             self._events.extend(events)
             self._changed.notify_all()
 
-    def get(self, timeout_seconds: float | None = None) -> Event | None:
+    def get(self, timeout_seconds: float | None = None) -> EngineEvent | None:
         """The next event; None after the timeout, or when closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._closed, timeout_seconds)
@@ -110,7 +110,7 @@ class Outbox:
             self._changed.notify_all()
             return event
 
-    def drain(self, timeout_seconds: float | None = None) -> list[Event] | None:
+    def drain(self, timeout_seconds: float | None = None) -> list[EngineEvent] | None:
         """Wait for events and return all that are there; [] after the timeout, None when all is over."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._closed, timeout_seconds)

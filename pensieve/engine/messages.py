@@ -145,7 +145,7 @@ class ImportKv:
     is_verified: bool = False  # `damaged` is known
 
 
-Message = (
+EngineMessage = (
     SubmitTurn
     | ProvideLog
     | CancelTurn
@@ -218,6 +218,6 @@ class KvExported:
     body: bytes = b""
 
 
-Reply = Answer | KvExported  # to a query
-OfTurn = SampledToken | LogNeeded | TurnAdmitted | TurnEnded
-Event = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer | KvExported
+QueryReply = Answer | KvExported  # to a query
+EngineTurnEvent = SampledToken | LogNeeded | TurnAdmitted | TurnEnded
+EngineEvent = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer | KvExported

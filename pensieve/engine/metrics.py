@@ -26,7 +26,7 @@ from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import FinishReason, TurnState
 from pensieve.engine.distributions import Histogram, RecentShare, RecentTimes
-from pensieve.engine.messages import Event, Message, SubmitTurn, TurnEnded
+from pensieve.engine.messages import EngineEvent, EngineMessage, SubmitTurn, TurnEnded
 
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 TURNS_WAITING = ("queued", "suspended")  # in the figures, behind `turns_`
@@ -57,7 +57,7 @@ class Metrics:
 
     # -- Observer --
 
-    def received(self, message: Message, now: float) -> None:
+    def received(self, message: EngineMessage, now: float) -> None:
         return
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
@@ -73,7 +73,7 @@ class Metrics:
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
         return
 
-    def published(self, events: Sequence[Event]) -> None:
+    def published(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
             if isinstance(event, TurnEnded):
                 self._by_finish[event.finish] += 1
@@ -172,7 +172,7 @@ class TurnTimes:
 
     # -- Observer --
 
-    def received(self, message: Message, now: float) -> None:
+    def received(self, message: EngineMessage, now: float) -> None:
         if not isinstance(message, SubmitTurn) or message.warm:
             return
         if message.options.background:  # nobody waits for its tokens
@@ -197,7 +197,7 @@ class TurnTimes:
         self._committed_at = now
         self._errors.add(predicted, measured)
 
-    def published(self, events: Sequence[Event]) -> None:
+    def published(self, events: Sequence[EngineEvent]) -> None:
         """Tokens come right behind `committed`, at its time."""
         now, token_at = self._committed_at, self._token_at
         num_since: dict[float, int] = {}  # gaps, by when the token before came

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pensieve.engine import codec
-from pensieve.engine.messages import Event, Message
+from pensieve.engine.messages import EngineEvent, EngineMessage
 from pensieve.errors import PensieveError
 
 FRAME_BYTES_MAX = 64 << 20
@@ -73,17 +73,17 @@ def frames(sock: socket.socket) -> Iterator[Frame]:
             yield unpack(head, body)
 
 
-def pack_message(message: Message) -> bytes:
+def pack_message(message: EngineMessage) -> bytes:
     return pack(*codec.encode(message))
 
 
-def message_of(frame: Frame) -> Message:
+def message_of(frame: Frame) -> EngineMessage:
     """The message in a frame from the service."""
-    message: Message = _decoded(*frame)
+    message: EngineMessage = _decoded(*frame)
     return message
 
 
-def pack_events(events: Sequence[Event]) -> bytes:
+def pack_events(events: Sequence[EngineEvent]) -> bytes:
     """As few frames as can be: an event with bytes has one of its own."""
     packed, items = list[bytes](), list[list[Any]]()
     for each, body in map(codec.encode, events):
@@ -113,7 +113,7 @@ def rounds_of(frame: Frame) -> int | None:
     return rest[0]
 
 
-def events_of(frame: Frame) -> list[Event]:
+def events_of(frame: Frame) -> list[EngineEvent]:
     """What the engine published since the last frame."""
     (kind, *rest), body = frame
     if kind != "events" or len(rest) != 1 or not isinstance(rest[0], list):

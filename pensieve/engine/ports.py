@@ -10,7 +10,7 @@ from pensieve.core.adoption import KvPlace
 from pensieve.core.constraint import Constraint
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import Event, Message
+from pensieve.engine.messages import EngineEvent, EngineMessage
 
 
 class Clock(Protocol):
@@ -64,19 +64,19 @@ class KvPages(Protocol):
 
 
 class Sink(Protocol):
-    def publish(self, events: Sequence[Event]) -> None: ...
+    def publish(self, events: Sequence[EngineEvent]) -> None: ...
 
 
 class Observer(Protocol):
     """Is called with everything that happens, in order; decides nothing."""
 
-    def received(self, message: Message, now: float) -> None: ...
+    def received(self, message: EngineMessage, now: float) -> None: ...
 
     def planned(self, iteration: Iteration | None, now: float) -> None: ...
 
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None: ...
 
-    def published(self, events: Sequence[Event]) -> None: ...
+    def published(self, events: Sequence[EngineEvent]) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,14 @@ from pensieve.conversations.turns import BACKGROUND_NUMBER_MIN
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
-from pensieve.engine.messages import Message, OfTurn, SubmitTurn, TurnAdmitted, TurnEnded
+from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, PrefixSharing
+from pensieve.engine.messages import (
+    EngineMessage,
+    EngineTurnEvent,
+    SubmitTurn,
+    TurnAdmitted,
+    TurnEnded,
+)
 from pensieve.errors import PensieveError
 from pensieve.jobs.prepared import PreparedLine
 
@@ -53,8 +59,8 @@ class JobRun:
         numbers: Callable[[], int],
         share: str,
         weight: float,
-        put: Callable[[Message], None],
-        sharing: Sharing = "groups",
+        put: Callable[[EngineMessage], None],
+        sharing: PrefixSharing = "groups",
     ) -> None:
         """Takes seconds for many lines; in any thread.  `name`: no other run of this engine has it."""
         self._put = put
@@ -103,14 +109,14 @@ class JobRun:
 
     # -- from the engine --
 
-    def engine_events(self, events: Sequence[OfTurn]) -> None:
+    def engine_events(self, events: Sequence[EngineTurnEvent]) -> None:
         """Take a frame, which may have events of other turns, and go on."""
         for event in events:
             if event.turn_id >= BACKGROUND_NUMBER_MIN:
                 self._take(event)
         self.go()
 
-    def _take(self, event: OfTurn) -> None:
+    def _take(self, event: EngineTurnEvent) -> None:
         if not isinstance(event, SampledToken | TurnAdmitted | TurnEnded):
             return
         request = self._batch.request_of(event.turn_id)

@@ -32,11 +32,28 @@ from typing import NamedTuple
 
 from pensieve.core.cost import work_of
 from pensieve.core.iteration import Iteration, Outcome, PageGroup, SampledToken, Slice
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
 
 PHASES = ("unified", "separate")
 Watcher = Callable[[Iteration, float, float], None]  # iteration, begun, ended
+
+
+class VirtualClock:
+    """It moves only when it is advanced, and only forward."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0, "time does not go back"
+        self._now += seconds
+
+    def advance_to(self, moment: float) -> None:
+        """To that moment, or not at all if it has passed."""
+        self._now = max(self._now, moment)
 
 
 class ModelledExecutor:

@@ -26,7 +26,7 @@ from pensieve.core.turn import TurnOptions
 from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
-    Event,
+    EngineEvent,
     ForkConversation,
     RewindConversation,
     SubmitTurn,
@@ -34,9 +34,8 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.ports import Ports
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel, instant
-from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.series import Distribution, Series
 from pensieve.sim.trace import Arrival
 
@@ -231,7 +230,7 @@ class Simulator:
 
     # -- events of the engine --
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         now = self.clock.now()
         counted = now >= self._count_from
         since = self._last_token

@@ -9,13 +9,13 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.folder import DataFolder
 from pensieve.store.records import (
     BeginResult,
-    Conversation,
-    Message,
     NewConversation,
     NewMessage,
     NewTurn,
     Page,
     Rewound,
+    StoredConversation,
+    StoredMessage,
     StoredTurn,
     StoredTurnState,
     TurnMessages,
@@ -23,15 +23,15 @@ from pensieve.store.records import (
 
 __all__ = [
     "BeginResult",
-    "Conversation",
     "ConversationStore",
     "DataFolder",
-    "Message",
     "NewConversation",
     "NewMessage",
     "NewTurn",
     "Page",
     "Rewound",
+    "StoredConversation",
+    "StoredMessage",
     "StoredTurn",
     "StoredTurnState",
     "TurnMessages",

@@ -25,7 +25,7 @@ from pensieve.store.backend import ErasureSteps
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
 from pensieve.store.owners import Owners, keep_owner
-from pensieve.store.records import Conversation, NewMessage, check_text
+from pensieve.store.records import NewMessage, StoredConversation, check_text
 from pensieve.store.transactions import StoreTransactions, repeated
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class PendingChange(NamedTuple):
 class LastDeleted(NamedTuple):
     """A conversation without the last message that it had."""
 
-    conversation: Conversation
+    conversation: StoredConversation
     is_rewound: bool  # the message was a reply
     is_erasure_due: bool = False  # as of a PendingChange
 
@@ -75,7 +75,7 @@ class ConversationChanges:
     @repeated
     def set_metadata(
         self, conversation_id: str, metadata: Mapping[str, Any], *, tenant: str = ""
-    ) -> Conversation:
+    ) -> StoredConversation:
         with self._transactions.writing() as conn:
             number, _ = require_conversation(conn, conversation_id, tenant)
             _change_private(conn, number, tenant, {"metadata": dict(metadata)})
@@ -90,7 +90,7 @@ class ConversationChanges:
         template_options: Mapping[str, Any],
         *,
         tenant: str = "",
-    ) -> Conversation:
+    ) -> StoredConversation:
         """Give a conversation without messages what it begins with; StaleRevision if it has some."""
         head = [NewMessage("system", system_prompt)] if system_prompt else []
         check_text(head)
@@ -164,7 +164,7 @@ class ConversationChanges:
         return LastDeleted(after, is_rewound, not is_rewound and self._is_erasure_due())
 
     def _take_back(
-        self, conn: Connection, number: int, conversation: Conversation
+        self, conn: Connection, number: int, conversation: StoredConversation
     ) -> tuple[NewMessage, ...]:
         """Rewind the last turn; returns the messages that it answered."""
         links = message_rows.links(conn, number, conversation.revision)
@@ -195,7 +195,7 @@ class ConversationChanges:
 def take_pending(
     conn: Connection,
     number: int,
-    conversation: Conversation,
+    conversation: StoredConversation,
     messages: Sequence[NewMessage] | None = None,
 ) -> None:
     """Before a turn that begins here and brings them, or before a revision that comes without them.
@@ -218,7 +218,7 @@ class _Held(NamedTuple):
     pending: Pending
 
 
-def _held(conn: Connection, number: int, conversation: Conversation) -> _Held:
+def _held(conn: Connection, number: int, conversation: StoredConversation) -> _Held:
     body, private = _private(conn, number)
     stored = private.get("pending")
     if stored is None or _is_over(stored["taken_at"], conversation.revision):
@@ -228,7 +228,7 @@ def _held(conn: Connection, number: int, conversation: Conversation) -> _Held:
 
 
 def _refuse_changed(
-    held: _Held, conversation: Conversation, messages: Sequence[NewMessage]
+    held: _Held, conversation: StoredConversation, messages: Sequence[NewMessage]
 ) -> None:
     """Raises StaleRevision unless these are the messages that are pending."""
     if held.pending.messages != tuple(messages):
@@ -250,7 +250,7 @@ def _put_pending(conn: Connection, number: int, tenant: str, held: _Held, after:
 
 def with_pending(
     conn: Connection, conversation_id: str, tenant: str
-) -> tuple[Conversation, Pending]:
+) -> tuple[StoredConversation, Pending]:
     number, found = require_conversation(conn, conversation_id, tenant)
     return found, _held(conn, number, found).pending
 

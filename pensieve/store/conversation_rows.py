@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pensieve.errors import AlreadyExists, NotFound, StaleRevision, TurnRunning
 from pensieve.store.backend import insert_numbered
 from pensieve.store.bodies import insert_body, last_within, read_private, wipe_bodies
-from pensieve.store.records import PAGE_BYTES_MAX, Conversation
+from pensieve.store.records import PAGE_BYTES_MAX, StoredConversation
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -68,11 +68,11 @@ LISTED = (
 )
 
 
-def _conversation(row: Any) -> tuple[int, Conversation]:
+def _conversation(row: Any) -> tuple[int, StoredConversation]:
     number, tenant, revision, fingerprint, created_at, updated_at, running = row[:7]
     num_messages, num_tokens = row[7:9]
     private = read_private(f"conversation number {number}", *row[9:])
-    return number, Conversation(
+    return number, StoredConversation(
         conversation_id=private["conversation_id"],
         tenant=tenant,
         revision=revision,
@@ -98,7 +98,7 @@ def conversation_key(conversation_id: str, tenant: str) -> bytes:
 
 def find_conversation(
     conn: Connection, conversation_id: str, tenant: str
-) -> tuple[int, Conversation] | None:
+) -> tuple[int, StoredConversation] | None:
     """A conversation with its row number."""
     row = conn.execute(
         CONVERSATION + "WHERE c.key = ?", (conversation_key(conversation_id, tenant),)
@@ -108,7 +108,7 @@ def find_conversation(
 
 def require_conversation(
     conn: Connection, conversation_id: str, tenant: str
-) -> tuple[int, Conversation]:
+) -> tuple[int, StoredConversation]:
     """A conversation with its row number; raises NotFound."""
     found = find_conversation(conn, conversation_id, tenant)
     if found is None:
@@ -118,7 +118,7 @@ def require_conversation(
 
 def require_with_request(
     conn: Connection, conversation_id: str, tenant: str, request_id: str
-) -> tuple[int, Conversation, int | None, int | None]:
+) -> tuple[int, StoredConversation, int | None, int | None]:
     """The same, and the turn that this request began and the owner's session, if there are any."""
     row = conn.execute(
         WITH_REQUEST + "WHERE c.key = ?",
@@ -133,14 +133,14 @@ def _no_conversation(conversation_id: str) -> NotFound:
     return NotFound(f"there is no conversation {conversation_id!r}")
 
 
-def refuse_running(conversation: Conversation) -> None:
+def refuse_running(conversation: StoredConversation) -> None:
     """Raises TurnRunning if a turn of it runs."""
     if conversation.running_turn_id is not None:
         raise TurnRunning(conversation.conversation_id, str(conversation.running_turn_id))
 
 
 def refuse_stale(
-    conversation: Conversation, expected: int | None, created_at: float | None = None
+    conversation: StoredConversation, expected: int | None, created_at: float | None = None
 ) -> None:
     """Raises StaleRevision if another revision was expected, or another conversation of the same id."""
     if expected is not None and (
@@ -162,7 +162,7 @@ def tenants_of(conn: Connection, conversation_id: str, tenants: Iterable[str]) -
     return [tenant for tenant, key in keys if conn.execute(found, (key,)).fetchone()]
 
 
-def conversation_numbered(conn: Connection, number: int) -> Conversation:
+def conversation_numbered(conn: Connection, number: int) -> StoredConversation:
     """The conversation of a row number; raises NotFound."""
     row = conn.execute(CONVERSATION + "WHERE c.conversation = ?", (number,)).fetchone()
     if row is None:
@@ -172,7 +172,7 @@ def conversation_numbered(conn: Connection, number: int) -> Conversation:
 
 def first_with_prefix(
     conn: Connection, tenant: str, prefix_id: str
-) -> tuple[int, Conversation] | None:
+) -> tuple[int, StoredConversation] | None:
     """The oldest conversation with this prefix_id, and its row number."""
     row = conn.execute(
         CONVERSATION + "WHERE c.prefix_key = ? ORDER BY c.conversation LIMIT 1",
@@ -191,7 +191,7 @@ def num_conversations(conn: Connection) -> int:
 
 def conversations_before(
     conn: Connection, tenant: str, before: int, limit: int
-) -> tuple[list[tuple[int, Conversation]], bool]:
+) -> tuple[list[tuple[int, StoredConversation]], bool]:
     """Conversations with row numbers below `before`, the newest first, and whether there are more.
 
     A declared prefix is none.
@@ -213,7 +213,7 @@ def conversations_before(
 
 
 def insert_conversation(
-    conn: Connection, conversation: Conversation, pending: Mapping[str, Any] | None = None
+    conn: Connection, conversation: StoredConversation, pending: Mapping[str, Any] | None = None
 ) -> int:
     """Insert a row for a conversation without history; returns its number.
 

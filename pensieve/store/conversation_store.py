@@ -64,15 +64,15 @@ from pensieve.store.records import (
     PREFIX_MARK,
     BeginResult,
     ChainState,
-    Conversation,
     KeyedTurn,
     LookedUp,
-    Message,
     NewConversation,
     NewMessage,
     NewTurn,
     Page,
     Rewound,
+    StoredConversation,
+    StoredMessage,
     StoredTurn,
     StoredTurnState,
     TurnMessages,
@@ -207,7 +207,7 @@ class ConversationStore:
     # -- conversations --
 
     @repeated
-    def create_conversation(self, new: NewConversation) -> Conversation:
+    def create_conversation(self, new: NewConversation) -> StoredConversation:
         """Create a conversation at revision 0, whose log is its head: most often a system prompt.
 
         Its pending messages wait for the first turn.
@@ -231,7 +231,7 @@ class ConversationStore:
             self.owners.made(conn, number, created)
             return created
 
-    def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
+    def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
         """One conversation, without its messages."""
         with self._transactions.reading() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
@@ -265,7 +265,7 @@ class ConversationStore:
         *,
         metadata: Mapping[str, Any] | None = None,
         tenant: str = "",
-    ) -> Conversation:
+    ) -> StoredConversation:
         """Create a conversation that shares the source's messages up to `at_revision`.
 
         A turn of the source may be running: only what is committed is shared.
@@ -326,7 +326,7 @@ class ConversationStore:
         token_ids: Sequence[Sequence[int]],
         *,
         tenant: str = "",
-    ) -> Conversation:
+    ) -> StoredConversation:
         """Replace the tokens of the same messages, for another model, tokenizer or template.
 
         `token_ids` has one sequence per message of the history, in order.
@@ -584,7 +584,7 @@ class ConversationStore:
         *,
         include_token_ids: bool = False,
         tenant: str = "",
-    ) -> list[Message]:
+    ) -> list[StoredMessage]:
         """The messages at positions [start, start + limit), or all from start on."""
         with self._transactions.reading(is_snapshot=True) as conn:
             return some_messages(conn, conversation_id, start, limit, include_token_ids, tenant)
@@ -640,7 +640,7 @@ def _shared_head(conn: Connection, new: NewConversation) -> list[message_rows.Hi
     return head if same_tokens and holder.fingerprint == new.fingerprint else []
 
 
-def _texts(messages: Iterable[Message | NewMessage]) -> list[tuple[Any, ...]]:
+def _texts(messages: Iterable[StoredMessage | NewMessage]) -> list[tuple[Any, ...]]:
     return [(each.role, each.content, each.tool_call_id, each.extra) for each in messages]
 
 

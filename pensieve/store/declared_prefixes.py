@@ -28,10 +28,10 @@ from pensieve.store.owners import Owners
 from pensieve.store.records import (
     PAGE_BYTES_MAX,
     PREFIX_MARK,
-    Conversation,
     NewConversation,
     NewPrefix,
-    Prefix,
+    StoredConversation,
+    StoredPrefix,
     check_id,
     check_text,
 )
@@ -59,7 +59,7 @@ class PrefixStore:
         self._now = now
 
     @repeated
-    def declare(self, new: NewPrefix) -> Prefix:
+    def declare(self, new: NewPrefix) -> StoredPrefix:
         """Raises AlreadyExists if the tenant has declared one with this id."""
         check_id("prefix_id", new.prefix_id)
         check_text(new.messages)
@@ -86,7 +86,7 @@ class PrefixStore:
             return found
 
     @repeated
-    def begin(self, new: NewConversation) -> Conversation:
+    def begin(self, new: NewConversation) -> StoredConversation:
         """Create a conversation under its declared prefix, whose messages, tools and options it takes."""
         check_id("conversation_id", new.conversation_id)
         check_text(new.pending)
@@ -112,7 +112,7 @@ class PrefixStore:
             self._owners.made(conn, created, begun)
             return begun
 
-    def find(self, prefix_id: str, *, tenant: str = "") -> Prefix | None:
+    def find(self, prefix_id: str, *, tenant: str = "") -> StoredPrefix | None:
         """None if the tenant has not declared it."""
         with self._transactions.reading() as conn:
             return find(conn, prefix_id, tenant)
@@ -136,7 +136,7 @@ class PrefixStore:
                     log.error("a prefix cannot be kept warm: %s", error)
         return [(each.tenant, each.conversation_id.removeprefix(PREFIX_MARK)) for each in found]
 
-    def num_shared_tokens(self, conversation: Conversation) -> int:
+    def num_shared_tokens(self, conversation: StoredConversation) -> int:
         """How many first tokens of a conversation are those of its declared prefix, message by message."""
         with self._transactions.reading(is_snapshot=True) as conn:
             found = conversation_rows.find_conversation(
@@ -158,7 +158,7 @@ class PrefixStore:
             ).fetchone()
         return prefix.num_tokens if num_held == prefix.num_messages else 0
 
-    def has_turns(self, conversation: Conversation) -> bool:
+    def has_turns(self, conversation: StoredConversation) -> bool:
         """Whether its history has more than what it began with."""
         with self._transactions.reading(is_snapshot=True) as conn:
             row = conn.execute(
@@ -173,13 +173,13 @@ class PrefixStore:
         return row is not None and row[0] > 0
 
 
-def find(conn: Connection, prefix_id: str, tenant: str) -> Prefix | None:
+def find(conn: Connection, prefix_id: str, tenant: str) -> StoredPrefix | None:
     key = conversation_rows.conversation_key(stored_id(prefix_id), tenant)
     row = conn.execute(PREFIX + "WHERE c.key = ?", (key,)).fetchone()
     return None if row is None else _prefix(conn, row)
 
 
-def require(conn: Connection, prefix_id: str, tenant: str) -> Prefix:
+def require(conn: Connection, prefix_id: str, tenant: str) -> StoredPrefix:
     """Raises NotFound."""
     if (found := find(conn, prefix_id, tenant)) is None:
         raise NotFound(f"there is no prefix {prefix_id!r}")
@@ -188,7 +188,7 @@ def require(conn: Connection, prefix_id: str, tenant: str) -> Prefix:
 
 def page_of_tenant(
     conn: Connection, tenant: str, after: int, limit: int
-) -> tuple[list[tuple[int, Prefix]], bool]:
+) -> tuple[list[tuple[int, StoredPrefix]], bool]:
     """Those with row numbers above `after`, in the order of their declaration, and whether there are more.
 
     At most `limit`, and fewer where the next one would go beyond PAGE_BYTES_MAX.
@@ -197,7 +197,7 @@ def page_of_tenant(
         PREFIX + "WHERE p.tenant = ? AND p.conversation > ? ORDER BY p.conversation LIMIT ?",
         (tenant, after, limit + 1),
     ).fetchall()
-    page: list[tuple[int, Prefix]] = []
+    page: list[tuple[int, StoredPrefix]] = []
     num_bytes = 0
     for row in found:
         num_bytes += row[3]
@@ -212,7 +212,7 @@ def num_by_tenant(conn: Connection) -> dict[str, int]:
     return dict(conn.execute("SELECT tenant, count(*) FROM prefixes GROUP BY tenant"))
 
 
-def of_all(conn: Connection) -> list[Prefix]:
+def of_all(conn: Connection) -> list[StoredPrefix]:
     """Those of all tenants, in the order of their declaration."""
     rows = conn.execute(PREFIX + "ORDER BY p.conversation").fetchall()
     return [_prefix(conn, row) for row in rows]
@@ -229,10 +229,10 @@ PREFIX = """
 """
 
 
-def _prefix(conn: Connection, row: tuple[int, int, int, int]) -> Prefix:
+def _prefix(conn: Connection, row: tuple[int, int, int, int]) -> StoredPrefix:
     number, keep_warm, num_conversations, _ = row
     conversation = conversation_rows.conversation_numbered(conn, number)
-    return Prefix(
+    return StoredPrefix(
         conversation.conversation_id.removeprefix(PREFIX_MARK),
         conversation,
         bool(keep_warm),

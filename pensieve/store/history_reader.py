@@ -30,12 +30,12 @@ from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.owners import Owner, Session
 from pensieve.store.records import (
     PAGE_SIZE_MAX,
-    Conversation,
-    Message,
     MessagePage,
     Page,
-    Prefix,
     PrefixPage,
+    StoredConversation,
+    StoredMessage,
+    StoredPrefix,
     StoredTurn,
 )
 from pensieve.store.responses import StoredResponse
@@ -60,7 +60,7 @@ class HistoryReader:
         self._transactions = transactions
         self._makes_way_at = 0.0  # not before
 
-    def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
+    def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
         """One conversation, without its messages."""
         with self._snapshot() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
@@ -117,7 +117,9 @@ class HistoryReader:
         with self._snapshot() as conn:
             return page_of_conversations(conn, self._transactions, page_size, page_token, tenant)
 
-    def prefix(self, prefix_id: str, *, tenant: str = "") -> tuple[Prefix, list[Message]]:
+    def prefix(
+        self, prefix_id: str, *, tenant: str = ""
+    ) -> tuple[StoredPrefix, list[StoredMessage]]:
         """A declared prefix and its messages."""
         with self._snapshot() as conn:
             found = declared_prefixes.require(conn, prefix_id, tenant)
@@ -134,7 +136,7 @@ class HistoryReader:
             page, more = declared_prefixes.page_of_tenant(conn, tenant, after, page_size)
         return PrefixPage(tuple(each for _, each in page), str(page[-1][0]) if more else "")
 
-    def all_prefixes(self) -> list[Prefix]:
+    def all_prefixes(self) -> list[StoredPrefix]:
         """Those of all tenants."""
         with self._snapshot() as conn:
             return declared_prefixes.of_all(conn)
@@ -150,7 +152,7 @@ class HistoryReader:
 
     def with_pending(
         self, conversation_id: str, *, tenant: str = ""
-    ) -> tuple[Conversation, Pending]:
+    ) -> tuple[StoredConversation, Pending]:
         """One conversation, and the messages that come before those of its next turn."""
         with self._snapshot() as conn:
             found, pending = with_pending(conn, conversation_id, tenant)
@@ -215,7 +217,7 @@ def some_messages(
     limit: int | None,
     include_token_ids: bool,
     tenant: str,
-) -> list[Message]:
+) -> list[StoredMessage]:
     if start < 0 or (limit is not None and limit < 0):
         raise InvalidArgument("start" if start < 0 else "limit", "must not be negative")
     number, conversation = require_conversation(conn, conversation_id, tenant)

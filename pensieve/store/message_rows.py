@@ -22,7 +22,13 @@ from pensieve.store.bodies import (
     wipe_bodies,
 )
 from pensieve.store.chains import copy_states
-from pensieve.store.records import PAGE_BYTES_MAX, Conversation, Message, MessagePage, NewMessage
+from pensieve.store.records import (
+    PAGE_BYTES_MAX,
+    MessagePage,
+    NewMessage,
+    StoredConversation,
+    StoredMessage,
+)
 from pensieve.store.turn_rows import wipe_logprobs
 
 if TYPE_CHECKING:
@@ -104,7 +110,7 @@ def links(conn: Connection, conversation: int, until_revision: int) -> list[Hist
 
 
 def require_links(
-    conn: Connection, number: int, conversation: Conversation, revision: int
+    conn: Connection, number: int, conversation: StoredConversation, revision: int
 ) -> list[HistoryRow]:
     """The history up to a revision that is in it: 0, a message's, or the present one."""
     found = links(conn, number, revision)
@@ -166,7 +172,7 @@ def replace_tokens(
 def _bodies_between(
     conn: Connection,
     number: int,
-    conversation: Conversation,
+    conversation: StoredConversation,
     start: int,
     stop: int,
     tokens_end: int = NO_END,
@@ -192,7 +198,7 @@ def _bodies_between(
 
 
 def read_log(
-    conn: Connection, number: int, conversation: Conversation, num_tokens: int | None = None
+    conn: Connection, number: int, conversation: StoredConversation, num_tokens: int | None = None
 ) -> array[int]:
     """The token ids of a conversation, or the first so many of them.
 
@@ -217,7 +223,7 @@ def read_log(
 
 
 def read_log_end(
-    conn: Connection, number: int, conversation: Conversation, num_tokens: int
+    conn: Connection, number: int, conversation: StoredConversation, num_tokens: int
 ) -> array[int]:
     """The last so many token ids of a conversation, or all there are: reads its last messages only."""
     end, stop = array("I"), conversation.num_messages
@@ -233,11 +239,11 @@ def read_log_end(
 def read_messages(
     conn: Connection,
     number: int,
-    conversation: Conversation,
+    conversation: StoredConversation,
     start: int,
     stop: int,
     include_token_ids: bool,
-) -> list[Message]:
+) -> list[StoredMessage]:
     """The messages at positions [start, stop)."""
     return [
         _message(row, private, tokens, include_token_ids)
@@ -248,7 +254,7 @@ def read_messages(
 def read_page(
     conn: Connection,
     number: int,
-    conversation: Conversation,
+    conversation: StoredConversation,
     start: int,
     stop: int,
     include_token_ids: bool,
@@ -266,8 +272,8 @@ def read_page(
     return MessagePage(tuple(page), start + len(page) < conversation.num_messages)
 
 
-def _message(row: Any, private: bytes, tokens: bytes, include_token_ids: bool) -> Message:
-    return Message(
+def _message(row: Any, private: bytes, tokens: bytes, include_token_ids: bool) -> StoredMessage:
+    return StoredMessage(
         index=row[0],
         role=row[3],
         revision=row[1],

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pensieve.errors import OwnedElsewhere, StoreCorrupt
 from pensieve.store import conversation_rows, turn_rows
 from pensieve.store.backend import ServerSession, database_clock
-from pensieve.store.records import PREFIX_MARK, Conversation
+from pensieve.store.records import PREFIX_MARK, StoredConversation
 from pensieve.store.transactions import StoreTransactions, repeated
 
 if TYPE_CHECKING:
@@ -196,11 +196,11 @@ class Owners:
         self,
         conn: Connection,
         number: int,
-        conversation: Conversation,
+        conversation: StoredConversation,
         owner: int | None = None,
         *,
         takes: bool = False,
-    ) -> Conversation:
+    ) -> StoredConversation:
         """Make the conversation ours; returns it as it then is, perhaps without its running turn.
 
         `owner` is its owner's session if the caller has read that. With `takes`, also from a daemon that goes
@@ -235,7 +235,7 @@ class Owners:
                     self.came_from.popitem(last=False)
         return conversation if running is None else replace(conversation, running_turn_id=None)
 
-    def made(self, conn: Connection, number: int, conversation: Conversation) -> None:
+    def made(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
         """A conversation is made here, and is ours; KV under its name is that of an earlier one.
 
         The caller has read it since it was inserted, so no other transaction makes it at the same time.
@@ -243,19 +243,19 @@ class Owners:
         self._own(conn, number)
         self.forget(conversation)
 
-    def forget(self, conversation: Conversation) -> None:
+    def forget(self, conversation: StoredConversation) -> None:
         """What the engine has under the name of this conversation is outdated."""
         key = conversation.tenant, conversation.conversation_id
         self.came_from.pop(key, None)
         self.on_stale(*key)
 
-    def look_at_source(self, conn: Connection, number: int, source: Conversation) -> None:
+    def look_at_source(self, conn: Connection, number: int, source: StoredConversation) -> None:
         """Before a fork: the engine has the source's KV only if the source is ours."""
         ours = self._transactions.session
         if _owner_number(conn, number) != ours:
             self.on_stale(source.tenant, source.conversation_id)
 
-    def look_at_prefix(self, prefix: Conversation) -> None:
+    def look_at_prefix(self, prefix: StoredConversation) -> None:
         """Before its KV is used: it may have been declared anew, by another daemon."""
         key = prefix.tenant, prefix.conversation_id
         forgotten = []
@@ -269,7 +269,7 @@ class Owners:
             self.on_stale(*each)
 
     def _refuse_owned(
-        self, conn: Connection, owner: int, conversation: Conversation, takes: bool
+        self, conn: Connection, owner: int, conversation: StoredConversation, takes: bool
     ) -> str:
         """Raise OwnedElsewhere unless it may be taken; returns the address of an owner that goes on."""
         row = conn.execute(

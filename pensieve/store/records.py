@@ -99,9 +99,9 @@ class NewConversation:
     created_at: float | None = None  # None: now
     pending: Sequence[NewMessage] = ()  # that its first turn is to bring
 
-    def at_first(self, now: float) -> Conversation:
+    def at_first(self, now: float) -> StoredConversation:
         """The conversation without its messages."""
-        return Conversation(
+        return StoredConversation(
             conversation_id=self.conversation_id,
             tenant=self.tenant,
             revision=0,
@@ -166,7 +166,7 @@ class NewTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class StoredConversation:
     """A stored conversation without its messages."""
 
     conversation_id: str
@@ -192,17 +192,17 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class StoredPrefix:
     """A declared prefix."""
 
     prefix_id: str
-    conversation: Conversation  # that it is stored as
+    conversation: StoredConversation  # that it is stored as
     keep_warm: bool
     num_conversations: int  # that hold its messages
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StoredMessage:
     """A message of a history."""
 
     index: int
@@ -271,7 +271,7 @@ class BeginResult(NamedTuple):
 class LookedUp(NamedTuple):
     """What a turn goes on from."""
 
-    conversation: Conversation
+    conversation: StoredConversation
     known: StoredTurn | None  # that its request_id began before
     log_end: array[int]
 
@@ -286,7 +286,7 @@ class TurnMessages(NamedTuple):
 class Page(NamedTuple):
     """Some conversations of a list."""
 
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[StoredConversation, ...]
     next_page_token: str  # empty on the last page
     tokens: tuple[str, ...]  # of the page that begins behind each of them
 
@@ -294,14 +294,14 @@ class Page(NamedTuple):
 class PrefixPage(NamedTuple):
     """Some declared prefixes of a list."""
 
-    prefixes: tuple[Prefix, ...]
+    prefixes: tuple[StoredPrefix, ...]
     next_page_token: str  # empty on the last page
 
 
 class MessagePage(NamedTuple):
     """Some messages of a history."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[StoredMessage, ...]
     has_more: bool
 
 

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 from pensieve.errors import NotFound
 from pensieve.store import turn_rows
 from pensieve.store.backend import Conflict, Transactions
-from pensieve.store.records import Conversation, StoredTurn, StoredTurnState
+from pensieve.store.records import StoredConversation, StoredTurn, StoredTurnState
 from pensieve.store.turn_rows import TurnFence, TurnProgress
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class StoreTransactions:
 
     # -- for reads --
 
-    def as_read(self, conn: Connection, conversation: Conversation) -> Conversation:
+    def as_read(self, conn: Connection, conversation: StoredConversation) -> StoredConversation:
         """The conversation as the next transaction will find it."""
         turn_id = conversation.running_turn_id
         if turn_id is None or not self._reads_dead(conn, turn_id):

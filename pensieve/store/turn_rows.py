@@ -19,10 +19,10 @@ from pensieve.store.bodies import (
 )
 from pensieve.store.conversation_rows import conversation_numbered, digest, tenant_key
 from pensieve.store.records import (
-    Conversation,
     KeyedTurn,
     NewMessage,
     NewTurn,
+    StoredConversation,
     StoredTurn,
     StoredTurnState,
     TurnMessages,
@@ -174,7 +174,7 @@ PROGRESS = """
 def insert_turn(
     conn: Connection,
     number: int,
-    conversation: Conversation,
+    conversation: StoredConversation,
     request: NewTurn,
     content_hash: str,
     now: float,

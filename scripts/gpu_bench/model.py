@@ -24,7 +24,13 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import CancelTurn, Event, EvictConversation, SubmitTurn, TurnEnded
+from pensieve.engine.messages import (
+    CancelTurn,
+    EngineEvent,
+    EvictConversation,
+    SubmitTurn,
+    TurnEnded,
+)
 from pensieve.engine.ports import Ports
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
@@ -240,7 +246,7 @@ class Conversations:
             message = SubmitTurn(number, talk.name, talk.tokens.tobytes(), history, options)
             self.mailbox.put(message)
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         now = time.perf_counter()
         for event in events:
             if isinstance(event, SampledToken):

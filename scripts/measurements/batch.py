@@ -27,9 +27,9 @@ from pensieve.config import Settings, resolve
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.prefix_groups import saving_of_tree
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.batch_run import BatchRequest, BatchRun, Sharing
+from pensieve.engine.batch_run import BatchRequest, BatchRun, PrefixSharing
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import Event
+from pensieve.engine.messages import EngineEvent
 from pensieve.errors import PensieveError
 from pensieve.launch.engine import BuiltEngine, SystemClock, build_engine
 from pensieve.launch.model_folder import load_texts
@@ -56,9 +56,9 @@ class _Sink:
     """Collects what the engine publishes."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[EngineEvent] = []
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         self.events += events
 
 
@@ -135,7 +135,7 @@ def _one(
     mailbox: Mailbox,
     sink: _Sink,
     requests: Sequence[BatchRequest],
-    sharing: Sharing,
+    sharing: PrefixSharing,
 ) -> tuple[Row, list[tuple[int, ...]]]:
     engine, clock = built.engine, SystemClock()
     cache, counters = engine.scheduler.cache.config, engine.scheduler.counters

@@ -46,22 +46,21 @@ from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_groups import prefix_groups, saving, saving_of_tree
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.batch_run import BatchRequest, BatchRun, Sharing
+from pensieve.engine.batch_run import BatchRequest, BatchRun, PrefixSharing
 from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import Event, SubmitTurn
+from pensieve.engine.messages import EngineEvent, SubmitTurn
 from pensieve.engine.ports import Ports
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
-from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from scripts.measurements.machine_options import Progress, add_machine, machine_of
 from scripts.measurements.servers import spread
 
 VOCABULARY = 32_000
 APART = 400.0  # requests
 TOKEN_BUDGET, TURNS_MAX = 2048, 256
-SHARINGS: tuple[Sharing, ...] = ("groups", "lru", "off")
+SHARINGS: tuple[PrefixSharing, ...] = ("groups", "lru", "off")
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class BatchSimulator:
         setting: BatchSetting,
         batch: Sequence[DrawnRequest],
         output_max: int,
-        sharing: Sharing,
+        sharing: PrefixSharing,
     ) -> None:
         cache = setting.cache
         self.clock, self.mailbox = VirtualClock(), Mailbox(1 << 20)
@@ -230,7 +229,7 @@ class BatchSimulator:
             self.mailbox.put(message)
         return len(messages)
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
             finished = self.run.take(event)
             if finished is not None:
@@ -274,7 +273,7 @@ def main(given: Sequence[str] | None = None) -> None:
     print(
         f"{machine.cost.source}; {machine.device_tokens:,} tokens of KV, none on the host; {shape}"
     )
-    found: dict[Sharing, list[BatchFigures]] = {sharing: [] for sharing in SHARINGS}
+    found: dict[PrefixSharing, list[BatchFigures]] = {sharing: [] for sharing in SHARINGS}
     progress = Progress()
     for seed in range(arguments.seeds):
         batch = drawn_batch(shape, seed)

@@ -24,7 +24,7 @@ from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.policies.registry import DEFAULT, policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Usage
-from pensieve.engine.messages import Event, Message, TurnEnded
+from pensieve.engine.messages import EngineEvent, EngineMessage, TurnEnded
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
 from pensieve.sim.series import Distribution
 from pensieve.sim.simulator import Simulator
@@ -195,7 +195,7 @@ class Admitted:
         self.host_tokens += usage.host_tokens
         self.recomputed_tokens += usage.recomputed_tokens
 
-    def received(self, message: Message, now: float) -> None:
+    def received(self, message: EngineMessage, now: float) -> None:
         return
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
@@ -204,7 +204,7 @@ class Admitted:
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
         return
 
-    def published(self, events: Sequence[Event]) -> None:
+    def published(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
             if isinstance(event, TurnEnded):
                 self.add(event.usage)

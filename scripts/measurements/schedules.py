@@ -21,7 +21,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from pensieve.core.cost import IterationCost
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from pensieve.sim.simulator import STEPS_PER_REPORT, SimulationFigures
 from pensieve.sim.trace import Arrival
 

@@ -3,7 +3,7 @@
 With P stages, P batches are in flight, each in another stage.  No turn's next token can be computed before
 the last one has been through all stages, so a turn is in one of these batches and no other.
 
-**One engine** has P iterations in flight, as the daemon's with `--pipeline-stages` (core/micro_batches.py).
+**One engine** has P iterations in flight, as the daemon's with `--pipeline-stages` (core/pipeline_stages.py).
 
 **P engines** have a batch each: each has its scheduler and its part of the memory for KV, and every new
 request goes to the next one (vLLM calls them virtual engines).  What they share is the stages.
@@ -26,9 +26,8 @@ from itertools import islice, tee
 
 from pensieve.bench.capacity_search import Row
 from pensieve.core.iteration import Slice
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
-from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
 from scripts.measurements.replica import Admitted, Replica, Window, row_of

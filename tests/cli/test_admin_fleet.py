@@ -18,7 +18,7 @@ from rich.console import Console
 
 from pensieve.cli import admin_fleet
 from pensieve.cli.main import main
-from pensieve.client.fleet import Answer, Replica
+from pensieve.client.fleet import Replica, ReplicaAnswer
 from pensieve.errors import DeadlineExceeded, Unavailable
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import conversation_pb2
@@ -56,14 +56,14 @@ def stats(seconds: float, **fields: Any) -> pb.Stats:
     return value
 
 
-FOUND: tuple[Answer[Any], ...] = (
-    Answer(Replica("a", "h:1"), stats(0.0123, turns_running=3, conversations_cached=17)),
-    Answer(
+FOUND: tuple[ReplicaAnswer[Any], ...] = (
+    ReplicaAnswer(Replica("a", "h:1"), stats(0.0123, turns_running=3, conversations_cached=17)),
+    ReplicaAnswer(
         Replica("10.0.0.17:50051", "10.0.0.17:50051"),
         stats(1.5, turns_running=200, turns_queued=50, conversations_cached=100_000),
     ),
-    Answer(Replica("c", "h:3"), error=Unavailable("nothing listens at h:3")),
-    Answer(Replica("d", "h:4"), error=DeadlineExceeded("no answer in 5 s")),
+    ReplicaAnswer(Replica("c", "h:3"), error=Unavailable("nothing listens at h:3")),
+    ReplicaAnswer(Replica("d", "h:4"), error=DeadlineExceeded("no answer in 5 s")),
 )
 
 
@@ -87,7 +87,7 @@ def test_the_table_has_a_row_for_each_and_one_for_all() -> None:
 
 
 def test_a_long_name_takes_lines_and_not_columns() -> None:
-    long = Answer(Replica("r" * 128, "h:1"), FOUND[1].value)
+    long = ReplicaAnswer(Replica("r" * 128, "h:1"), FOUND[1].value)
     lines = shown(admin_fleet.stats_table([long, FOUND[0]])).splitlines()
     assert max(len(line) for line in lines) <= 100
     assert sum(line.count("r" * 10) for line in lines) >= 2
@@ -95,7 +95,9 @@ def test_a_long_name_takes_lines_and_not_columns() -> None:
 
 
 def test_markup_in_a_name_is_no_markup() -> None:
-    odd: Answer[Any] = Answer(Replica("[red]a[/]", "h:1"), error=Unavailable("[bold]no[/bold]"))
+    odd: ReplicaAnswer[Any] = ReplicaAnswer(
+        Replica("[red]a[/]", "h:1"), error=Unavailable("[bold]no[/bold]")
+    )
     text = shown(admin_fleet.stats_table([odd]))
     assert "[red]a[/] does not answer: [bold]no[/bold]" in text
 

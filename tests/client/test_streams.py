@@ -13,7 +13,7 @@ import pytest
 
 from pensieve import errors
 from pensieve.client import Client, Delta, Restarted, Retry
-from pensieve.client.turn_progress import TurnProgress
+from pensieve.client.turn_progress import ReplyAccumulator
 from pensieve.v1 import conversation_pb2 as pb
 from tests.client.scripted import Mishap, Refusal, ScriptedServer
 
@@ -130,7 +130,7 @@ def test_the_same_text_of_other_tokens_is_a_fault_too() -> None:
         return pb.SendMessageResponse(delta=pb.TurnDelta(text="ab", token_ids=token_ids))
 
     started = pb.SendMessageResponse(started=pb.TurnStarted(turn_id="1", attempt=1))
-    progress = TurnProgress()
+    progress = ReplyAccumulator()
     for response in (started, delta(1, 2), started):
         progress.take(response)
     with pytest.raises(errors.ServerFault, match="another"):

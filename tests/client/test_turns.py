@@ -13,7 +13,7 @@ from pensieve.api.grpc import translate
 from pensieve.client import Delta, Restarted, Retry
 from pensieve.client.grpc_errors import error_of
 from pensieve.client.requests import sampling_of, send_request
-from pensieve.client.turn_progress import TurnProgress
+from pensieve.client.turn_progress import ReplyAccumulator
 from pensieve.guard.client_errors import client_text, is_of_the_machine
 from pensieve.v1 import conversation_pb2 as pb
 
@@ -35,12 +35,12 @@ COMPLETED = pb.SendMessageResponse(
 )
 
 
-def heard(progress: TurnProgress, *responses: pb.SendMessageResponse) -> list[object]:
+def heard(progress: ReplyAccumulator, *responses: pb.SendMessageResponse) -> list[object]:
     return [event for each in responses if (event := progress.take(each)) is not None]
 
 
 def test_deltas_add_up_to_the_reply() -> None:
-    progress = TurnProgress()
+    progress = ReplyAccumulator()
     events = heard(progress, started(), delta("Good ", 5), delta("", 6), delta("day", 7), COMPLETED)
     assert events == [Delta("Good ", (5,)), Delta("", (6,)), Delta("day", (7,))]
     assert progress.reply is not None
@@ -49,7 +49,7 @@ def test_deltas_add_up_to_the_reply() -> None:
 
 
 def test_what_was_given_out_is_not_given_out_again_after_attaching() -> None:
-    progress = TurnProgress()
+    progress = ReplyAccumulator()
     heard(progress, started(), delta("Good ", 5), delta("mor", 6))
     events = heard(progress, started(), delta("Good morning", 5, 6, 7), delta("!", 8), COMPLETED)
     assert events == [Delta("ning", (7,)), Delta("!", (8,))]
@@ -57,7 +57,7 @@ def test_what_was_given_out_is_not_given_out_again_after_attaching() -> None:
 
 
 def test_a_replay_may_tell_the_text_with_its_last_token() -> None:
-    progress = TurnProgress()
+    progress = ReplyAccumulator()
     heard(progress, started(), delta("Good ", 5))
     events = heard(
         progress, started(replayed=True), delta("", 5), delta("Good morning", 6), COMPLETED
@@ -66,7 +66,7 @@ def test_a_replay_may_tell_the_text_with_its_last_token() -> None:
 
 
 def test_a_new_attempt_begins_again_and_says_so() -> None:
-    progress = TurnProgress()
+    progress = ReplyAccumulator()
     heard(progress, started(), delta("Good ", 5))
     events = heard(progress, started(attempt=2), delta("Bad ", 9), COMPLETED)
     assert events == [Restarted(2), Delta("Bad ", (9,))]
@@ -74,12 +74,12 @@ def test_a_new_attempt_begins_again_and_says_so() -> None:
 
 
 def test_a_new_attempt_of_which_nothing_was_shown_is_nothing_to_tell() -> None:
-    progress = TurnProgress()
+    progress = ReplyAccumulator()
     assert heard(progress, started(), started(attempt=2), delta("x", 1)) == [Delta("x", (1,))]
 
 
 def test_another_reply_under_the_same_turn_is_a_fault() -> None:
-    progress = TurnProgress()
+    progress = ReplyAccumulator()
     heard(progress, started(), delta("Good ", 5))
     with pytest.raises(errors.ServerFault):
         heard(progress, started(), delta("Bad!!!", 5))

@@ -11,9 +11,9 @@ import pytest
 
 import pensieve.client
 from pensieve.client.admin import Admin
-from pensieve.client.aio_caller import AsyncCaller
+from pensieve.client.aio_base_client import AsyncBaseClient
 from pensieve.client.aio_connection import AsyncConnection, AsyncStream
-from pensieve.client.caller import Caller
+from pensieve.client.base_client import BaseClient
 from pensieve.client.connection import Connection, Stream
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,7 +40,7 @@ def test_the_client_for_threads_is_what_the_one_for_asyncio_says() -> None:
         (pensieve.client.Prefix, pensieve.client.AsyncPrefix),
         (pensieve.client.Turn, pensieve.client.AsyncTurn),
         (pensieve.client.Jobs, pensieve.client.AsyncJobs),
-        (Caller, AsyncCaller),
+        (BaseClient, AsyncBaseClient),
         (Connection, AsyncConnection),
         (Stream, AsyncStream),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 worker = pytest.importorskip("ray._private.worker")
 
-from pensieve.cluster.ending import FLAG, is_wanted_to_end  # noqa: E402
+from pensieve.cluster.replica import FLAG, is_wanted_to_end  # noqa: E402
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing Ray Serve

@@ -12,15 +12,15 @@ import grpc
 import pytest
 
 from pensieve.cluster.grpc_edge import GONE, _around
-from pensieve.cluster.grpc_forward import Forward
+from pensieve.cluster.grpc_forward import GrpcForward
 from pensieve.cluster.grpc_methods import TIMEOUT, methods
-from pensieve.cluster.replica import STRANGER, Replica, add_methods
+from pensieve.cluster.replica import STRANGER, DaemonReplica, add_methods
 from pensieve.cluster.settings import ClusterSettings
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig
 
 
-class ReplicaWithMethods(Replica):
+class ReplicaWithMethods(DaemonReplica):
     SendMessage: Any
     GetConversation: Any
 
@@ -68,7 +68,7 @@ class World:
     def __init__(self, address: str, **settings: Any) -> None:
         self.replica: Any = ReplicaWithMethods()
         self.replica.settings = ClusterSettings(local=True, **settings)
-        self.replica.grpc = Forward(address, "one")
+        self.replica.grpc = GrpcForward(address, "one")
 
     async def _stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         async with aclosing(self.replica.SendMessage(request, context)) as messages:

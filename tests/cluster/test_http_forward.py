@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pensieve.cluster.http_edge import HttpEdge
 from pensieve.cluster.http_forward import GONE, HttpForward
-from pensieve.cluster.replica import STRANGER, Replica, forward_http
+from pensieve.cluster.replica import STRANGER, DaemonReplica, forward_http
 from pensieve.cluster.settings import ClusterSettings
 
 CHAT = "/v1/chat/completions"
@@ -101,7 +101,7 @@ async def cluster(**settings: Any) -> AsyncIterator[tuple[Daemon, Any, HttpEdge]
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     daemon.address = "{}:{}".format(*runner.addresses[0][:2])
-    replica: Any = Replica()
+    replica: Any = DaemonReplica()
     replica.settings = ClusterSettings(local=True, **settings)
     replica.http = HttpForward(daemon.address, "one")
 

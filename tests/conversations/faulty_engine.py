@@ -28,7 +28,7 @@ from pathlib import Path
 from pensieve.config import Settings
 from pensieve.core.iteration import Iteration, Outcome, TurnFailure
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import Message
+from pensieve.engine.messages import EngineMessage
 from pensieve.engine.ports import Executor, Sink
 from pensieve.errors import DeviceError
 from pensieve.launch import echo_engine
@@ -83,7 +83,7 @@ def taken(faults: Path, kinds: tuple[str, ...]) -> str:
     return lines[0]
 
 
-def fail(message: Message) -> None:
+def fail(message: EngineMessage) -> None:
     raise RuntimeError("nobody foresaw this message")
 
 

@@ -24,13 +24,13 @@ from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.mailbox import Mailbox, Outbox
 from pensieve.engine.messages import (
-    Event,
+    EngineEvent,
+    EngineMessage,
     ForkConversation,
     LogNeeded,
     RewindConversation,
     TurnEnded,
 )
-from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import QueueFull
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
@@ -85,12 +85,12 @@ class Conversations:
         self._defaults = defaults
         self.ends = turn_ends(turns, history, self._tell)
 
-    def create(self, conversation_id: str, **settings: Any) -> records.Conversation:
+    def create(self, conversation_id: str, **settings: Any) -> records.StoredConversation:
         created = self.history.create(ConversationSettings(conversation_id, **settings))
-        assert isinstance(created, records.Conversation)
+        assert isinstance(created, records.StoredConversation)
         return created
 
-    def declare(self, prefix_id: str, **settings: Any) -> records.Prefix:
+    def declare(self, prefix_id: str, **settings: Any) -> records.StoredPrefix:
         declared = PrefixSettings(prefix_id, **settings)
         tokens = self.history.heads.declared(declared, 0.0)
         return self.history.declared.declare(declared, tokens, 0.0, 1000)
@@ -160,7 +160,7 @@ class Conversations:
         assert live is not None
         self.ends.give_up(live)
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: EngineEvent) -> None:
         """Take in one event of the engine."""
         if isinstance(event, SampledToken):
             self.turns.take(event)

@@ -70,12 +70,12 @@ def store(tmp_path: Path) -> Any:
         yield store
 
 
-def declare(history: History, **fields: Any) -> records.Prefix:
+def declare(history: History, **fields: Any) -> records.StoredPrefix:
     settings = PrefixSettings("rules", **fields)
     return history.declared.declare(settings, history.heads.declared(settings, 0.0), 0.0, 10)
 
 
-def create(history: History, name: str) -> records.Conversation:
+def create(history: History, name: str) -> records.StoredConversation:
     """The prefix is made anew where it must be, as the daemon does it."""
     while isinstance(
         made := history.create(ConversationSettings(name, prefix_id="rules")), OutdatedTokens

@@ -16,7 +16,7 @@ from pensieve.core.policies.queue import QUALIFIES, Role
 from pensieve.core.preemption import Preemption
 from pensieve.core.prefix_tree import Branch, Chunk, PrefixTree
 from pensieve.core.scheduler import Scheduler
-from pensieve.core.stream_groups import StreamGroups, _Group
+from pensieve.core.stream_groups import StreamGroups, _GroupBuilder
 from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.tiers import PagePool, PageReservation, Tiers
 from pensieve.core.turn import Turn
@@ -317,9 +317,9 @@ def take_dirty(original: Any, pages: Any, turn: Any, chunks: Any, *rest: Any) ->
 
 
 STREAMING_FAULTS: dict[str, Plant] = {
-    "what a streamed turn writes is not stored": around(_Group, "_add", store_nothing),
-    "a staged page lacks its last slot": around(_Group, "_add", load_too_little),
-    "a page is staged in another's place": around(_Group, "add", other_pages),
+    "what a streamed turn writes is not stored": around(_GroupBuilder, "_add", store_nothing),
+    "a staged page lacks its last slot": around(_GroupBuilder, "_add", load_too_little),
+    "a page is staged in another's place": around(_GroupBuilder, "add", other_pages),
     "the groups' order is swapped": around(StreamGroups, "arranged", swap_groups),
     "a group is wider than its arena": around(StreamGroups, "arranged", wide_groups),
     "a streamed turn's host pages are not pinned": around(PagePool, "take", pin_nothing),

@@ -20,7 +20,7 @@ from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler import PASSES_MAX, Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Ended, FinishReason, Turn, TurnOptions
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, prefixes_of, reply_to
 
 COST = CostProfile.analytic(

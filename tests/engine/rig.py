@@ -21,17 +21,17 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
     CancelTurn,
     DeleteConversation,
-    Event,
+    EngineEvent,
+    EngineMessage,
     EvictConversation,
     ForkConversation,
-    Message,
     RewindConversation,
     SubmitTurn,
     TurnEnded,
 )
 from pensieve.engine.ports import Ports
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from tests.fakes import LedgerExecutor, reply_to
 
 COST = CostProfile.analytic(num_parameters=1000, num_layers=2, num_heads=2, head_size=8)
@@ -42,9 +42,9 @@ ENGINE = EngineConfig(context_max=CACHE.device_tokens_max, turns_queued_max=4)
 
 class ListSink:
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[EngineEvent] = []
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         self.events.extend(events)
 
     def ends(self) -> dict[int, TurnEnded]:
@@ -64,7 +64,7 @@ class Auditor:
         self.num_ahead = 0  # commits while a later iteration was launched already
         self._num_planned = 0
 
-    def received(self, message: Message, now: float) -> None:
+    def received(self, message: EngineMessage, now: float) -> None:
         return
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
@@ -75,7 +75,7 @@ class Auditor:
         self.num_commits += 1
         self.num_ahead += self._num_planned > self.num_commits
 
-    def published(self, events: Sequence[Event]) -> None:
+    def published(self, events: Sequence[EngineEvent]) -> None:
         return
 
 

@@ -17,10 +17,10 @@ from pensieve.core.iteration import Iteration
 from pensieve.core.prefix_groups import prefix_groups
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
-from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
+from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, PrefixSharing
 from pensieve.engine.engine import EngineConfig
 from pensieve.engine.journal import Replay
-from pensieve.engine.messages import CancelTurn, EvictConversation, Message, TurnEnded
+from pensieve.engine.messages import CancelTurn, EngineMessage, EvictConversation, TurnEnded
 from pensieve.sampling import Sampling
 from tests.engine.rig import Rig, submit
 from tests.fakes import reply_to
@@ -57,7 +57,7 @@ class Bench:
         pages_max: int | None = None,
         turns_max: int = 8,
         queued_max: int = 99,
-        sharing: Sharing = "groups",
+        sharing: PrefixSharing = "groups",
         **options: Any,
     ) -> None:
         self.requests, self.cache, self.seed, self.options = requests, cache, seed, options
@@ -90,7 +90,7 @@ class Bench:
 
         self.rig.executor.launch = counted  # type: ignore[method-assign]
 
-    def put(self, messages: Sequence[Message]) -> None:
+    def put(self, messages: Sequence[EngineMessage]) -> None:
         for message in messages:
             self.rig.mailbox.put(message)
 

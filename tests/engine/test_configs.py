@@ -10,9 +10,8 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox, Outbox
 from pensieve.engine.ports import Ports
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import instant
-from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.executor import ModelledExecutor, VirtualClock
 
 
 @pytest.mark.parametrize(("model_max", "context_max"), [(None, 96), (50, 50), (1000, 96)])

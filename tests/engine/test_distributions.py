@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pensieve.engine.distributions import BUCKETS, SLICES, RecentShare, RecentTimes
+from pensieve.engine.distributions import BUCKETS, INTERVALS, RecentShare, RecentTimes
 
 
 def test_quantiles_are_right_to_within_two_percent() -> None:
@@ -37,9 +37,9 @@ def test_what_was_five_minutes_ago_counts_no_more_and_nothing_grows() -> None:
     times = RecentTimes()
     for second in range(100_000):
         times.add(1.0 if second < 99_000 else 0.01, now=float(second))
-        assert len(times.slices) <= SLICES
-    assert sum(len(each.counts) for each in times.slices) <= SLICES * BUCKETS
-    assert sys.getsizeof(times.slices[0].counts) < 4000
+        assert len(times.intervals) <= INTERVALS
+    assert sum(len(each.counts) for each in times.intervals) <= INTERVALS * BUCKETS
+    assert sys.getsizeof(times.intervals[0].counts) < 4000
     found = times.spread(now=99_999.0)
     assert 200 <= found.count <= 300
     assert found.p99 == pytest.approx(0.01, rel=0.02)

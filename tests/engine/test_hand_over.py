@@ -22,13 +22,13 @@ from pensieve.engine.messages import (
     Answer,
     CancelTurn,
     DeleteConversation,
+    EngineMessage,
     EvictConversation,
     ExportKv,
     ForkConversation,
     GetStats,
     ImportKv,
     KvExported,
-    Message,
     OpenImport,
     RewindConversation,
     SubmitTurn,
@@ -97,13 +97,13 @@ class Side(Rig):
     def recomputed(self) -> int:
         return self.sink.ends()[self.num_turns].usage.recomputed_tokens
 
-    def ask(self, message: Message) -> Any:
+    def ask(self, message: EngineMessage) -> Any:
         """What follows from it at once, as it comes over a pipe."""
         (event,) = crossed(self.engine, message)
         return event
 
 
-def crossed(engine: Engine, message: Message) -> list[Any]:
+def crossed(engine: Engine, message: EngineMessage) -> list[Any]:
     """Put a message through the pipe's codec, and what follows from it back."""
     frame = pack_message(message)
     num_head, num_body = struct.unpack("<II", frame[:8])
@@ -309,7 +309,7 @@ def test_a_part_without_an_open_import_is_not_adopted() -> None:
 )
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_whatever_uses_or_changes_the_conversation_ends_its_import(
-    message: Message, has_begun: bool
+    message: EngineMessage, has_begun: bool
 ) -> None:
     source, target = Side(), Side()
     log = source.say("a", [], list(range(1, 15)))

@@ -43,7 +43,7 @@ MESSAGES = [
     box.OpenImport("acme/c"),
     box.ImportKv(8, "c", 1, (4, 2), (1 << 31, 0), 2, b"\x00\xff" * 9, (1,), True),
 ]
-EVENTS: list[box.Event] = [
+EVENTS: list[box.EngineEvent] = [
     SampledToken(1, 5, "Grüße 日本\x00\n"),
     SampledToken(1, 6, "", True, -0.25, (Logprob(6, -0.25), Logprob(9, -1.5))),
     box.LogNeeded(2, "c", 9),
@@ -72,13 +72,13 @@ def through(packed: bytes) -> channel.Frame:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_arrives_as_it_was_sent(message: box.Message) -> None:
+def test_a_message_arrives_as_it_was_sent(message: box.EngineMessage) -> None:
     assert channel.message_of(through(channel.pack_message(message))) == message
 
 
 def test_every_kind_of_message_and_event_crosses() -> None:
-    assert {type(each) for each in MESSAGES} == set(box.Message.__args__)
-    assert {type(each) for each in EVENTS} == set(box.Event.__args__)
+    assert {type(each) for each in MESSAGES} == set(box.EngineMessage.__args__)
+    assert {type(each) for each in EVENTS} == set(box.EngineEvent.__args__)
 
 
 def test_events_arrive_as_they_were_published() -> None:

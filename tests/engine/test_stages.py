@@ -13,7 +13,7 @@ from pensieve.core.cost import IterationCost
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.journal import replay
-from pensieve.engine.messages import Message
+from pensieve.engine.messages import EngineMessage
 from tests.engine.rig import SCHEDULER, Rig, submit, traffic
 from tests.fakes import reply_to
 from tests.scale import SCALE
@@ -30,7 +30,7 @@ class Watch:
         self.turns: list[list[int]] = []
         self.most_launched = self._num_launched = 0
 
-    def received(self, message: Message, now: float) -> None:
+    def received(self, message: EngineMessage, now: float) -> None:
         return
 
     def planned(self, iteration: Iteration | None, now: float) -> None:

@@ -30,15 +30,15 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
     CancelTurn,
     DeleteConversation,
-    Event,
-    Message,
+    EngineEvent,
+    EngineMessage,
     ProvideLog,
     SubmitTurn,
     TurnEnded,
 )
 from pensieve.engine.ports import Ports
 from pensieve.errors import DeviceError, QueueFull
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, ends_turn
 from tests.faults.texts import word
 
@@ -165,7 +165,7 @@ class Machine:
         self.cache = self.scheduler.cache
         self._clock = clock
         self._note = note
-        self._published: list[Event] = []  # in the outbox
+        self._published: list[EngineEvent] = []  # in the outbox
         self._num_commits = 0
         self._num_rounds = 0
         self._spoke_at = clock.now()
@@ -236,10 +236,10 @@ class Machine:
 
     # -- its sink and its observer --
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         self._published += events
 
-    def received(self, message: Message, now: float) -> None:
+    def received(self, message: EngineMessage, now: float) -> None:
         if isinstance(message, SubmitTurn):
             kind = "warm" if message.warm else "turn"
             what = f"{kind} {message.turn_id} of {message.conversation_id}"
@@ -265,7 +265,7 @@ class Machine:
         if self._num_commits % self.shape.checks_every == 0:
             self.scheduler.check(now)
 
-    def published(self, events: Sequence[Event]) -> None:
+    def published(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
             if isinstance(event, SampledToken):
                 self._note("engine", f"says {event.token_id} for turn {event.turn_id}")
@@ -320,7 +320,7 @@ class Link(EngineClient):
         self._begin = begin
         self._strikes = strikes
 
-    def put(self, message: Message) -> None:
+    def put(self, message: EngineMessage) -> None:
         always = isinstance(message, CancelTurn | DeleteConversation)
         if not always and self._strikes("the mailbox is full"):
             raise QueueFull("so many messages wait for the engine; try again later")

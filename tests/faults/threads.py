@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 
 Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 SPINS_MAX = 10_000

@@ -38,7 +38,7 @@ from pensieve.conversations.engine_client import EngineProgram
 from pensieve.errors import DeviceError, StoreError, StoreUnavailable
 from pensieve.launch.model_folder import LoadedTexts
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from pensieve.store import conversation_rows
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, begin_with

@@ -30,7 +30,7 @@ def without_memory(act, room):
     print("then it did")
 """
 PRODUCT = """
-packed = cpu.Packed([torch.ones(8, 4096, dtype={dtype})], int8={int8})
+packed = cpu.CpuPackedWeights([torch.ones(8, 4096, dtype={dtype})], int8={int8})
 rows = torch.ones(3000, 4096, dtype={dtype})
 out = torch.empty(3000, 8)
 without_memory(lambda: packed.multiply(rows, out), 4 << 20)

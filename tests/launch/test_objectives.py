@@ -26,7 +26,7 @@ from pensieve.launch.objectives import (
     smallest_tbt,
 )
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from tests.conversations.rig import ask, started, write_model
 from tests.conversations.rig_daemon import ServeProcess
 from tests.text.families import QWEN_2_5

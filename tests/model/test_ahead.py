@@ -27,7 +27,7 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.engine import Engine, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import CancelTurn, Event, SubmitTurn, TurnAdmitted, TurnEnded
+from pensieve.engine.messages import CancelTurn, EngineEvent, SubmitTurn, TurnAdmitted, TurnEnded
 from pensieve.engine.ports import Ports
 from pensieve.kernels.layer import cpu as dense
 from pensieve.model.batch import Batch
@@ -38,7 +38,7 @@ from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling import sampler as sampler_module
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
+from pensieve.sim.executor import VirtualClock
 from tests.model.world import GAP_MAX, World, largest_gap, letter_tokenizer, plain_model
 
 FolderOf = Callable[[str], Path]
@@ -132,14 +132,14 @@ class Crowd:
         self.cancels: dict[int, int] = {}  # turn -> after how many tokens
         self.most_launched = 0
         self._num_planned = self._num_committed = 0
-        self.events: list[Event] = []
+        self.events: list[EngineEvent] = []
 
     # -- the engine's sink and observer --
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[EngineEvent]) -> None:
         self.events.extend(events)
 
-    def published(self, events: Sequence[Event]) -> None:
+    def published(self, events: Sequence[EngineEvent]) -> None:
         return
 
     def received(self, message: object, now: float) -> None:
@@ -202,7 +202,7 @@ class Crowd:
 
     def _hear(
         self,
-        event: Event,
+        event: EngineEvent,
         logs: dict[str, list[int]],
         history: dict[str, list[Said]],
         speaking: dict[int, tuple[str, list[int]]],

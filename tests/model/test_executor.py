@@ -14,7 +14,7 @@ import torch
 from pensieve.core.iteration import Iteration, PageCopy, SwapIn, SwapOut, TurnStart
 from pensieve.errors import DeviceError
 from pensieve.kernels.layer import cpu as dense
-from pensieve.kernels.layer.cpu_weights import Packed
+from pensieve.kernels.layer.cpu import CpuPackedWeights
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel, load
 from pensieve.sampling import Sampling
@@ -47,14 +47,14 @@ def test_logits_are_computed_for_the_needed_rows_only(
 ) -> None:
     model = loaded(family)
     rows: list[int] = []
-    multiply = Packed.multiply
+    multiply = CpuPackedWeights.multiply
 
-    def counted(packed: Packed, given: torch.Tensor, out: torch.Tensor) -> None:
+    def counted(packed: CpuPackedWeights, given: torch.Tensor, out: torch.Tensor) -> None:
         if packed.outputs == model.shape.vocab_size:
             rows.append(len(given))
         multiply(packed, given, out)
 
-    monkeypatch.setattr(Packed, "multiply", counted)
+    monkeypatch.setattr(CpuPackedWeights, "multiply", counted)
     world = World(model)
     first, second = world.turn(9), world.turn(7)
     world.step((first, 0, 9, True), (second, 0, 5, False))

@@ -109,7 +109,7 @@ def test_a_model_that_this_rounding_changes_too_much_is_refused(
 
     monkeypatch.setattr("pensieve.kernels.attention.reference.quantised", coarse)
     monkeypatch.setattr("pensieve.kernels.attention.cpu.write_kv", lambda *tensors: False)
-    monkeypatch.setattr("pensieve.kernels.layer.cpu.Layer.takes", lambda *rows: False)
+    monkeypatch.setattr("pensieve.kernels.layer.cpu.CpuLayer.takes", lambda *rows: False)
     monkeypatch.setattr(probe, "INT8_DIFFERENCE", 0.01)
     with pytest.raises(
         UnsupportedModel, match=r"with --kv-dtype int8 its logits differ from its own"

@@ -14,7 +14,7 @@ from pensieve.bench.random_model import RandomShape
 from pensieve.config import resolve
 from pensieve.core.cache import CacheConfig
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.engine.batch_run import Sharing
+from pensieve.engine.batch_run import PrefixSharing
 from pensieve.errors import PensieveError
 from pensieve.sim.cost import instant
 from scripts.measurements import batch as measured_batch
@@ -37,7 +37,7 @@ PASS = SLOW.dense_seconds_min  # an iteration reads the weights in 10 ms, and a 
 
 
 def simulated(
-    shape: BatchShape, sharing: Sharing, device_tokens: int = 9600, turns_max: int = 64
+    shape: BatchShape, sharing: PrefixSharing, device_tokens: int = 9600, turns_max: int = 64
 ) -> BatchFigures:
     setting = BatchSetting(
         SLOW,

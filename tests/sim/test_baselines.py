@@ -6,8 +6,7 @@ import pytest
 
 from pensieve.core.iteration import Iteration
 from pensieve.sim import report
-from pensieve.sim.clock import VirtualClock
-from pensieve.sim.executor import PHASES, ModelledExecutor
+from pensieve.sim.executor import PHASES, ModelledExecutor, VirtualClock
 from pensieve.sim.simulator import SimulationFigures
 from pensieve.sim.trace import Arrival
 from tests.sim.world import SLOW, a_prompt, simulator

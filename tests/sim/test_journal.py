@@ -18,7 +18,7 @@ from pensieve.engine.journal import (
     hash_of,
     replay,
 )
-from pensieve.engine.messages import Event, Message
+from pensieve.engine.messages import EngineEvent, EngineMessage
 from pensieve.sim.cost import CostModel
 from pensieve.sim.executor import ModelledExecutor
 from pensieve.sim.trace import Arrival
@@ -34,7 +34,7 @@ class Hashes:
     def __init__(self) -> None:
         self.planned_ones: list[str] = []
 
-    def received(self, message: Message, now: float) -> None:
+    def received(self, message: EngineMessage, now: float) -> None:
         return
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
@@ -44,7 +44,7 @@ class Hashes:
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
         return
 
-    def published(self, events: Sequence[Event]) -> None:
+    def published(self, events: Sequence[EngineEvent]) -> None:
         return
 
 

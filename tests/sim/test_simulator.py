@@ -6,9 +6,8 @@ import pytest
 
 from pensieve.core.iteration import Iteration, SwapIn, SwapOut
 from pensieve.core.policies.registry import POLICIES
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel
-from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import HABITS, drawn
 from tests.sim.world import SLOW, a_prompt, run_trace, simulator

@@ -11,9 +11,15 @@ import pytest
 
 from pensieve.core.iteration import Iteration, PageGroup, Slice, SwapIn, SwapOut, TurnStart
 from pensieve.sampling import Sampling
-from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
-from pensieve.sim.executor import GroupSeconds, LayerArrivals, Links, ModelledExecutor, staged
+from pensieve.sim.executor import (
+    GroupSeconds,
+    LayerArrivals,
+    Links,
+    ModelledExecutor,
+    VirtualClock,
+    staged,
+)
 
 NOTHING = LayerArrivals()
 

@@ -12,7 +12,7 @@ from pensieve.errors import OwnedElsewhere
 from pensieve.store import ConversationStore
 from pensieve.store import owners as owners_module
 from pensieve.store.connection import preferred_driver
-from pensieve.store.records import Conversation, StoredTurnState
+from pensieve.store.records import StoredConversation, StoredTurnState
 from pensieve.store.shared_file import SHARED_SQLITE_MIN
 from tests.store.talk import begin, create, reply, say, user
 
@@ -124,7 +124,7 @@ def test_a_turn_that_ends_while_it_is_read_is_not_read_as_interrupted(
     ends = iter([lambda: store.finish_turn(turn, reply("hello", 2), "stop", {})])
     as_read = transactions.as_read
 
-    def late(conn: Any, found: Conversation) -> Any:
+    def late(conn: Any, found: StoredConversation) -> Any:
         for end in ends:
             end()
         return as_read(conn, found)

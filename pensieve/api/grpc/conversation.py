@@ -125,7 +125,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             *(_id(request.conversation_id), start, size),
             include_token_ids=request.include_token_ids,
         )
-        messages: Sequence[records.Message] = found.messages
+        messages: Sequence[records.StoredMessage] = found.messages
         if request.cut_replies:
             messages = await self._in_parts(request.conversation_id, messages)
         page = pb.ListMessagesResponse()
@@ -135,12 +135,12 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         return page
 
     async def _in_parts(
-        self, conversation_id: str, messages: Sequence[records.Message]
-    ) -> Sequence[records.Message]:
+        self, conversation_id: str, messages: Sequence[records.StoredMessage]
+    ) -> Sequence[records.StoredMessage]:
         tenant, template = caller().tenant, self.daemon.texts.template
         tools = (await self._read(self.daemon.reader.get_conversation, conversation_id)).tools
 
-        def cut() -> list[records.Message]:
+        def cut() -> list[records.StoredMessage]:
             style = style_of(template)
             return [in_parts(each, ReplyPieces(style, tools)) for each in messages]
 
@@ -233,7 +233,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             tenant, function, *arguments, **named, tenant=tenant
         )
 
-    def _conversation(self, found: records.Conversation) -> pb.Conversation:
+    def _conversation(self, found: records.StoredConversation) -> pb.Conversation:
         return translate.conversation(found, self.daemon.context_max)
 
 
@@ -249,7 +249,7 @@ async def _fill(page: Any, messages: Iterable[Any]) -> int:
     return len(page)
 
 
-def in_parts(stored: records.Message, cutter: ReplyPieces) -> records.Message:
+def in_parts(stored: records.StoredMessage, cutter: ReplyPieces) -> records.StoredMessage:
     """Split a stored reply into text, thinking and tool calls, as clients send them.
 
     A reply with a call that broke off is returned as it is: no client could give it otherwise.

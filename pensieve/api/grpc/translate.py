@@ -216,7 +216,7 @@ def page_of(request: Any) -> tuple[int, int]:
 # -- out --
 
 
-def conversation(found: records.Conversation, context_max: int) -> pb.Conversation:
+def conversation(found: records.StoredConversation, context_max: int) -> pb.Conversation:
     """Leave out fields from an earlier version that are larger than this one accepts."""
     given = pb.Conversation(
         conversation_id=found.conversation_id,
@@ -251,7 +251,7 @@ def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: i
         getattr(given, name).CopyFrom(made[0])
 
 
-def prefix(found: records.Prefix) -> pb.Prefix:
+def prefix(found: records.StoredPrefix) -> pb.Prefix:
     stored = found.conversation
     return pb.Prefix(
         prefix_id=found.prefix_id,
@@ -264,7 +264,7 @@ def prefix(found: records.Prefix) -> pb.Prefix:
 
 
 def whole_prefix(
-    found: records.Prefix, messages: Iterable[records.Message]
+    found: records.StoredPrefix, messages: Iterable[records.StoredMessage]
 ) -> pb.GetPrefixResponse:
     stored = found.conversation
     return pb.GetPrefixResponse(
@@ -279,7 +279,7 @@ def timestamp(seconds: float) -> timestamp_pb2.Timestamp:
     return timestamp_pb2.Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
 
 
-def message(found: records.Message) -> pb.Message:
+def message(found: records.StoredMessage) -> pb.Message:
     return pb.Message(
         index=found.index,
         role=ROLE_NUMBERS.get(found.role, pb.ROLE_UNSPECIFIED),

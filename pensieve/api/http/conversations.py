@@ -40,12 +40,12 @@ ONLY_LAST = "only the last item of a conversation can be deleted, where it is a 
 
 
 class ConversationItems(NamedTuple):
-    conversation: records.Conversation
+    conversation: records.StoredConversation
     pending: tuple[records.NewMessage, ...]
     first_number: int  # of its messages, as items
 
     @property
-    def waiting(self) -> list[records.Message]:
+    def waiting(self) -> list[records.StoredMessage]:
         """Return the pending messages as if they were the next of the conversation."""
         return as_stored(self.pending, self.conversation)
 
@@ -130,7 +130,7 @@ class ConversationEndpoints:
         one, and stays.
         """
         conversations = self._daemon.writable
-        named: records.Message | None = None
+        named: records.StoredMessage | None = None
         for attempt in range(ATTEMPTS_MAX):
             seen = await self._seen(exchange, by)
             if seen.conversation.running_turn_id is not None:
@@ -168,7 +168,7 @@ class ConversationEndpoints:
 
         return change
 
-    async def _conversation(self, exchange: Exchange, by: Caller) -> records.Conversation:
+    async def _conversation(self, exchange: Exchange, by: Caller) -> records.StoredConversation:
         return await self._stored.conversation(exchange.values["conversation_id"], by.tenant)
 
     async def _seen(self, exchange: Exchange, by: Caller) -> ConversationItems:
@@ -179,7 +179,7 @@ class ConversationEndpoints:
             conversation, pending, await self._stored.first_number(conversation)
         )
 
-    def _of(self, message: records.Message, seen: ConversationItems) -> list[dict[str, Any]]:
+    def _of(self, message: records.StoredMessage, seen: ConversationItems) -> list[dict[str, Any]]:
         place = Place(seen.tag, seen.first_number + message.index)
         return items_of(message, place, self._requests.cutter(seen.conversation.tools))
 
@@ -205,7 +205,7 @@ class ConversationEndpoints:
 
     async def _forward(
         self, seen: ConversationItems, first: int | None
-    ) -> AsyncIterator[records.Message]:
+    ) -> AsyncIterator[records.StoredMessage]:
         async for each in self._stored.messages(seen.conversation, first or 0):
             yield each
         for each in seen.waiting:
@@ -214,7 +214,7 @@ class ConversationEndpoints:
 
     async def _backward(
         self, seen: ConversationItems, first: int | None
-    ) -> AsyncIterator[records.Message]:
+    ) -> AsyncIterator[records.StoredMessage]:
         for each in reversed(seen.waiting):
             if first is None or each.index <= first:
                 yield each
@@ -230,7 +230,7 @@ class ConversationEndpoints:
 
     async def _item(
         self, item_id: str, seen: ConversationItems
-    ) -> tuple[records.Message, dict[str, Any]]:
+    ) -> tuple[records.StoredMessage, dict[str, Any]]:
         index, _ = _parsed(item_id, seen)
         conversation = seen.conversation
         if index < conversation.num_messages:
@@ -260,7 +260,7 @@ def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
     return found[0].number - seen.first_number, found[1]
 
 
-def _is_same(one: records.Message, other: records.Message) -> bool:
+def _is_same(one: records.StoredMessage, other: records.StoredMessage) -> bool:
     """Whether both are the same message, read twice; a pending one has no revision of its own."""
     is_reply = one.finish_reason is not None
     return (one.role, one.content, one.tool_call_id, one.extra, is_reply and one.revision) == (
@@ -274,7 +274,7 @@ def _length(message: records.NewMessage) -> int:
     return len(message.content) + (len(str(message.extra)) if message.extra else 0)
 
 
-def _described(conversation: records.Conversation) -> dict[str, Any]:
+def _described(conversation: records.StoredConversation) -> dict[str, Any]:
     return {
         "id": conversation.conversation_id,
         "object": "conversation",

@@ -61,7 +61,7 @@ class TurnPlace:
     is_ours: bool  # the conversation was made for responses
 
 
-Ended = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
+MakeStored = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class NewResponse:
     request: ParsedRequest
     turn: TurnRequest
     chain: ChainEnd  # without its digest; used if the request names no conversation
-    ended: Ended | None = None  # makes what is stored with its reply
+    ended: MakeStored | None = None  # makes what is stored with its reply
 
     @classmethod
     def of(cls, request: ParsedRequest, chain: ChainEnd) -> NewResponse:
@@ -252,8 +252,8 @@ class ResponsePlaces:
         return start, new, pending
 
     async def _begun_with(
-        self, new: NewResponse, conversation: records.Conversation
-    ) -> records.Conversation:
+        self, new: NewResponse, conversation: records.StoredConversation
+    ) -> records.StoredConversation:
         """Give an empty conversation the system prompt, tools and options of the request."""
         settings, tenant = new.settings, new.turn.tenant
         if not (settings.system_prompt or settings.tools or settings.template_options):
@@ -308,7 +308,7 @@ class ResponsePlaces:
         )
 
 
-def is_empty(conversation: records.Conversation) -> bool:
+def is_empty(conversation: records.StoredConversation) -> bool:
     """Whether it has neither messages nor a system prompt, tools or options."""
     return not (
         conversation.num_messages
@@ -320,7 +320,7 @@ def is_empty(conversation: records.Conversation) -> bool:
 
 
 def _where(
-    new: NewResponse, conversation: records.Conversation, first: int, *, is_ours: bool
+    new: NewResponse, conversation: records.StoredConversation, first: int, *, is_ours: bool
 ) -> TurnPlace:
     """Return the place at the end of a conversation whose messages, as items, are numbered from `first`."""
     number = first + conversation.num_messages + len(new.turn.messages)

@@ -40,7 +40,7 @@ TAKEN_BACK = "was taken back: its conversation was rewound"
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    conversation: records.Conversation
+    conversation: records.StoredConversation
     revision: int
     system_prompt: str
     is_ours: bool
@@ -78,7 +78,7 @@ class StoredConversations:
         )
 
     async def of_conversation(
-        self, conversation: records.Conversation, messages: Sequence[Message]
+        self, conversation: records.StoredConversation, messages: Sequence[Message]
     ) -> StartingPoint:
         """Return the end of a conversation, for these messages to follow."""
         head = await self._head(conversation)
@@ -94,25 +94,25 @@ class StoredConversations:
             first,
         )
 
-    async def conversation(self, conversation_id: str, tenant: str) -> records.Conversation:
+    async def conversation(self, conversation_id: str, tenant: str) -> records.StoredConversation:
         _check_id(conversation_id)
         return await self._read(self._daemon.reader.get_conversation, conversation_id, tenant)
 
     async def with_pending(
         self, conversation_id: str, tenant: str
-    ) -> tuple[records.Conversation, tuple[records.NewMessage, ...]]:
+    ) -> tuple[records.StoredConversation, tuple[records.NewMessage, ...]]:
         """Return a conversation, and the messages that come before those of its next turn."""
         _check_id(conversation_id)
         reader = self._daemon.reader
         found, pending = await self._read(reader.with_pending, conversation_id, tenant)
         return found, pending.messages
 
-    async def first_number(self, conversation: records.Conversation) -> int:
+    async def first_number(self, conversation: records.StoredConversation) -> int:
         return first_number(await self._head(conversation) is not None)
 
     async def messages(
-        self, conversation: records.Conversation, start: int = 0, stop: int | None = None
-    ) -> AsyncIterator[records.Message]:
+        self, conversation: records.StoredConversation, start: int = 0, stop: int | None = None
+    ) -> AsyncIterator[records.StoredMessage]:
         stop = conversation.num_messages if stop is None else stop
         while start < stop:
             page = await self._threads.in_reader(
@@ -171,7 +171,7 @@ class StoredConversations:
             with contextlib.suppress(NotFound):
                 await self.claim(await self.conversation(found.conversation_id, tenant))
 
-    async def claim(self, conversation: records.Conversation) -> records.Conversation:
+    async def claim(self, conversation: records.StoredConversation) -> records.StoredConversation:
         """Claim a conversation where a turn runs, and return it as it is then.
 
         OwnedElsewhere if another daemon runs the turn.
@@ -231,7 +231,7 @@ class StoredConversations:
 
     async def set_metadata(
         self, conversation_id: str, metadata: Mapping[str, Any], tenant: str
-    ) -> records.Conversation:
+    ) -> records.StoredConversation:
         await self._check(tenant)
         return await self._threads.in_store(
             *(tenant, self._store.changes.set_metadata, conversation_id, metadata),
@@ -244,7 +244,7 @@ class StoredConversations:
         conversation_id: str,
         settings: ConversationSettings,
         tenant: str,
-    ) -> records.Conversation:
+    ) -> records.StoredConversation:
         await self._check(tenant)
         return await self._threads.in_store(
             tenant,
@@ -287,7 +287,7 @@ class StoredConversations:
     async def _read(self, function: Callable[..., T], conversation_id: str, tenant: str) -> T:
         return await self._threads.in_reader(tenant, function, conversation_id, tenant=tenant)
 
-    async def _last_calls(self, conversation: records.Conversation, first: int) -> set[str]:
+    async def _last_calls(self, conversation: records.StoredConversation, first: int) -> set[str]:
         last = max(0, conversation.num_messages - 1)
         found = set[str]()
         tag = tag_of(conversation.tenant, conversation.conversation_id)
@@ -297,7 +297,7 @@ class StoredConversations:
             found |= calls_of(items_of(stored, place, cutter))
         return found
 
-    async def _head(self, conversation: records.Conversation) -> records.Message | None:
+    async def _head(self, conversation: records.StoredConversation) -> records.StoredMessage | None:
         async for first in self.messages(conversation, 0, min(1, conversation.num_messages)):
             if first.role == "system" and not first.revision:
                 return first
@@ -310,11 +310,11 @@ def first_number(has_head: bool) -> int:
 
 
 def as_stored(
-    messages: Sequence[records.NewMessage], conversation: records.Conversation
-) -> list[records.Message]:
+    messages: Sequence[records.NewMessage], conversation: records.StoredConversation
+) -> list[records.StoredMessage]:
     """Return pending messages as if they were the next of the conversation."""
     return [
-        records.Message(
+        records.StoredMessage(
             index=conversation.num_messages + number,
             role=each.role,
             content=each.content,

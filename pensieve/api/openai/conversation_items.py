@@ -17,7 +17,7 @@ from typing import Any
 from pensieve.api.openai.answer import call_id
 from pensieve.api.openai.response_stream import OutputItems
 from pensieve.conversations.binding.chain import pieces_of
-from pensieve.store.records import Message as StoredMessage
+from pensieve.store.records import StoredMessage
 from pensieve.text.message import Message, ToolCall
 from pensieve.text.reply_pieces import ReplyPieces
 

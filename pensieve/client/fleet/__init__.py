@@ -4,8 +4,8 @@
         for answer in await fleet.stats():
             print(answer.replica.name, answer.value or answer.reason)
 
-replicas.py     which there are: from a list, or from whoever knows
-discovery.py    from a daemon, which knows those that share its history
+replicas.py     `Replica`: name and address of one
+discovery.py    which there are: from a list, or from a daemon
 asking.py       one call to each of them at once; who does not answer is an answer that says so
 fleet.py        `Fleet`: the calls of AdminService, to all
 totals.py       figures of all put together: sums, worst ones, and quantiles of all times
@@ -16,17 +16,17 @@ It lies in the SDK because it needs what the SDK needs, a channel and the stubs,
 machine that only watches installs the client alone, and whoever deploys replicas may import it.
 """
 
-from pensieve.client.fleet.asking import Answer
-from pensieve.client.fleet.discovery import SharedReplicas
+from pensieve.client.fleet.asking import ReplicaAnswer
+from pensieve.client.fleet.discovery import Discovery, FixedReplicas, SharedReplicas
 from pensieve.client.fleet.fleet import Fleet
-from pensieve.client.fleet.replicas import Discovery, FixedReplicas, Replica, replicas_of
+from pensieve.client.fleet.replicas import Replica, replicas_of
 
 __all__ = [
-    "Answer",
     "Discovery",
     "FixedReplicas",
     "Fleet",
     "Replica",
+    "ReplicaAnswer",
     "SharedReplicas",
     "replicas_of",
 ]

@@ -29,7 +29,7 @@ LATE_SECONDS = 1.0  # after its deadline a call is given up, whatever gRPC makes
 
 
 @dataclass(frozen=True)
-class Answer(Generic[T]):
+class ReplicaAnswer(Generic[T]):
     """What came of one replica: a value, or why there is none."""
 
     replica: Replica
@@ -73,23 +73,23 @@ async def ask_each(
     replicas: Sequence[Replica],
     call: Callable[[Replica, float], Awaitable[T]],
     seconds: float,
-) -> list[Answer[T]]:
+) -> list[ReplicaAnswer[T]]:
     """An answer of each, in their order, after `seconds` at the latest; `call` is given those, too."""
     return await asyncio.gather(*(_ask(each, call, seconds) for each in replicas))
 
 
 async def _ask(
     replica: Replica, call: Callable[[Replica, float], Awaitable[T]], seconds: float
-) -> Answer[T]:
+) -> ReplicaAnswer[T]:
     try:
         async with asyncio.timeout(seconds + LATE_SECONDS):
-            return Answer(replica, await call(replica, seconds))
+            return ReplicaAnswer(replica, await call(replica, seconds))
     except TimeoutError:
-        return Answer(replica, error=_late(seconds))
+        return ReplicaAnswer(replica, error=_late(seconds))
     except grpc.aio.AioRpcError as failure:
-        return Answer(replica, error=failed(failure, seconds))
+        return ReplicaAnswer(replica, error=failed(failure, seconds))
     except PensieveError as error:
-        return Answer(replica, error=error)
+        return ReplicaAnswer(replica, error=error)
 
 
 def failed(failure: grpc.aio.AioRpcError, seconds: float) -> PensieveError:

@@ -1,8 +1,9 @@
-"""The daemons that share a history, as one of them says."""
+"""Which replicas there are: from a list, or from a daemon, which knows those that share its history."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import grpc
 
@@ -14,8 +15,26 @@ from pensieve.v1 import admin_pb2 as pb
 ANSWER_SECONDS = 5.0
 
 
+class Discovery(Protocol):
+    """Whoever knows the replicas."""
+
+    async def list_replicas(self) -> Sequence[Replica]:
+        """Those that there are now, in the order in which they are shown."""
+        ...
+
+
+class FixedReplicas:
+    """Those of a list."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = tuple(replicas)
+
+    async def list_replicas(self) -> Sequence[Replica]:
+        return self._replicas
+
+
 class SharedReplicas:
-    """A `Discovery`: asks the daemon at an address. Belongs to no event loop."""
+    """Those that share a history, as the daemon at an address says. Belongs to no event loop."""
 
     def __init__(self, address: str, *, token: str | None = None, tls: Tls = False) -> None:
         self._address, self._token, self._tls = address, token, tls

@@ -53,7 +53,7 @@ KINDS = {  # of OpenMetrics alone
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
-class Unreadable(ValueError):
+class InvalidExposition(ValueError):
     """A text that is no exposition; the message names the line."""
 
 
@@ -97,7 +97,7 @@ def read(text: str) -> Families:
         elif line.strip(" \t"):
             sample = _sample(line, keep_time=not is_open)
             if sample is None:
-                raise Unreadable(f"line {number} is no sample")
+                raise InvalidExposition(f"line {number} is no sample")
             families.setdefault(_family_of(sample.name, families), Family()).samples.append(sample)
     return _as_0_0_4(families) if is_open else families
 

@@ -21,8 +21,9 @@ import grpc
 
 from pensieve.client.channel import Tls
 from pensieve.client.fleet import exposition
-from pensieve.client.fleet.asking import Answer, Connections, ask_each, failed
-from pensieve.client.fleet.replicas import Discovery, Replica
+from pensieve.client.fleet.asking import Connections, ReplicaAnswer, ask_each, failed
+from pensieve.client.fleet.discovery import Discovery
+from pensieve.client.fleet.replicas import Replica
 from pensieve.client.requests import check_text
 from pensieve.errors import PensieveError, ServerFault, Unavailable
 from pensieve.v1 import admin_pb2 as pb
@@ -83,7 +84,7 @@ class Fleet:
 
     # -- one call to each --
 
-    async def stats(self) -> list[Answer[pb.Stats]]:
+    async def stats(self) -> list[ReplicaAnswer[pb.Stats]]:
         """The figures of each."""
 
         async def call(stub: AdminServiceAsyncStub, seconds: float) -> pb.Stats:
@@ -94,7 +95,7 @@ class Fleet:
 
     async def cached(
         self, least_valuable: bool = False
-    ) -> list[Answer[pb.ListCachedConversationsResponse]]:
+    ) -> list[ReplicaAnswer[pb.ListCachedConversationsResponse]]:
         """The conversations with KV in the cache of each, a thousand of each at most.
 
         `holdings.held_of` puts them together.
@@ -114,7 +115,7 @@ class Fleet:
 
     async def explain(
         self, conversation_id: str, tenant: str = ""
-    ) -> list[Answer[pb.ExplainConversationResponse]]:
+    ) -> list[ReplicaAnswer[pb.ExplainConversationResponse]]:
         """Where the KV of one conversation lies on each; NotFound is the error of who does not know it."""
         request = pb.ExplainConversationRequest(
             conversation_id=check_text("conversation_id", conversation_id),
@@ -128,7 +129,7 @@ class Fleet:
 
         return await self._each(call)
 
-    async def tenants(self) -> list[Answer[pb.ListTenantsResponse]]:
+    async def tenants(self) -> list[ReplicaAnswer[pb.ListTenantsResponse]]:
         """What each tenant has taken of each; `totals.tenants_of` puts them together."""
 
         async def call(stub: AdminServiceAsyncStub, seconds: float) -> pb.ListTenantsResponse:
@@ -137,7 +138,7 @@ class Fleet:
 
         return await self._each(call)
 
-    async def check(self) -> list[Answer[list[str]]]:
+    async def check(self) -> list[ReplicaAnswer[list[str]]]:
         """The problems in the bookkeeping of each, as a rule none."""
 
         async def call(stub: AdminServiceAsyncStub, seconds: float) -> list[str]:
@@ -147,7 +148,7 @@ class Fleet:
 
         return await self._each(call)
 
-    async def metrics(self) -> list[Answer[exposition.Families]]:
+    async def metrics(self) -> list[ReplicaAnswer[exposition.Families]]:
         """The metrics of each, parsed; `exposition.merged` makes one text of them.
 
         They are parsed when all have answered, in a thread: the texts of many replicas take seconds, which
@@ -168,7 +169,7 @@ class Fleet:
 
     async def _each(
         self, call: Callable[[AdminServiceAsyncStub, float], Awaitable[T]]
-    ) -> list[Answer[T]]:
+    ) -> list[ReplicaAnswer[T]]:
         return await ask_each(
             await self.replicas(),
             lambda replica, seconds: call(self._connections.stub(replica), seconds),
@@ -179,16 +180,16 @@ class Fleet:
 
     async def watch(
         self, interval_seconds: float = 1.0
-    ) -> AsyncGenerator[list[Answer[pb.Stats]], None]:
+    ) -> AsyncGenerator[list[ReplicaAnswer[pb.Stats]], None]:
         """The figures of each, every `interval_seconds`; the first ones when all have answered or failed."""
         loop = asyncio.get_running_loop()
-        latest: dict[Place, Answer[pb.Stats]] = {}
+        latest: dict[Place, ReplicaAnswer[pb.Stats]] = {}
         tasks: dict[Place, asyncio.Task[None]] = {}
         came = asyncio.Event()
         replicas = await self.replicas()
         listed_at = loop.time()
 
-        def keep(answer: Answer[pb.Stats]) -> None:
+        def keep(answer: ReplicaAnswer[pb.Stats]) -> None:
             latest[_place(answer.replica)] = answer
             came.set()
 
@@ -222,7 +223,10 @@ class Fleet:
             return before
 
     async def _follow(
-        self, replica: Replica, interval_seconds: float, keep: Callable[[Answer[pb.Stats]], None]
+        self,
+        replica: Replica,
+        interval_seconds: float,
+        keep: Callable[[ReplicaAnswer[pb.Stats]], None],
     ) -> None:
         """Give the figures of one replica to `keep` as they come, and why there are none."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
@@ -236,14 +240,14 @@ class Fleet:
                         response = await stream.read()
                     if not isinstance(response, pb.WatchStatsResponse):  # its end
                         raise Unavailable("it ended the stream of its figures")
-                    keep(Answer(replica, response.stats))
+                    keep(ReplicaAnswer(replica, response.stats))
                     seconds = patience
             except TimeoutError:
-                keep(Answer(replica, error=Unavailable(f"no answer in {seconds:g} s")))
+                keep(ReplicaAnswer(replica, error=Unavailable(f"no answer in {seconds:g} s")))
             except grpc.aio.AioRpcError as failure:
-                keep(Answer(replica, error=failed(failure, seconds)))
+                keep(ReplicaAnswer(replica, error=failed(failure, seconds)))
             except PensieveError as error:
-                keep(Answer(replica, error=error))
+                keep(ReplicaAnswer(replica, error=error))
             finally:
                 stream.cancel()
             await asyncio.sleep(AGAIN_SECONDS)
@@ -253,11 +257,11 @@ def _place(replica: Replica) -> Place:
     return replica.name, replica.address
 
 
-def _parsed(answer: Answer[str]) -> Answer[exposition.Families]:
+def _parsed(answer: ReplicaAnswer[str]) -> ReplicaAnswer[exposition.Families]:
     if answer.value is None:
-        return Answer(answer.replica, error=answer.error)
+        return ReplicaAnswer(answer.replica, error=answer.error)
     try:
-        return Answer(answer.replica, exposition.read(answer.value))
-    except exposition.Unreadable as error:
+        return ReplicaAnswer(answer.replica, exposition.read(answer.value))
+    except exposition.InvalidExposition as error:
         why = ServerFault(f"its metrics cannot be read: {error}")
-        return Answer(answer.replica, error=why)
+        return ReplicaAnswer(answer.replica, error=why)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pensieve.client.fleet.asking import Answer
+from pensieve.client.fleet.asking import ReplicaAnswer
 from pensieve.errors import NotFound
 from pensieve.v1 import admin_pb2 as pb
 
@@ -27,7 +27,9 @@ class Held:
 
 
 def held_of(
-    found: Sequence[Answer[pb.ListCachedConversationsResponse]], least_valuable: bool, limit: int
+    found: Sequence[ReplicaAnswer[pb.ListCachedConversationsResponse]],
+    least_valuable: bool,
+    limit: int,
 ) -> list[Held]:
     """The first `limit` of what all replicas named, in the order that was wanted."""
     holders: dict[tuple[str, str, str], list[str]] = {}
@@ -61,17 +63,17 @@ class KnownBy(StrEnum):
 
 
 @dataclass(frozen=True)
-class Owner:
+class ServingReplica:
     """The replica that serves a conversation."""
 
     name: str
     known_by: KnownBy
 
 
-Explained = Answer[pb.ExplainConversationResponse]
+Explained = ReplicaAnswer[pb.ExplainConversationResponse]
 
 
-def owner_of(found: Sequence[Explained]) -> Owner | None:
+def owner_of(found: Sequence[Explained]) -> ServingReplica | None:
     """Whose the conversation is; an owner that did not answer has the name by which the others know it.
 
     None: nobody knows, or there are several of this id, in several histories.
@@ -82,19 +84,19 @@ def owner_of(found: Sequence[Explained]) -> Owner | None:
     named = [name for name, value in known.items() if value.owned]
     named += [value.owner for value in known.values() if value.owner]
     if named:
-        return Owner(named[0], KnownBy.HISTORY)
+        return ServingReplica(named[0], KnownBy.HISTORY)
     running = [name for name, value in known.items() if value.running]
     if running:
-        return Owner(running[0], KnownBy.RUNNING) if len(running) == 1 else None
+        return ServingReplica(running[0], KnownBy.RUNNING) if len(running) == 1 else None
     others_deny = all(isinstance(each.error, NotFound) for each in found if each.value is None)
     if len(known) == 1 and others_deny:
-        return Owner(next(iter(known)), KnownBy.ONLY)
+        return ServingReplica(next(iter(known)), KnownBy.ONLY)
     idle = {
         name: value.idle_seconds
         for name, value in known.items()
         if value.HasField("idle_seconds") and holds_kv(value)
     }
-    return Owner(min(idle, key=lambda name: idle[name]), KnownBy.LATEST) if idle else None
+    return ServingReplica(min(idle, key=lambda name: idle[name]), KnownBy.LATEST) if idle else None
 
 
 def num_histories(found: Sequence[Explained]) -> int:

@@ -1,11 +1,9 @@
-"""Which replicas there are: from a list, or from whoever knows (`Discovery`)."""
+"""A replica as its operator names it: `name=address`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pensieve.errors import InvalidArgument
 
@@ -31,24 +29,6 @@ class Replica:
     @property
     def is_named(self) -> bool:
         return self.name != self.address
-
-
-class Discovery(Protocol):
-    """Whoever knows the replicas."""
-
-    async def list_replicas(self) -> Sequence[Replica]:
-        """Those that there are now, in the order in which they are shown."""
-        ...
-
-
-class FixedReplicas:
-    """Those of a list."""
-
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        self._replicas = tuple(replicas)
-
-    async def list_replicas(self) -> Sequence[Replica]:
-        return self._replicas
 
 
 def replicas_of(text: str, field: str = "replicas") -> tuple[Replica, ...]:

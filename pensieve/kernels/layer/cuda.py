@@ -68,20 +68,20 @@ class CudaLayerKernels:
             return "a GPU's layers have no LayerNorm"
         return ""
 
-    def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
-        return Layer(weights, int8=int8)
+    def layer(self, weights: LayerWeights, *, int8: bool = False) -> CudaLayer:
+        return CudaLayer(weights, int8=int8)
 
     def chain(self, layers: Sequence[DenseLayer]) -> None:
         """A CUDA graph replays them without their Python."""
 
-    def pack(self, product: ProductWeights, *, int8: bool = False) -> Packed:
-        return Packed(product.weights, product.biases, product.activation, int8=int8)
+    def pack(self, product: ProductWeights, *, int8: bool = False) -> CudaPackedWeights:
+        return CudaPackedWeights(product.weights, product.biases, product.activation, int8=int8)
 
-    def norm(self, weights: NormWeights) -> Norm:
-        return Norm(weights)
+    def norm(self, weights: NormWeights) -> CudaNorm:
+        return CudaNorm(weights)
 
 
-class Packed:
+class CudaPackedWeights:
     """The weights of a product, or of several with the same input (`ProductWeights`), as one matrix."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Packed:
         out.copy_(self(rows))
 
 
-class Norm:
+class CudaNorm:
     """A norm of the last dimension, or of each part of it that is as wide as the weights."""
 
     def __init__(self, weights: NormWeights) -> None:
@@ -202,14 +202,14 @@ class CudaPagedRows:
             self.rotation, self._rotated_by = (cosines, sines), rotation
 
 
-class Layer:
+class CudaLayer:
     """One decoder layer: its products and norms."""
 
     def __init__(self, weights: LayerWeights, *, int8: bool = False) -> None:
         self._heads = weights.heads
         assert isinstance(weights.mlp, MlpWeights)
         self._products = [
-            Packed(each.weights, each.biases, each.activation, int8=int8)
+            CudaPackedWeights(each.weights, each.biases, each.activation, int8=int8)
             for each in (
                 weights.attention_in,
                 weights.attention_out,
@@ -217,7 +217,7 @@ class Layer:
                 weights.mlp.out,
             )
         ]
-        self._norms = {name: Norm(each) for name, each in weights.norms.items()}
+        self._norms = {name: CudaNorm(each) for name, each in weights.norms.items()}
         self._layer_index = weights.layer_index
         self._attention = weights.attention
         self.factor = 1.0

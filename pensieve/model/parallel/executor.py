@@ -39,7 +39,7 @@ stages:
 
 Rank 0 is the last stage.  `launch` only hands an iteration to the others, and `collect` computes this stage's
 part of the oldest one: so while the engine waits for iteration k, the stage before computes k + 1, and so on.
-The tokens of an iteration are known when it is launched (core/micro_batches.py) and go with it.  What was
+The tokens of an iteration are known when it is launched (core/pipeline_stages.py) and go with it.  What was
 said of ranks holds for stages, with send and receive for collectives.  A stage waits for the activations of
 the stage before, and that one for nothing but its next iteration.  A copy of an iteration begins on each rank
 when it is its turn there; the pages are its own from the launch on.

@@ -9,7 +9,7 @@ from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.meter import Meter
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.messages import Event, TurnEnded
+from pensieve.engine.messages import EngineEvent, TurnEnded
 
 
 def ended(turn_id: int, **tokens: int) -> TurnEnded:
@@ -61,7 +61,7 @@ def test_what_is_recomputed_has_the_reason_of_its_turn() -> None:
         for number, reason in ((1, "dropped"), (2, "engine_restarted"), (3, "dropped"))
     }
     meter = Meter()
-    events: list[Event] = [
+    events: list[EngineEvent] = [
         SampledToken(1, 7),
         ended(1, recomputed_tokens=100),
         ended(2, recomputed_tokens=20),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pensieve.api.openai.conversation_items import Place, calls_of, items_of, reply_as_sent_back
-from pensieve.store.records import Message
-from pensieve.text.message import Message as TemplateMessage
-from pensieve.text.message import ToolCall
+from pensieve.store.records import StoredMessage
+from pensieve.text.message import Message, ToolCall
 from pensieve.text.reply_pieces import ReplyPieces
 from pensieve.text.tool_calls import STYLES
 
@@ -16,9 +15,9 @@ TOOLS = ({"type": "function", "function": {"name": "add"}},)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
-def stored(role: str, content: str, finish: str | None = None, **more: Any) -> Message:
+def stored(role: str, content: str, finish: str | None = None, **more: Any) -> StoredMessage:
     call_id, extra = more.pop("tool_call_id", ""), more
-    return Message(3, role, content, call_id, extra, 2, 10, 5, finish, None)
+    return StoredMessage(3, role, content, call_id, extra, 2, 10, 5, finish, None)
 
 
 def cutter() -> ReplyPieces:
@@ -84,4 +83,4 @@ def test_what_stands_for_the_tools_of_a_prefix_is_no_item() -> None:
 
 def test_a_reply_without_parts_is_text() -> None:
     back = reply_as_sent_back(stored("assistant", "Four.", "stop"), PLACE, cutter())
-    assert back == TemplateMessage("assistant", "Four.")
+    assert back == Message("assistant", "Four.")

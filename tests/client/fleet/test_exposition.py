@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.client.fleet.exposition import Unreadable, merged, read
+from pensieve.client.fleet.exposition import InvalidExposition, merged, read
 from pensieve.client.fleet.replicas import Replica, replicas_of
 from pensieve.errors import InvalidArgument
 
@@ -157,7 +157,7 @@ def test_a_text_that_was_merged_can_be_merged_again() -> None:
     ],
 )
 def test_what_is_no_sample_is_refused_with_its_line(line: str) -> None:
-    with pytest.raises(Unreadable, match="line 2 is no sample"):
+    with pytest.raises(InvalidExposition, match="line 2 is no sample"):
         read(f"y 1\n{line}\n")
 
 
@@ -194,5 +194,5 @@ def test_the_parser_is_quick_on_what_would_make_a_careless_one_slow() -> None:
         "x" + " " * 100_000,
         'x{a="1"' + ", " * 50_000,
     ):
-        with pytest.raises(Unreadable):
+        with pytest.raises(InvalidExposition):
             read(line)

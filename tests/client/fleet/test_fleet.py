@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.client.fleet import Answer, Fleet, Replica, exposition, fleet
-from pensieve.client.fleet.holdings import KnownBy, Owner, held_of, holds_kv, owner_of
+from pensieve.client.fleet import Fleet, Replica, ReplicaAnswer, exposition, fleet
+from pensieve.client.fleet.holdings import KnownBy, ServingReplica, held_of, holds_kv, owner_of
 from pensieve.client.fleet.totals import tenants_of, total_of
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
@@ -40,7 +40,7 @@ def single(world: Replicas) -> list[Any]:
     return [rig.admin.GetStats(pb.GetStatsRequest()).stats for rig in world.rigs.values()]
 
 
-def values(found: Sequence[Answer[Any]]) -> list[Any]:
+def values(found: Sequence[ReplicaAnswer[Any]]) -> list[Any]:
     return [answer.value for answer in found]
 
 
@@ -112,10 +112,10 @@ def test_explain_finds_who_serves_a_conversation_and_who_has_stale_kv(world: Rep
     found = with_fleet(world.alive, lambda several: several.explain("x"))
     assert [value is not None and holds_kv(value) for value in values(found)] == [True, True, False]
     assert isinstance(found[2].error, NotFound)
-    assert owner_of(found) == Owner("b", KnownBy.LATEST)
-    assert owner_of(with_fleet(world.alive, lambda several: several.explain("z"))) == Owner(
-        "b", KnownBy.ONLY
-    )
+    assert owner_of(found) == ServingReplica("b", KnownBy.LATEST)
+    assert owner_of(
+        with_fleet(world.alive, lambda several: several.explain("z"))
+    ) == ServingReplica("b", KnownBy.ONLY)
     nobody = with_fleet(world.alive, lambda several: several.explain("nobody"))
     assert owner_of(nobody) is None
     assert all(isinstance(each.error, NotFound) for each in nobody)
@@ -124,23 +124,23 @@ def test_explain_finds_who_serves_a_conversation_and_who_has_stale_kv(world: Rep
 
 
 def test_the_replica_where_a_turn_runs_serves_the_conversation() -> None:
-    def answer(name: str, **fields: Any) -> Answer[pb.ExplainConversationResponse]:
+    def answer(name: str, **fields: Any) -> ReplicaAnswer[pb.ExplainConversationResponse]:
         value = pb.ExplainConversationResponse(history=HISTORY, **fields)
         value.runs.add(num_chunks=1, place="host")
-        return Answer(Replica(name, f"{name}:1"), value)
+        return ReplicaAnswer(Replica(name, f"{name}:1"), value)
 
-    gone = Answer[pb.ExplainConversationResponse](
+    gone = ReplicaAnswer[pb.ExplainConversationResponse](
         Replica("c", "c:1"), error=Unavailable("out of reach")
     )
     older, newer = answer("a", idle_seconds=9.0), answer("b", idle_seconds=2.0)
-    assert owner_of([older, newer, gone]) == Owner("b", KnownBy.LATEST)
-    assert owner_of([answer("a", running=True), newer]) == Owner("a", KnownBy.RUNNING)
+    assert owner_of([older, newer, gone]) == ServingReplica("b", KnownBy.LATEST)
+    assert owner_of([answer("a", running=True), newer]) == ServingReplica("a", KnownBy.RUNNING)
     told = answer("a", owner="one"), answer("b", owner="one", owned=True)
-    assert owner_of([*told, gone]) == Owner("b", KnownBy.HISTORY)
-    assert owner_of([told[0], gone]) == Owner("one", KnownBy.HISTORY)
+    assert owner_of([*told, gone]) == ServingReplica("b", KnownBy.HISTORY)
+    assert owner_of([told[0], gone]) == ServingReplica("one", KnownBy.HISTORY)
     assert owner_of([answer("a", running=True), answer("b", running=True)]) is None
     # Whoever is out of reach may know it too, so the only one that answers is not the only one.
-    assert owner_of([older, gone]) == Owner("a", KnownBy.LATEST)
+    assert owner_of([older, gone]) == ServingReplica("a", KnownBy.LATEST)
     older.value.history = newer.value.history = ""  # type: ignore[union-attr]
     assert owner_of([older, newer]) is None
 

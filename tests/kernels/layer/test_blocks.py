@@ -20,7 +20,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 def test_a_row_among_many_is_the_same_as_alone(int8: bool, inputs: int) -> None:
     """More than one stretch of inputs; the second's rows are 8 KiB apart, and copied first."""
     weights = [drawn(70, inputs, seed=seed) for seed in (1, 2)]
-    packed = cpu.Packed(weights, activation="silu", int8=int8)
+    packed = cpu.CpuPackedWeights(weights, activation="silu", int8=int8)
     given = drawn(270, inputs, seed=3) * inputs**0.5
     whole = torch.full((270, 70), float("nan"), dtype=torch.bfloat16)
     packed.multiply(given, whole)

@@ -39,7 +39,7 @@ def test_products(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> N
     )
     bias = drawn(outputs, dtype=dtype, seed=3)
     given = drawn(rows, inputs, dtype=dtype, seed=4) * inputs**0.5
-    packed = cpu.Packed([first, second], [bias, None])
+    packed = cpu.CpuPackedWeights([first, second], [bias, None])
     whole = torch.cat([first, second]).double()
     right = given.double() @ whole.T + F.pad(bias, (0, 9)).double()
     for kind in (dtype, torch.float32):
@@ -67,7 +67,7 @@ def test_gated_products(
     gate, up = (drawn(outputs, inputs, dtype=dtype, seed=seed) for seed in (1, 2))
     bias = drawn(2 * outputs, dtype=dtype, seed=3)
     given = drawn(rows, inputs, dtype=dtype, seed=4) * inputs**0.5 * 6
-    packed = cpu.Packed([gate, up], [bias[:outputs], bias[outputs:]], activation)
+    packed = cpu.CpuPackedWeights([gate, up], [bias[:outputs], bias[outputs:]], activation)
     out = torch.empty(rows, outputs, dtype=dtype)
     packed.multiply(given, out)
     wide = given.double()
@@ -96,10 +96,10 @@ def test_products_whose_outputs_all_go_through_an_activation(
     weight = drawn(outputs, inputs, dtype=dtype, seed=1)
     bias = drawn(outputs, dtype=dtype, seed=3)
     given = drawn(rows, inputs, dtype=dtype, seed=4) * inputs**0.5 * 3
-    packed = cpu.Packed([weight], [bias], activation, int8=int8, gated=False)
+    packed = cpu.CpuPackedWeights([weight], [bias], activation, int8=int8, gated=False)
     out, before = torch.empty(rows, outputs), torch.empty(rows, outputs)
     packed.multiply(given, out)
-    cpu.Packed([weight], [bias], int8=int8).multiply(given, before)
+    cpu.CpuPackedWeights([weight], [bias], int8=int8).multiply(given, before)
     assert close(out, ACTIVATIONS[activation](before.double()), torch.float32)
     again = torch.empty(1, outputs)
     packed.multiply(given[-1:], again)
@@ -109,7 +109,7 @@ def test_products_whose_outputs_all_go_through_an_activation(
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
-    packed = cpu.Packed([drawn(130, 96, dtype=dtype, seed=1)])
+    packed = cpu.CpuPackedWeights([drawn(130, 96, dtype=dtype, seed=1)])
     given = drawn(40, 96, dtype=dtype, seed=2)
     whole = torch.empty(40, 130, dtype=dtype)
     packed.multiply(given, whole)
@@ -126,7 +126,7 @@ def test_activations_far_from_zero(activation: Activation) -> None:
     values = torch.tensor([0.0, -0.0, 1e-30, 3.0, -3.0, 88.0, -88.0, 200.0, -200.0, 1e18, -1e18])
     count = len(values)
     gate, up = torch.diag(values), torch.zeros(count, count)
-    packed = cpu.Packed([gate, up], [None, torch.ones(count)], activation)
+    packed = cpu.CpuPackedWeights([gate, up], [None, torch.ones(count)], activation)
     out = torch.empty(1, count)
     packed.multiply(torch.ones(1, count), out)
     right = ACTIVATIONS[activation](values.double()).float()
@@ -140,7 +140,7 @@ def test_activations_far_from_zero(activation: Activation) -> None:
 @pytest.mark.parametrize("width", [8, 48, 100, 1024])
 def test_norms(dtype: torch.dtype, width: int) -> None:
     weight = drawn(width, dtype=torch.float32, seed=1) + 1
-    norm = cpu.Norm(NormWeights(weight, 1e-5))
+    norm = cpu.CpuNorm(NormWeights(weight, 1e-5))
     for rows in (1, 30):
         given = (drawn(rows, width, dtype=torch.float32, seed=2) * 50).to(dtype)
         wide = given.double()
@@ -154,7 +154,7 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
 def test_layer_norms(dtype: torch.dtype, width: int) -> None:
     weight, bias = (drawn(width, dtype=torch.float32, seed=seed) + 1 for seed in (1, 3))
     for each in (bias, None):
-        norm = cpu.Norm(NormWeights(weight, 1e-5, each, centred=True))
+        norm = cpu.CpuNorm(NormWeights(weight, 1e-5, each, centred=True))
         # Values that are large beside their differences: their squares' mean would lose these.
         given = (drawn(30, width, dtype=torch.float32, seed=2) * 50 + 300).to(dtype)
         given[3] = 7.0
@@ -186,7 +186,7 @@ def test_the_largest_of_each_row() -> None:
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    packed = cpu.Packed([torch.ones(6, 4)])
+    packed = cpu.CpuPackedWeights([torch.ones(6, 4)])
     with pytest.raises(ValueError, match=r"weights are for \(4, 6\), not \(5, 6\)"):
         packed.multiply(torch.ones(2, 5), torch.ones(2, 6))
     with pytest.raises(ValueError, match="out has rows = 3, but rows has rows = 2"):
@@ -207,7 +207,7 @@ def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: 
     bias = drawn(outputs, dtype=dtype, seed=2)
     given = drawn(rows, inputs, dtype=dtype, seed=3) * inputs**0.5
     given[0] = 0
-    packed = cpu.Packed([weight], [bias], int8=True)
+    packed = cpu.CpuPackedWeights([weight], [bias], int8=True)
     out = torch.empty(rows, outputs)
     packed.multiply(given, out)
     worth = weight.float().abs().amax(1) / 127
@@ -225,7 +225,7 @@ def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_of_bytes_that_is_not_finite_stays_so(odd: float) -> None:
-    packed = cpu.Packed([torch.ones(3, 40)], int8=True)
+    packed = cpu.CpuPackedWeights([torch.ones(3, 40)], int8=True)
     given = torch.ones(3, 40)
     given[1, 39] = odd
     out = torch.empty(3, 3)
@@ -240,10 +240,10 @@ def test_every_half_is_read_exactly_and_every_float_rounded_as_torch_does() -> N
     finite = halves[halves.isfinite()]
     many = finite.view(-1, 64)  # 992 rows
     out = torch.empty(len(many), 64)
-    cpu.Packed([torch.eye(64).half()]).multiply(many, out)  # as a row's values
+    cpu.CpuPackedWeights([torch.eye(64).half()]).multiply(many, out)  # as a row's values
     assert torch.equal(out, many.float())
     turned = torch.empty(64, len(many))
-    cpu.Packed([many]).multiply(torch.eye(64).half(), turned)  # as weights
+    cpu.CpuPackedWeights([many]).multiply(torch.eye(64).half(), turned)  # as weights
     assert torch.equal(turned.T, many.float())
     between = (finite.float() + finite.float().roll(1)) / 2  # ties, beside which
     beside = [torch.nextafter(between, torch.tensor(end)) for end in (-1e9, 1e9)]
@@ -251,7 +251,7 @@ def test_every_half_is_read_exactly_and_every_float_rounded_as_torch_does() -> N
     floats = torch.cat([between, *beside, torch.tensor(large), -torch.tensor(large)])
     rounded = torch.empty(1, len(floats), dtype=torch.float16)
     zero = torch.zeros(len(floats), 1, dtype=torch.float16)
-    cpu.Packed([zero], [floats]).multiply(zero[:1], rounded)  # a bias is a float
+    cpu.CpuPackedWeights([zero], [floats]).multiply(zero[:1], rounded)  # a bias is a float
     assert torch.equal(
         rounded[0].nan_to_num(7.0, 8.0, 9.0), floats.half().nan_to_num(7.0, 8.0, 9.0)
     )

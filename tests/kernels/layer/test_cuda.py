@@ -13,7 +13,7 @@ def test_norms_of_parts_and_of_weights_that_round() -> None:
     rows = torch.randn(5, 12).to(torch.bfloat16)
     for width in (12, 4):
         for weight in (torch.ones(width) * 0.5, torch.rand(width) + 1):
-            norm = cuda.Norm(NormWeights(weight, 1e-6))
+            norm = cuda.CudaNorm(NormWeights(weight, 1e-6))
             wide = rows.float().view(5, -1, width)
             right = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
             torch.testing.assert_close(norm(rows).float(), right.view(5, 12), rtol=1e-2, atol=1e-2)
@@ -21,7 +21,7 @@ def test_norms_of_parts_and_of_weights_that_round() -> None:
 
 def test_a_layer_norm() -> None:
     rows, weight, bias = torch.randn(5, 12).to(torch.bfloat16), torch.rand(12), torch.randn(12)
-    norm = cuda.Norm(NormWeights(weight, 1e-6, bias, centred=True))
+    norm = cuda.CudaNorm(NormWeights(weight, 1e-6, bias, centred=True))
     right = torch.nn.functional.layer_norm(rows.float(), (12,), weight, bias, 1e-6)
     torch.testing.assert_close(norm(rows).float(), right, rtol=1e-2, atol=1e-2)
 
@@ -30,7 +30,7 @@ def test_the_norm_of_a_sum_is_a_layer_norm_too(monkeypatch: pytest.MonkeyPatch) 
     """The kernel that adds and norms in one launch knows no mean and no bias: it is not asked."""
     monkeypatch.setattr(cuda, "takes_fused", lambda rows, width: True)
     residual, added, bias = torch.randn(5, 12), torch.randn(5, 12), torch.randn(12)
-    norm = cuda.Norm(NormWeights(torch.ones(12), 1e-6, bias, centred=True))
+    norm = cuda.CudaNorm(NormWeights(torch.ones(12), 1e-6, bias, centred=True))
     whole, normed = norm.with_sum(residual, added)
     assert torch.equal(whole, residual + added)
     torch.testing.assert_close(
@@ -40,7 +40,7 @@ def test_the_norm_of_a_sum_is_a_layer_norm_too(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_gate_multiplies_what_it_lets_through() -> None:
     gate, up, bias = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6)
-    packed = cuda.Packed([gate, up], [None, bias], "silu")
+    packed = cuda.CudaPackedWeights([gate, up], [None, bias], "silu")
     rows, out = torch.randn(3, 4), torch.empty(3, 6)
     packed.multiply(rows, out)
     right = torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T + bias)

@@ -180,7 +180,7 @@ def test_norms_and_biases_of_a_family_are_in_its_compiled_layers(
     seen: list[LayerWeights] = []
     layer = cpu.CpuLayerKernels.layer
 
-    def noted(self: cpu.CpuLayerKernels, weights: LayerWeights, **options: bool) -> cpu.Layer:
+    def noted(self: cpu.CpuLayerKernels, weights: LayerWeights, **options: bool) -> cpu.CpuLayer:
         seen.append(weights)
         return layer(self, weights, **options)
 
@@ -556,12 +556,12 @@ def test_rounding_may_choose_other_experts() -> None:
 def test_experts_that_are_wrong_are_found_though_rounding_may_choose_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forward = cpu.Layer.forward
+    forward = cpu.CpuLayer.forward
 
-    def wrong(layer: cpu.Layer, *rows: Any) -> torch.Tensor:
+    def wrong(layer: cpu.CpuLayer, *rows: Any) -> torch.Tensor:
         return forward(layer, *rows) * 1.2
 
-    monkeypatch.setattr(cpu.Layer, "forward", wrong)
+    monkeypatch.setattr(cpu.CpuLayer, "forward", wrong)
     with pytest.raises(FusionFailed, match="its logits through our attention differ"):
         probe(FlatModel(undecided_routers().to(torch.bfloat16)))
 
@@ -693,12 +693,12 @@ def test_a_fusion_that_breaks_down_leaves_the_model_as_it_is(
 
 
 def test_the_probe_runs_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = cpu.Layer.forward
+    forward = cpu.CpuLayer.forward
 
-    def wrong(layer: cpu.Layer, *rows: Any) -> torch.Tensor:
+    def wrong(layer: cpu.CpuLayer, *rows: Any) -> torch.Tensor:
         return forward(layer, *rows) * 1.2
 
-    monkeypatch.setattr(cpu.Layer, "forward", wrong)
+    monkeypatch.setattr(cpu.CpuLayer, "forward", wrong)
     with pytest.raises(FusionFailed, match="its logits through our attention differ"):
         probe(FlatModel(tiny_model(SERVED["llama-gqa"]())))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pensieve.core.stage_times import StageTimes
+from pensieve.core.pipeline_stages import StageTimes
 
 
 def pipeline(

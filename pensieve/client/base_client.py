@@ -1,6 +1,6 @@
 """What a `Client` calls a daemon with: a connection, timeouts, and when to try again.
 
-Generated from aio_caller.py by scripts/generate_sync_client; do not edit.
+Generated from aio_base_client.py by scripts/generate_sync_client; do not edit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PageRequest = TypeVar("PageRequest", bound=PagedRequest)
 Page = TypeVar("Page", bound=PagedResponse)
 
 
-class Caller:
+class BaseClient:
     """The calls of a client."""
 
     _is_for_one_daemon: ClassVar[bool] = False

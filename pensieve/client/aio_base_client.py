@@ -23,7 +23,7 @@ PageRequest = TypeVar("PageRequest", bound=PagedRequest)
 Page = TypeVar("Page", bound=PagedResponse)
 
 
-class AsyncCaller:
+class AsyncBaseClient:
     """The calls of a client."""
 
     _is_for_one_daemon: ClassVar[bool] = False

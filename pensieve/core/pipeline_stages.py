@@ -1,0 +1,145 @@
+"""Pipeline stages: which generating turns an iteration has, and when each stage becomes free.
+
+With S stages up to S iterations are in flight, each in another stage.  The first stage needs a turn's last
+token, and the last stage samples it.  So a turn whose token is not known yet (`Turn.pending_tokens`) is in no
+further iteration, and generating turns are divided into *micro-batches* which take turns.  A prompt needs no
+token that is sampled: its pieces follow each other through the stages without waiting.
+
+    stage 1    A  B  A  B  …        A, B: micro-batches of two stages;
+    stage 2       A  B  A  …        A's tokens are known when it begins again
+
+A stage stands idle behind an iteration that takes longer in the next one (a *bubble*), so micro-batches
+should take the same time.  `MicroBatches` chooses their turns, and `StageTimes` tells the time budget how
+long the next iteration may take.  Neither is made for a model in one stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+from pensieve.core.iteration_builder import IterationBuilder
+from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.turn import Turn
+
+
+class MicroBatches:
+    """Choose the generating turns of the next iteration.
+
+    What each turn adds to an iteration is predicted (cost.py).  Each micro-batch has an S-th of what all
+    generating turns add, to the nearest turn, and one turn at least.  Turns that have waited longest come
+    first.  So turns that come and go change the micro-batches one by one, and none is left out for longer
+    than a round.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._stages, self._cost = config.stages, config.cost
+        self._chosen: dict[int, int] = {}  # by turn_id: when it was chosen last
+        self._num_chosen = 0
+
+    def chosen(
+        self,
+        running: Sequence[Turn],
+        with_place: Sequence[Turn],
+        builder: IterationBuilder,
+        background: bool,
+    ) -> list[Turn]:
+        """Return the turns that may be in this iteration, in their order.
+
+        They are background turns or the others, of those `with_place` among the running turns.
+        """
+        turns = [turn for turn in with_place if turn.is_background == background]
+        ready = [turn for turn in turns if not turn.pending_tokens]
+        generating = [turn for turn in turns if turn.pending_tokens or not turn.is_prefill]
+        builder.others_generate |= len(ready) < len(turns)
+        self._chosen = {each.turn_id: self._chosen.get(each.turn_id, 0) for each in running}
+        added = self._added_seconds(generating)
+        share, taken = sum(added.values()) / self._stages, 0.0
+        there: set[int] = set()
+        for turn in sorted(ready, key=lambda each: self._chosen[each.turn_id]):
+            if turn.turn_id not in added:
+                there.add(turn.turn_id)  # a prefill
+            elif not taken or taken + added[turn.turn_id] / 2 <= share:
+                taken += added[turn.turn_id]
+                there.add(turn.turn_id)
+                self._num_chosen += 1
+                self._chosen[turn.turn_id] = self._num_chosen
+        return [turn for turn in ready if turn.turn_id in there]
+
+    def _added_seconds(self, turns: Sequence[Turn]) -> dict[int, float]:
+        """What each adds to an iteration; by turn_id, and more than nothing."""
+        predict, most = self._cost.pass_seconds, len(turns)
+        of_a_token = (predict(most, 0, 0, most) - predict(1, 0, 0, 1)) / max(most - 1, 1)
+        added = {
+            each.turn_id: of_a_token
+            + self._cost.attention_seconds(len(each.tokens), len(each.tokens))
+            for each in turns
+        }
+        return added if all(each > 0.0 for each in added.values()) else dict.fromkeys(added, 1.0)
+
+
+class StageTimes:
+    """Estimate when stages become free, and how long the next iteration may take.
+
+    An iteration that takes c seconds per stage leaves stage i at
+
+        left[i] = max(left[i-1], free[i]) + c
+
+    where left[-1] is when it was planned, and free[i] when the iteration before has left stage i.
+
+    `committed` infers c from the time between two commits: the largest c with which the iteration would have
+    left by then.  So a bubble is not mistaken for slow compute.  `longest` returns the largest c with which
+    this iteration meets the objective, and those behind it do, as many as are in flight, if they take c as
+    well.  Without those behind it one micro-batch would take all that the objective has room for.
+
+    The longest way from stage i to where the j-th iteration behind leaves the last stage is S - i + j times
+    c, so both answers are the least of a few quotients.  All stages are assumed equally fast; c is the
+    slowest stage's.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self._free = [float("-inf")] * num_stages  # after the iterations that are committed
+        self._uncommitted: deque[tuple[float, float]] = deque()  # planned at; seconds in each stage
+
+    def planned(self, now: float, seconds: float) -> None:
+        """An iteration is launched that is thought to take so long in each stage."""
+        self._uncommitted.append((now, seconds))
+
+    def committed(self, now: float) -> float:
+        """The oldest iteration has left the last stage; what it took in each."""
+        at, _ = self._uncommitted.popleft()
+        num_stages = len(self._free)
+        ways = [(at, num_stages)]
+        ways += [(free, num_stages - index) for index, free in enumerate(self._free)]
+        seconds = max(min((now - begin) / number for begin, number in ways), 0.0)
+        self._free = self._left(self._free, at, seconds)
+        self._free[-1] = now
+        return seconds
+
+    def longest(self, now: float, since: float, limit: float) -> float:
+        """What an iteration that is planned now may take in each stage, if nobody is to wait for longer than
+        `limit` from one token to the next; its turns have waited `since` then."""
+        free, num_stages = self._free, len(self._free)
+        leaves = [min(since, now)]  # for each iteration, the one that had its turns' last tokens
+        for at, seconds in self._uncommitted:
+            free = self._left(free, at, seconds)
+            leaves.append(max(free[-1], now))
+        begins = [now, *islice(leaves, 1, None)]
+        most = float("inf")
+        for behind, last in enumerate(leaves):
+            until = last + limit
+            ways = [(at, num_stages - index + behind) for index, at in enumerate(free)]
+            ways += [
+                (at, num_stages + behind - number) for number, at in enumerate(begins[: behind + 1])
+            ]
+            most = min(most, *((until - begin) / number for begin, number in ways))
+        return max(most, 0.0)
+
+    @staticmethod
+    def _left(free: list[float], at: float, seconds: float) -> list[float]:
+        found = []
+        for each in free:
+            at = max(at, each) + seconds
+            found.append(at)
+        return found
