@@ -27,7 +27,7 @@ import torch
 
 from pensieve.errors import one_line
 from pensieve.kernels.attention.input import PageIndex
-from pensieve.kernels.layer.cuda import CudaPagedRows, Layer
+from pensieve.kernels.layer.cuda import CudaLayer, CudaPagedRows
 from pensieve.model.attention import FlatModel, ForwardPass
 from pensieve.model.fuse.whole_model import FusedModel, Rotation
 from pensieve.model.graphs import Capture, CudaCapture, Replay, attends
@@ -53,7 +53,7 @@ class PiecewiseGraphs:
         self._model = model
         self._memory = memory
         self._capture = capture or CudaCapture(device)
-        self._layers: list[Layer] = []
+        self._layers: list[CudaLayer] = []
         self._pieces: dict[int, list[Replay]] = {}  # by number of tokens
         self._sizes = token_sizes(tokens_max)
         self.failure = ""  # why nothing could be captured
@@ -78,7 +78,7 @@ class PiecewiseGraphs:
             self.failure = "attention, or its rotation, runs in torch"
             return
         for layer in self._model.layers:
-            if not isinstance(layer.dense, Layer):
+            if not isinstance(layer.dense, CudaLayer):
                 self.failure = f"layer {layer.layer_idx} is not a GPU's"
                 return
             self._layers.append(layer.dense)
