@@ -1,9 +1,9 @@
 """Sections `iteration`, `sampler`, `hidden`, `exactness` and `load` of the GPU bench.
 
-`iteration` decodes rows of a context of 1,000 by the executor, as captured graphs and eagerly: how long the
-host takes to launch, and how long all of it takes. `sampler` draws from rows of logits, by options. `hidden`
-compares a turn whose history is swapped in with one whose history is on the device. `exactness` compares
-replies under memory pressure with replies where all have room.
+`iteration` decodes rows of a context of 1,000 by the executor, alone and beside a piece of a prompt, as
+captured graphs and eagerly: how long the host takes to launch, and how long all of it takes. `sampler` draws
+from rows of logits, by options. `hidden` compares a turn whose history is swapped in with one whose history
+is on the device. `exactness` compares replies under memory pressure with replies where all have room.
 
 `load` compares throughput with and without memory at equal P90 normalized latency (the time of a turn over
 its output tokens), as the paper does. Conversations like those of ShareGPT arrive at random. Reaction times
@@ -65,7 +65,13 @@ OPTIONS = {
 
 def section_iteration(bench: Bench) -> None:
     model = random_model(bench.device, bench.small)
-    sizes, context = ((1, 4), 70) if bench.small else ((1, 16, 64, 128), 1000)
+    context = 70 if bench.small else 1000
+    small, large = (
+        ((1, 0), (3, 20)),
+        ((1, 0), (16, 0), (64, 0), (128, 0), (0, 512), (16, 64), (64, 448)),
+    )
+    sizes = small if bench.small else large  # decodes, and tokens of a prompt beside them
+    turns_max = max(decodes for decodes, _ in sizes) + 1
     pages = -(-context // PAGE)
     now = choices.current  # what was switched off stays so
     kinds = {"eager": now}
@@ -78,7 +84,7 @@ def section_iteration(bench: Bench) -> None:
         kinds |= {f"graphs{name}": each for name, each in captured.items()}
     kinds[f"{list(kinds)[-1].partition(',')[0]}, KV in fp8"] = now
     for kind, each in kinds.items():
-        graphs, num_pages = not kind.startswith("eager"), max(sizes) * pages + 1
+        graphs, num_pages = not kind.startswith("eager"), turns_max * pages + 1
         wrong = [name for name in bench.wrong if kind.endswith(name)]
         if wrong:
             bench.report("iteration", f"{kind}: left out, its kernels are not right", left_out=kind)
@@ -87,42 +93,50 @@ def section_iteration(bench: Bench) -> None:
         # A captured graph keeps its choices, and what is planned for it has to follow them.
         with bench.noting("iteration", kind, kind=kind), chosen(each), ExitStack() as ends:
             executor = executor_of(
-                *(of_kind, bench.device, num_pages, 0, max(sizes)), graphs=graphs, filled=True
+                *(of_kind, bench.device, num_pages, 0, turns_max), graphs=graphs, filled=True
             )
             ends.callback(executor.close)
-            for rows in sizes:
-                host, whole = _decode(bench, executor, rows, context, pages, model.shape.vocab_size)
+            for rows, prompt in sizes:
+                lengths = [*[1] * rows, *[prompt] * bool(prompt)]
+                host, whole = _iterate(bench, executor, lengths, context, model.shape.vocab_size)
+                beside = f" and {prompt} of a prompt" if prompt else ""
                 bench.report(
                     "iteration",
-                    f"{rows} decodes over {context}, {kind}: {whole * 1e3:.2f} ms, of which the host "
+                    f"{rows} decodes{beside} over {context}, {kind}: {whole * 1e3:.2f} ms, of which the host "
                     f"launches for {host * 1e3:.2f}",
                     kind=kind,
                     rows=rows,
+                    prompt=prompt,
                     host_seconds=host,
                     seconds=whole,
                 )
 
 
-def _decode(
-    bench: Bench, executor: TorchExecutor, rows: int, context: int, pages: int, vocab_size: int
+def _iterate(
+    bench: Bench,
+    executor: TorchExecutor,
+    lengths: Sequence[int],  # of the slices, which end at the context's end
+    context: int,
+    vocab_size: int,
 ) -> tuple[float, float]:
     """The medians of the host's time and of the whole time, of one iteration alone.
 
     Each row draws a token every time: logits that are no numbers take another way through a kernel.
     """
+    rows, pages = len(lengths), -(-context // PAGE)
     draw = random.Random(rows)
     tokens = array("I", draw.choices(range(vocab_size), k=context))
     started = tuple(TurnStart(turn, tokens, GREEDY) for turn in range(rows))
     slices = tuple(
         Slice(
             turn,
-            context - 1,
+            context - length,
             context,
-            tokens[-1:],
+            tokens[-length:],
             array("i", range(turn * pages, (turn + 1) * pages)),
             True,
         )
-        for turn in range(rows)
+        for turn, length in enumerate(lengths)
     )
     host: list[float] = []
     whole: list[float] = []
