@@ -11,7 +11,7 @@ from pensieve.cli.main import main
 from pensieve.config import (
     ENGINE,
     REACH,
-    REMOVED,
+    REMOVED_SETTINGS,
     SERVE,
     TALK,
     Setting,
@@ -114,7 +114,7 @@ def test_a_removed_setting_is_an_error_that_says_what_replaces_it(
         resolve({}, {"PENSIEVE_HEARTBEAT": "2"}, None, SERVED)
     assert main(["serve", "--grace", "0.1"]) == ConfigError.exit_code
     assert "--grace was removed: a turn" in capsys.readouterr().err
-    assert not REMOVED.keys() & {each.name for each in WITH_FLAGS}
+    assert not REMOVED_SETTINGS.keys() & {each.name for each in WITH_FLAGS}
 
 
 def test_print_config_says_where_values_come_from_and_keeps_secrets(

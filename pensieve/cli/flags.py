@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pensieve.config import (
     ENGINE,
     GROUPS,
-    REMOVED,
+    REMOVED_SETTINGS,
     Resolved,
     Table,
     print_settings,
@@ -50,7 +50,7 @@ def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
         if shown != text:
             hidden.append((action, text))
     if any(ENGINE in setting.of for setting in table):
-        for name in REMOVED:
+        for name in REMOVED_SETTINGS:
             command.add_argument(
                 "--" + name.replace("_", "-"),
                 dest=REMOVED_FLAG + name,
@@ -111,7 +111,7 @@ def with_settings(
     """Run a command with its settings, or print them where --print-config is given."""
 
     def run(arguments: argparse.Namespace) -> int:
-        for name in REMOVED:
+        for name in REMOVED_SETTINGS:
             if getattr(arguments, REMOVED_FLAG + name, None) is not None:
                 raise removed("--" + name.replace("_", "-"), name)
         table: Table = arguments.table

@@ -23,7 +23,7 @@ from typing import Any
 from pensieve.cluster.slots import Slot
 from pensieve.config import (
     ENGINE,
-    REMOVED,
+    REMOVED_SETTINGS,
     SERVE,
     default_data_folder,
     removed,
@@ -170,7 +170,7 @@ def _check(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in OURS:
             raise ConfigError(f"args: serve.{name} is the cluster's to decide")
-        if name in REMOVED:
+        if name in REMOVED_SETTINGS:
             raise removed(f"args: serve.{name}", name)
         if name not in names:
             raise ConfigError(f"args: `pensieve serve` has no setting {name!r}")

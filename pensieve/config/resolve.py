@@ -18,7 +18,7 @@ from pensieve.config.settings import (
     ENGINE,
     ENGINE_SETTINGS,
     INTERNAL,
-    REMOVED,
+    REMOVED_SETTINGS,
     Settings,
     Table,
     settings_for,
@@ -44,7 +44,7 @@ def resolve(
     """What `table` and the internal settings come to."""
     in_file = _read(file) if file is not None else {}
     internal = {each.name for each in settings_for(INTERNAL)}
-    for name in REMOVED.keys() - internal:
+    for name in REMOVED_SETTINGS.keys() - internal:
         if (variable := f"PENSIEVE_{name.upper()}") in environ:
             raise removed(variable, name)
     values: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def resolve(
 
 def removed(given: str, name: str) -> ConfigError:
     """The error for a setting of an earlier version."""
-    return ConfigError(f"{given} was removed: {REMOVED[name]}")
+    return ConfigError(f"{given} was removed: {REMOVED_SETTINGS[name]}")
 
 
 def print_settings(resolved: Resolved) -> None:
@@ -116,7 +116,7 @@ def _read(file: Path) -> dict[str, str]:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
     known = {each.name for each in ALL if INTERNAL not in each.of}
     for name, value in table.items():
-        if name in REMOVED:
+        if name in REMOVED_SETTINGS:
             raise removed(f"{file}: {name}", name)
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

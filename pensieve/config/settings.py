@@ -610,7 +610,7 @@ def settings_named(*names: str) -> Table:
 
 
 # Settings of earlier versions, and what to do instead.
-REMOVED = {
+REMOVED_SETTINGS = {
     "backup_seconds": "a history that has changed is backed up every minute",
     "chain_keep": "a conversation is found by its history for 30 days after its last reply",
     "chunk_tokens": "a chunk has 32 tokens",

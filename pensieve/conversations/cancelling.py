@@ -53,7 +53,7 @@ async def cancel_turn(
     if conversations is None:
         return CancelResult(False, await _stored_finish(reader, threads, cancel))
     names = cancel.tenant, cancel.conversation_id, cancel.request_id
-    await conversations.arriving.gone(*names)
+    await conversations.arriving.until_begun(*names)
     live = _live(conversations, cancel)
     if live is None:
         return CancelResult(False, await _stored_finish(reader, threads, cancel))

@@ -111,15 +111,15 @@ class ArrivingTurns:
         self.num_characters[request.tenant] -= request.num_characters
         self._leave(request.tenant, request.conversation_id, request.request_id)
 
-    async def gone(self, tenant: str, conversation_id: str, request_id: str) -> None:
+    async def until_begun(self, tenant: str, conversation_id: str, request_id: str) -> None:
         """Wait until no other call of this request is about to begin its turn."""
         while (other := self._beginning.get((tenant, conversation_id, request_id))) is not None:
             await other.wait()
 
     @contextlib.asynccontextmanager
-    async def alone(self, tenant: str, request_id: str) -> AsyncIterator[None]:
+    async def one_at_a_time(self, tenant: str, request_id: str) -> AsyncIterator[None]:
         """Let no other call of this request look for its turn meanwhile, in any conversation."""
-        await self.gone(tenant, "", request_id)
+        await self.until_begun(tenant, "", request_id)
         self._enter(tenant, "", request_id)
         try:
             yield
@@ -338,15 +338,15 @@ class Conversations:
             replayed(known.turn, known.reply) if known.reply is not None else self.attach(request)
         )
 
-    async def _begin(self, request: TurnRequest, arrived_at: float) -> LiveTurn:
+    async def _begin(self, request: TurnRequest, accepted_at: float) -> LiveTurn:
         try:
-            live = await self._begun_or_known(request, arrived_at)
+            live = await self._begun_or_known(request, accepted_at)
         finally:
             self.arriving.remove(request)
         self.followers.start_grace(live)  # until its first reader comes
         return live
 
-    async def _begun_or_known(self, request: TurnRequest, arrived_at: float) -> LiveTurn:
+    async def _begun_or_known(self, request: TurnRequest, accepted_at: float) -> LiveTurn:
         num_drafts = 0
         while True:
             try:
@@ -360,7 +360,7 @@ class Conversations:
                 if (
                     live is None or live.attempt != found.turn.attempts
                 ):  # else known; its answer was lost
-                    return await self._submit(found, arrived_at)
+                    return await self._submit(found, accepted_at)
             elif found.reply is not None:
                 return replayed(found.turn, found.reply)
             if live is not None and live.phase is not TurnPhase.GIVING_UP:
@@ -391,11 +391,11 @@ class Conversations:
             self.tokenizing.charge(request.tenant, sum(map(len, prompt)))
             raise
 
-    async def _submit(self, begun: StartedTurn, arrived_at: float) -> LiveTurn:
+    async def _submit(self, begun: StartedTurn, accepted_at: float) -> LiveTurn:
         now = self._threads.loop.time()
         weight = self._admission.weight_of(begun.turn.tenant, now)
         live, submit = self.turns.begin(begun, now, weight)
-        live.arrived_at = arrived_at
+        live.accepted_at = accepted_at
         try:
             await self._events.begun(live)
             if live.phase is TurnPhase.RUNNING:

@@ -231,7 +231,7 @@ class Daemon:
     async def begin(self, request: TurnRequest, seconds_left: float | None = None) -> LiveTurn:
         """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
         conversations = self.conversations
-        await conversations.arriving.gone(
+        await conversations.arriving.until_begun(
             request.tenant, request.conversation_id, request.request_id
         )
         if (live := conversations.attach(request)) is not None:
@@ -422,7 +422,7 @@ def _log_turn(live: LiveTurn, now: float) -> None:
         return
     known = live.figures or {
         "output_tokens": live.num_tokens,
-        "total_seconds": now - live.arrived_at,
+        "total_seconds": now - live.accepted_at,
     }
     figures: dict[str, str | float] = {"finish": live.finish.value if live.finish else ""}
     if live.failure is not None:

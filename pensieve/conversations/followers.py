@@ -24,7 +24,7 @@ from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import PensieveError, TurnInterrupted
 
 log = logging.getLogger("pensieve")
-GRACE_STEPS = 10  # of a stalled event loop, up to twice as many
+GRACE_STEPS = 10  # that the grace is waited in; up to twice as many where the event loop stalls
 Write = Callable[[int, int], Awaitable[None]]  # delivers tokens [start, stop) of a turn
 CUT = "another client ended the turn, and the history has less of its reply than was sent here"
 

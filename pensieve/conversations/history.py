@@ -267,7 +267,7 @@ class History:
     # -- a turn begins --
 
     def known(self, request: TurnRequest) -> KnownTurn | None:
-        """The turn of this request, if it runs or has its reply; nothing is begun."""
+        """The turn of this request, if it runs or has its reply."""
         stored = self._store.find_turn(
             request.conversation_id, request.request_id, tenant=request.tenant
         )
@@ -278,6 +278,7 @@ class History:
     ) -> KnownTurn | None:
         if stored is None or stored.state not in records.KNOWN_STATES:
             return None
+        # The store compares the content, and refuses another one under this request_id.
         new_turn = self._request(request, request.request_id)
         begun = self._store.begin_turn(request.conversation_id, new_turn, tenant=request.tenant)
         if begun.must_run and begun.turn.attempts != stored.attempts:  # it had ended meanwhile
@@ -287,7 +288,7 @@ class History:
     def start(
         self, request: TurnRequest, short_characters: int
     ) -> StartedTurn | KnownTurn | Draft | OutdatedTokens:
-        """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
+        """Draft a turn. A short one is tokenized and begun as well, which takes less than another hop."""
         drafted = self.draft(request)
         if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
             return drafted

@@ -113,7 +113,7 @@ class LiveTurn:
     parts: list[Part] = field(default_factory=list)  # that each token belongs to
     logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
     request: TurnRequest | None = None  # that began it here; None of one that was completed before
-    arrived_at: float = 0.0  # when its request was admitted, by the loop's clock
+    accepted_at: float = 0.0  # when the daemon took its request, by the loop's clock
     begun_at: float = 0.0  # when the store had it
     admitted: bool = False  # the engine has room for it; before that it waits
     cached_tokens: int = 0  # of its context, that had KV then

@@ -81,7 +81,7 @@ class Meter:
         if not figures or live.failure is not None:
             return
         queue, first = figures["queue_seconds"], figures["first_token_seconds"]
-        self.turn_seconds.add(now - live.arrived_at)
+        self.turn_seconds.add(now - live.accepted_at)
         self.queue_seconds.add(queue)
         self.prefill_seconds.add(first - queue)
         self.decode_seconds.add(figures["total_seconds"] - first)
@@ -128,8 +128,8 @@ class Latencies:
             self.token_gap.add(now - live.token_at, now)
             self.token_gaps.add(now - live.token_at)
         else:
-            self.first_token.add(now - live.arrived_at, now)
-            self.first_tokens.add(now - live.arrived_at)
+            self.first_token.add(now - live.accepted_at, now)
+            self.first_tokens.add(now - live.accepted_at)
         if num_new > 1:  # they came together
             self.token_gap.add(0.0, now, num_new - 1)
             self.token_gaps.add(0.0, num_new - 1)

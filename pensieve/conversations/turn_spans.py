@@ -1,6 +1,6 @@
 """Describe a turn that has ended as a span of OpenTelemetry: a plain value, which launch/traces.py exports.
 
-    arrived_at ──tokenizing, store── begun_at ──queue── admitted ──prompt── first token ──reply── end
+    accepted_at ──tokenizing, store── begun_at ──queue── admitted ──prompt── first token ──reply── end
 
 The times are the event loop's, mapped to the wall clock when the turn ends. The times in between are the
 engine's, counted from `begun_at`. A span has ids, options, counts and times, and no text. Its names follow
@@ -92,7 +92,7 @@ def span_of(live: LiveTurn, model: str, now: float, wall_now: float) -> TurnSpan
             events.append(("pensieve.first_token", wall_ns(first)))
     return TurnSpan(
         f"chat {model}",
-        wall_ns(live.arrived_at),
+        wall_ns(live.accepted_at),
         wall_ns(now),
         attributes,
         tuple(events),

@@ -87,7 +87,7 @@ class UnstoredTurns:
         now = self._loop.time()
         weight = self._admission.weight_of(tenant, now)
         live, submit = self._turns.new_unstored(*named, submit, prompt_end, now, weight)
-        live.arrived_at = now
+        live.accepted_at = now
         self._admission.prompts.submitted(live)
         self._turns.check_suspect(live)
         self._engine.put(submit)

@@ -491,10 +491,10 @@ class ConversationStore:
             found = turn_rows.find_request(conn, key, request_id)
             return None if found is None else self._transactions.turn_as_read(conn, found.turn)
 
-    def find_keyed(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
+    def find_by_idempotency_key(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
         """The turn that a keyed request began, in whichever conversation, if it runs or has its reply."""
         with self._transactions.reading() as conn:
-            return turn_rows.find_keyed(conn, tenant, request_id)
+            return turn_rows.find_by_idempotency_key(conn, tenant, request_id)
 
     def look_up(
         self, conversation_id: str, request_id: str, num_tokens: int, *, tenant: str = ""

@@ -115,7 +115,7 @@ def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> 
     return None if row is None else _turn(row)
 
 
-def find_keyed(conn: Connection, tenant: str, request_id: str) -> KeyedTurn | None:
+def find_by_idempotency_key(conn: Connection, tenant: str, request_id: str) -> KeyedTurn | None:
     row = conn.execute(
         "SELECT t.conversation, (SELECT count(*) FROM messages m"
         " WHERE m.turn_id = t.turn_id AND m.finish_reason IS NULL) FROM turns t"

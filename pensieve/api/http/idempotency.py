@@ -7,15 +7,15 @@ request is found:
                                   the tenant (binding/binder.py, column `idempotency_key` of `turns`)
     responses                     the response's id; a response that runs or is stored has it
 
-A key of responses names no turn. A response is known until it is deleted, and one that failed in the
+A key of responses names the response, not its turn. A response is known until it is deleted, and one that failed in the
 background is returned as it is; the request_id of a turn is forgotten after 7 days, and a turn that failed
 runs again. The refusal and the waiting are the same.
 
 A request that stores nothing (`store: false`, a text completion) ignores its key and runs again.
 
 A key with another body is refused. While the first request is about to begin, the same request waits
-(`ArrivingTurns.alone`). A turn whose client sent a key goes on when the client leaves, because that is when
-clients retry.
+(`ArrivingTurns.one_at_a_time`). A turn whose client sent a key goes on for the grace of 5 seconds when the
+client leaves, because that is when clients retry.
 
 Over gRPC, SendMessage has a request_id of its own (conversations/history.py).
 """

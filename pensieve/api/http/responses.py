@@ -108,7 +108,7 @@ class ResponseEndpoints:
         """
         tenant, model = new.turn.tenant, new.request.model
         answer_id = digest(tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
-        async with self._daemon.arriving.alone(tenant, answer_id if key else ""):
+        async with self._daemon.arriving.one_at_a_time(tenant, answer_id if key else ""):
             heading = Heading(answer_id, int(time.time()), model)
             running = RunningResponse(new.request, heading, _digest_of(new), tenant)
             known = await self._known(running) if key else None

@@ -16,7 +16,7 @@ is the client's own name for a conversation: it keeps equal histories apart.
 looks again, at most ATTEMPTS_MAX times; the last attempts fork.  A fork is reserved until its first turn
 begins.
 
-**Retries** find their turn by its request_id.  A request that differs from the first is refused; one that
+**Retries** find their turn by its request_id, which over HTTP comes from the Idempotency-Key.  A request that differs from the first is refused; one that
 comes while the first is about to begin waits for it.
 
 **Cleanup.**  A conversation created for a turn that did not begin, failed or was given up is deleted, unless
@@ -119,8 +119,8 @@ class Binder:
             raise InvalidArgument("messages", "at least one is needed")
         left = asyncio.Event()  # by the client
 
-        async def alone() -> list[BoundTurn]:
-            async with self._daemon.arriving.alone(request.tenant, request.request_id):
+        async def one_at_a_time() -> list[BoundTurn]:
+            async with self._daemon.arriving.one_at_a_time(request.tenant, request.request_id):
                 return await self._begin(request, chain, num_choices, seconds_left, left)
 
         try:
@@ -236,7 +236,7 @@ class Binder:
             return None
         store, tenant = self._daemon.store, one.request.tenant
         found = await self._daemon.threads.in_store(
-            tenant, store.find_keyed, one.request_id, tenant=tenant
+            tenant, store.find_by_idempotency_key, one.request_id, tenant=tenant
         )
         if found is None:
             return None

@@ -37,7 +37,7 @@ class RetentionPolicy(Protocol):
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         """Return the class of a chunk, in 0..num_classes - 1.
 
-        The class must not be worth more than the chunk, at any idle time.
+        `value` of that class must not exceed what the chunk is worth, at any idle time.
         """
 
     def value(self, class_index: int, idle_seconds: float) -> float:
