@@ -7,9 +7,9 @@ request is found:
                                   the tenant (binding/binder.py, column `idempotency_key` of `turns`)
     responses                     the response's id; a response that runs or is stored has it
 
-A key of responses names the response, not its turn. A response is known until it is deleted, and one that failed in the
-background is returned as it is; the request_id of a turn is forgotten after 7 days, and a turn that failed
-runs again. The refusal and the waiting are the same.
+A key of responses names the response, not its turn. A response is known until it is deleted, and one that
+failed in the background is returned as it is; the request_id of a turn is forgotten after 7 days, and a turn
+that failed runs again. The refusal and the waiting are the same.
 
 A request that stores nothing (`store: false`, a text completion) ignores its key and runs again.
 

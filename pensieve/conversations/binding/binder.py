@@ -16,8 +16,8 @@ is the client's own name for a conversation: it keeps equal histories apart.
 looks again, at most ATTEMPTS_MAX times; the last attempts fork.  A fork is reserved until its first turn
 begins.
 
-**Retries** find their turn by its request_id, which over HTTP comes from the Idempotency-Key.  A request that differs from the first is refused; one that
-comes while the first is about to begin waits for it.
+**Retries** find their turn by its request_id, which over HTTP comes from the Idempotency-Key.  A request that
+differs from the first is refused; one that comes while the first is about to begin waits for it.
 
 **Cleanup.**  A conversation created for a turn that did not begin, failed or was given up is deleted, unless
 something has used it meanwhile.
@@ -119,7 +119,7 @@ class Binder:
             raise InvalidArgument("messages", "at least one is needed")
         left = asyncio.Event()  # by the client
 
-        async def one_at_a_time() -> list[BoundTurn]:
+        async def alone() -> list[BoundTurn]:
             async with self._daemon.arriving.one_at_a_time(request.tenant, request.request_id):
                 return await self._begin(request, chain, num_choices, seconds_left, left)
 

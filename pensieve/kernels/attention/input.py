@@ -4,7 +4,8 @@
     batch ── PageIndex ──────┼─> AttentionInput ──> paged ──> cpu, cuda or reference
     layer ── queries, pages ─┘
 
-The code between a model's layer and a kernel passes these values on. A new kind of attention is a field of `AttentionKind` and a kernel that reads the field.
+The code between a model's layer and a kernel passes these values on. A new kind of attention is a field of
+`AttentionKind` and a kernel that reads the field.
 """
 
 from __future__ import annotations
