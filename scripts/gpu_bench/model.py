@@ -141,6 +141,8 @@ def executor_of(
         for layer in memory.device_arena:  # the same numbers in every format
             layer.copy_(torch.randn(layer.shape, generator=draw, device=device))
     captured = None
+    if isinstance(model.flat.whole, FusedModel):
+        model.flat.whole.graphs = None  # of an executor before
     if device.type == "cuda" and graphs:
         captured = DecodeGraphs(model.flat, memory, turns_max)
         captured.capture()
@@ -148,8 +150,6 @@ def executor_of(
             raise PensieveError(f"no graphs: {captured.failure}")
         if failure := capture_pieces(model.flat, memory, TOKENS_MAX):
             raise PensieveError(f"no graphs of pieces: {failure}")
-    elif isinstance(model.flat.whole, FusedModel):
-        model.flat.whole.graphs = None  # of an executor before
     tokenizer: Any = Mute()
     sampler = Sampler(model.shape.vocab_size)
     return TorchExecutor(model, memory, sampler, tokenizer, graphs=captured)
