@@ -206,7 +206,8 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             daemon.events.ended.subscribe(spans.turn_ended)
         style = style_named(setup.tool_calls, texts.template)
         jobs = _jobs(daemon, settings.data, texts, JobsConfig(call_style=style), report)
-        plugins = [JobsPlugin(jobs, daemon.config.stall_seconds)]
+        homes = None if jobs is None else jobs.homes
+        plugins = [JobsPlugin(jobs, daemon.config.stall_seconds, homes)]
         server = Server(daemon, setup.listening, plugins)
         if setup.listening.http or setup.listening.hand_over:
             serve_http(server, texts.template, style)

@@ -57,6 +57,7 @@ from pensieve.store.folder import DATABASE_NAME, DataFolder, daemon_identity
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
 from pensieve.store.housekeeper import Housekeeper
+from pensieve.store.job_owners import JobOwners
 from pensieve.store.leases import Leases
 from pensieve.store.owners import LEASE_SECONDS, Opening, Owners
 from pensieve.store.records import (
@@ -127,6 +128,7 @@ class ConversationStore:
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
         self.forgetting = Forgetting(self._transactions, housekeeper)
         self.owners = Owners(self._transactions, now)
+        self.job_owners = JobOwners(self._transactions, self.owners)
         self.prefixes = PrefixStore(self._transactions, self.owners, now)
         self.chains = Chains(self._transactions, housekeeper)
         self.responses = ResponseStore(self._transactions, self.erasure)

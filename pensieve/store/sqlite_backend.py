@@ -374,6 +374,7 @@ SMALL_TABLES = (
     "sessions",
     "epochs",
     "housekeeping",
+    "job_owners",
     "sqlite_sequence",
     "sqlite_schema",
     "_sqlite_migrations",

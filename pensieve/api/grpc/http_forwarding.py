@@ -1,4 +1,4 @@
-"""Forward HTTP requests about conversations that another daemon owns, and answer those of other daemons.
+"""Forward HTTP requests about what another daemon owns, and answer those of other daemons.
 
     client ──HTTP──> HttpForwarder ──ForwardHttp──> HttpAnswers ──> the owner's ASGI application
                      counts, audits                 runs the turn
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -36,7 +36,9 @@ HEADERS_KEPT_BACK = (  # of the connection, of the caller, and of the page that 
 TOKENS = (b"authorization", b"x-api-key")
 ANSWER_KEPT_BACK = ("connection", "transfer-encoding")
 METHOD = re.compile("[A-Z]{1,16}")
-NOT_REPEATABLE = ("/items", "/RewindConversation", "/DeleteConversation")  # ends of paths
+NOT_REPEATABLE = (  # ends of paths
+    *("/items", "/RewindConversation", "/DeleteConversation", "/v1/batches"),
+)
 
 
 class HttpForwarder:
@@ -48,7 +50,9 @@ class HttpForwarder:
     async def __call__(self, request: HttpRequest, by: Caller, owner: OwnedElsewhere, /) -> bool:
         """Have the owner answer; return False if this daemon is the owner now and answers by itself."""
         request.retry_key = request.retry_key or secrets.token_hex(16)
-        call = HttpCall(request, self._forwarder.peers.metadata(_tokens(request)))
+        call = HttpCall(
+            request, self._forwarder.peers.metadata(tokens_of(request.scope["headers"]))
+        )
         try:
             return await self._forwarder.answered(owner, by.tenant, call)
         except grpc.aio.AioRpcError as error:
@@ -108,14 +112,37 @@ class HttpCall:
             yield pb.ForwardHttpRequest(body=body[start : start + PIECE_BYTES])
 
 
-def _tokens(request: HttpRequest) -> list[tuple[str, str]]:
+def tokens_of(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     """Return the client's token as gRPC has it, for daemons that do not know each other."""
-    given = {name: value.decode("latin-1") for name, value in request.scope["headers"]}
+    given = {name: value.decode("latin-1") for name, value in headers}
     if authorization := given.get(b"authorization"):
         return [("authorization", authorization)]
     if key := given.get(b"x-api-key"):
         return [("authorization", f"Bearer {key}")]
     return []
+
+
+async def fetched(
+    channel: grpc.aio.Channel, metadata: Metadata, path: str, query: str, seconds: float
+) -> bytes:
+    """GET it from another daemon, in the name of the caller; Unavailable unless the status is 200."""
+
+    async def request() -> AsyncIterator[pb.ForwardHttpRequest]:
+        head = pb.HttpRequest(method="GET", path=path, query=query.encode())
+        yield pb.ForwardHttpRequest(head=head)
+
+    stub: Any = replica_pb2_grpc.ReplicaServiceStub(channel)
+    status, body = 0, bytearray()
+    try:
+        async for message in stub.ForwardHttp(request(), metadata=metadata, timeout=seconds):
+            if message.HasField("head"):
+                status = message.head.status
+            body += message.body
+    except grpc.aio.AioRpcError as error:
+        raise Unavailable(f"{error.code().name} {error.details()}") from error
+    if status != 200:
+        raise Unavailable(f"it answers with the status {status}")
+    return bytes(body)
 
 
 class HttpAnswers:
