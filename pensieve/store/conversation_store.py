@@ -527,6 +527,11 @@ class ConversationStore:
         return self._backend.is_shared
 
     @property
+    def database_path(self) -> Path | None:
+        """The file of the history; None if it is in PostgreSQL."""
+        return self._backend.path
+
+    @property
     def keeps_house(self) -> bool:
         """Whether this daemon cleans up the history (housekeeper.py); any thread may ask."""
         return self.housekeeper.is_ours
@@ -682,6 +687,6 @@ def open_backend(
         compact_bytes_min,
         statement_seconds,
         housekeeper or Housekeeper(is_ours=True),
-        open_shared(url, driver) if url else None,
+        open_shared(url, driver, folder.holder if is_exclusive else "") if url else None,
         lease_seconds,
     )

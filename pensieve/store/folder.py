@@ -143,12 +143,17 @@ class DataFolder:
         self._lock = None
 
 
-def history_identity(path: Path) -> str:
-    """The name of the history in this folder, made now if it has none."""
-    file = path / IDENTITY_NAME
+def beside(database: Path, name: str) -> Path:
+    """A file that belongs to a database, which is that of a data folder or a shared one."""
+    return database.with_name(name if database.name == DATABASE_NAME else f"{database.name}.{name}")
+
+
+def history_identity(database: Path) -> str:
+    """The name of the history in this file, made now if it has none."""
+    file = beside(database, IDENTITY_NAME)
     try:
         if not file.exists():
-            set_history_identity(path, secrets.token_hex(16))
+            set_history_identity(database, secrets.token_hex(16))
         return file.read_text(encoding="ascii").strip()
     except OSError as error:
         raise StoreUnavailable(f"{file} cannot be used: {error.strerror}") from error
@@ -166,8 +171,8 @@ def daemon_identity(path: Path) -> str:
         raise StoreUnavailable(f"{file} cannot be used: {error.strerror}") from error
 
 
-def set_history_identity(path: Path, identity: str) -> None:
-    with new_file(path / IDENTITY_NAME) as file:
+def set_history_identity(database: Path, identity: str) -> None:
+    with new_file(beside(database, IDENTITY_NAME)) as file:
         file.write(f"{identity}\n".encode())
 
 

@@ -50,6 +50,7 @@ class PostgresBackend:
         num_lanes: int,
         is_exclusive: bool,
     ) -> None:
+        self.path = None
         self.is_shared = not is_exclusive
         self._address = address
         self._holder = holder
