@@ -81,7 +81,7 @@ from pensieve.store.records import (
     check_text,
 )
 from pensieve.store.responses import ResponseStore, StoredResponse, put_response
-from pensieve.store.shared_file import SQLITE_SCHEME, open_shared
+from pensieve.store.shared_file import SQLITE_SCHEME, open_shared, path_of
 from pensieve.store.transactions import TAKEN, StoreTransactions, repeated
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ class ConversationStore:
         after later starts.
         """
         url = options.get("url", "")
-        if url == f"{SQLITE_SCHEME}{path.absolute() / DATABASE_NAME}":
+        is_file = url.startswith(SQLITE_SCHEME)
+        if is_file and path_of(url) == path.resolve() / DATABASE_NAME:
             raise StoreError(
                 f"--data {path} is the folder of the history that is shared: give each daemon a --data folder"
                 " of its own"
@@ -529,7 +530,7 @@ class ConversationStore:
     @property
     def database_path(self) -> Path | None:
         """The file of the history; None if it is in PostgreSQL."""
-        return self._backend.path
+        return self._backend.path if self.is_shared else self.folder.database_path
 
     @property
     def keeps_house(self) -> bool:

@@ -58,7 +58,9 @@ class SqliteBackend:
         lease_seconds: float = math.inf,
     ) -> None:
         """`shared`: the database is that file, which other daemons have open, too."""
+        # SQLite resolves a link, too: its log is beside the file itself.
         self.path = folder.database_path if shared is None else shared.path
+        self.path = self.path.resolve() if self.path.is_symlink() else self.path
         self._shared = shared
         # Half of the lease: a stopped writer is killed before the leases of those that wait have expired.
         self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds / 2}
