@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from pensieve.api.grpc.conversation import ConversationService
-from pensieve.api.grpc.peers import FORWARDED, LOOK_SECONDS, Metadata, OwnerWatch, Peers, Wait
+from pensieve.api.grpc.interceptor import FORWARDED
+from pensieve.api.grpc.peers import LOOK_SECONDS, Metadata, OwnerWatch, Peers, Wait
 from pensieve.api.grpc.translate import DETAILS_KEY, TYPE_PREFIX
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import NotFound, OwnedElsewhere, Unavailable

@@ -16,6 +16,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -165,7 +166,7 @@ class HttpAnswers:
         answer = _Answer(messages, context, forwarded)
         application = self._application()
         running = asyncio.get_running_loop().create_task(
-            application(_scope(head.head, forwarded), answer.receive, answer.send)
+            application(_scope(head.head, forwarded, context.peer()), answer.receive, answer.send)
         )
         try:
             await asyncio.wait({running})
@@ -215,9 +216,13 @@ class _Answer:
             await self._context.write(message)
 
 
-def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest) -> dict[str, Any]:
+def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest, peer: str) -> dict[str, Any]:
+    """Return the scope of a request. Only a daemon is believed where its client is; else it is `peer`."""
     if not METHOD.fullmatch(head.method) or not head.path.startswith("/"):
         raise InvalidArgument("head", "is no request of HTTP")
+    host, port = head.client_host, head.client_port
+    if not forwarded.caller.is_peer:
+        host, port = _place_of(peer)
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -229,7 +234,13 @@ def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest) -> dict[str, Any]:
         "root_path": "",
         "query_string": head.query,
         "headers": [(each.name, each.value) for each in head.headers],
-        "client": (head.client_host or "unknown", head.client_port),
+        "client": (host or "unknown", port),
         "server": None,
         FORWARDED: forwarded,
     }
+
+
+def _place_of(peer: str) -> tuple[str, int]:
+    """Return the host and the port of a peer as gRPC writes it."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return host.strip("[]"), int(port) if port.isdigit() else 0

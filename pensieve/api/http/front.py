@@ -229,7 +229,8 @@ def _authorization(exchange: Exchange) -> str | None:
 
 def _audited(exchange: Exchange) -> AuditedCall:
     ids = {name: exchange.values.get(name, "") for name in AUDITED_IDS}
-    return AuditedCall("", is_deletion=True, **ids)
+    is_forwarded = FORWARDED in exchange.scope
+    return AuditedCall("", is_deletion=True, is_forwarded=is_forwarded, **ids)
 
 
 def _name_of(host: str) -> str:
