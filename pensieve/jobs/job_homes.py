@@ -66,7 +66,7 @@ class JobHomes:
             return
         if not owner.address:
             raise Unavailable(
-                f"job {key.job_id!r} is in the data folder of {owner.replica}, which is not running"
+                f"job {key.job_id!r} is in the data folder of {owner.replica}, which is away"
             )
         raise _elsewhere(key.job_id, owner)
 

@@ -227,7 +227,7 @@ def test_the_error_names_a_daemon_that_is_away_and_its_jobs_return_with_it(tmp_p
             answer = both.ask(TWO, method, f"/v1/files/{file_id}{path}")
             assert answer.status == 503
             assert answer.value["error"]["message"] == (
-                f"job '{file_id}' is in the data folder of one, which is not running"
+                f"job '{file_id}' is in the data folder of one, which is away"
             )
         assert both.ids(TWO, "/v1/files") == []
         with pytest.raises(grpc.RpcError) as failed:
@@ -257,7 +257,7 @@ def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
     monkeypatch.setattr(forwarding, "LOOK_SECONDS", 0.05)
     answer = both.ask(TWO, "GET", f"/v1/files/{file_id}")
     assert answer.status == 503
-    assert "is in the data folder of one, which is not running" in answer.value["error"]["message"]
+    assert "is in the data folder of one, which is away" in answer.value["error"]["message"]
     assert num_looks > 2
 
 

@@ -192,7 +192,7 @@ class Forwarder:
                 raise
             if has_begun or not forwarded.may_repeat:
                 raise Unavailable(
-                    f"{owner.replica} at {owner.address} has lost the conversation meanwhile; "
+                    f"{owner.replica} at {owner.address} has not answered within its lease; "
                     "the call may have been carried out"
                 ) from None
             raise NotOwner(wait.next_owner) from None
