@@ -218,12 +218,17 @@ class Loading(Unavailable):
 
 
 class OwnedElsewhere(Unavailable):
-    """Another daemon, `replica` at `address`, has the conversation; only that one may write to it."""
+    """Another daemon, `replica` at `address`, has the conversation; only that one may write to it.
+
+    Of a batch job, `kind` is "job" and `conversation_id` is the job's id.
+    """
 
     reason = "OWNED_ELSEWHERE"
 
-    def __init__(self, conversation_id: str, replica: str, address: str) -> None:
-        super().__init__(f"conversation {conversation_id!r} is served by {replica} at {address}")
+    def __init__(
+        self, conversation_id: str, replica: str, address: str, kind: str = "conversation"
+    ) -> None:
+        super().__init__(f"{kind} {conversation_id!r} is served by {replica} at {address}")
         self.conversation_id = conversation_id
         self.replica = replica
         self.address = address

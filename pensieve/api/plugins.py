@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -16,8 +16,12 @@ class Plugin(Protocol):
     @property
     def service(self) -> ServiceDescriptor: ...
 
-    def add_service(self, server: Any) -> None:
-        """Add the service to a gRPC server."""
+    def add_service(self, server: Any, forwarder_of: Callable[[Any], Any] | None) -> None:
+        """Add the service to a gRPC server.
+
+        `forwarder_of` makes a `Forwarder` of `Claims` (api/grpc/forwarding.py). It is None where no other
+        daemon shares the history.
+        """
         ...
 
     def routes(self, requests: Any) -> Sequence[Any]:

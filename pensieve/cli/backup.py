@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     )
     backup.add_argument("folder", type=Path, metavar="FOLDER", help="where to; made if missing")
     backup.add_argument("--json", action="store_true", help="print JSON")
-    add_settings(backup, settings_named("data"))
+    add_settings(backup, settings_named("data", "store"))
     backup.set_defaults(run=with_settings(back_up))
     restoring = commands.add_parser(
         "restore",
@@ -59,11 +59,15 @@ def add_parser(commands: Any) -> None:
 def back_up(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.store.backup import BASE_NAME, Backup, check_database
     from pensieve.store.folder import DATABASE_NAME
+    from pensieve.store.shared_file import SQLITE_SCHEME, path_of
 
-    folder, data = arguments.folder.absolute(), resolved.settings.data
-    if not (data / DATABASE_NAME).exists():
-        raise ConfigError(f"{data} has no history; see --data (PostgreSQL has backups of its own)")
-    with closing(Backup(folder, data)) as backup:
+    folder, data, url = arguments.folder.absolute(), resolved.settings.data, resolved.settings.store
+    if url and not url.startswith(SQLITE_SCHEME):
+        raise ConfigError("PostgreSQL has backups of its own: see docs/postgresql.md")
+    database = path_of(url) if url else data / DATABASE_NAME
+    if not database.exists():
+        raise ConfigError(f"{database} is not there; see --data and --store")
+    with closing(Backup(folder, database)) as backup:
         base = backup.write()
     path = folder / f"generation-{base.generation:06}"
     if problems := check_database(path / BASE_NAME):

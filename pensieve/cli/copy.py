@@ -1,4 +1,4 @@
-"""`pensieve copy`: a whole history from the data folder to PostgreSQL, or back."""
+"""`pensieve copy`: a whole history from the data folder to a database that daemons share, or back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pensieve.errors import ConfigError
 def add_parser(commands: Any) -> None:
     copying = commands.add_parser(
         "copy",
-        help="copy a history from the data folder to PostgreSQL, or back",
-        description="Copy the history in --data to the empty PostgreSQL database --store, or with --back "
-        "the other way. No daemon may have either of them. The copy is checked; the original stays.",
+        help="copy a history from the data folder to a database for several daemons, or back",
+        description="Copy the history in --data to the empty database --store (PostgreSQL, or a file in "
+        "SQLite), or with --back the other way. No daemon may have either of them. The copy is checked; the "
+        "original stays.",
     )
     copying.add_argument("--back", action="store_true", help="from --store to --data")
     copying.add_argument("--json", action="store_true", help="print JSON")
@@ -27,15 +28,21 @@ def add_parser(commands: Any) -> None:
 def copy(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.store.copying import copy_history, opened
     from pensieve.store.folder import DATABASE_NAME
+    from pensieve.store.shared_file import SQLITE_SCHEME, path_of
 
     data, url = resolved.settings.data, resolved.settings.store
     if not url:
-        raise ConfigError("where the PostgreSQL database is: --store postgresql://USER@HOST/NAME")
+        raise ConfigError(
+            "where the other database is: --store postgresql://USER@HOST/NAME or sqlite:///FILE"
+        )
+    file = path_of(url) if url.startswith(SQLITE_SCHEME) else None
+    if arguments.back and file is not None and not file.exists():
+        raise ConfigError(f"{file} is not there; see --store")
     if not arguments.back and not (data / DATABASE_NAME).exists():
         raise ConfigError(f"{data} has no history; see --data")
     with opened(data, "", "pensieve copy") as here, opened(data, url, "pensieve copy") as there:
         copied = copy_history(*((there, here) if arguments.back else (here, there)))
-    to = data if arguments.back else "PostgreSQL"
+    to = data if arguments.back else file or "PostgreSQL"
     words = (
         f"{copied.conversations:,} conversations with {copied.messages:,} messages are in {to}, too"
     )

@@ -103,8 +103,10 @@ class Daemon:
         self.reader = store.reader()  # of the read thread, also while the model is loading
         self._erasing = Erasing(store.erasure, self.threads)
         self.backing_up: BackingUp | None = None
-        if self.config.backup is not None:
-            self.backing_up = BackingUp(store.folder.path, self.config.backup, self.threads)
+        if self.config.backup is not None and store.database_path is not None:
+            self.backing_up = BackingUp(
+                store, store.database_path, self.config.backup, self.threads
+            )
         self.scrubbing = Scrubbing(
             store.scrub(),
             self.threads,

@@ -7,6 +7,10 @@
     reload        the token file or the certificate was read again, or could not be used
     start, stop   of the daemon
 
+Where daemons of a cluster share no secret, a forwarded call is in the logs of both daemons. The owner's line
+has `"forwarded": "not verified"`, and `peer` is who has sent the call to the owner: the other daemon, or a
+client that says so.
+
 A token is named by its `name` in the token file, or by the beginning of its digest there. A line holds no
 text of a conversation. A client's own words are quoted as JSON and shortened.
 
@@ -54,6 +58,7 @@ class AuditedCall:
     prefix_id: str = ""
     job_id: str = ""
     of_tenant: str = ""  # another tenant's, whom the operator named
+    is_forwarded: bool = False  # as its sender says, which is not known to be a daemon
 
 
 class Audit:
@@ -104,6 +109,7 @@ class Audit:
             prefix_id=call.prefix_id,
             job_id=call.job_id,
             of_tenant=call.of_tenant,
+            forwarded="not verified" if call.is_forwarded else "",
             token=by.token,
             tenant=by.tenant,
             peer=peer,

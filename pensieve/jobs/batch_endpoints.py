@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from pensieve.api.forwarded import FORWARDED
+from pensieve.api.grpc.http_forwarding import tokens_of
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.uploads import Upload
@@ -29,6 +31,7 @@ from pensieve.api.openai.request import RequestKind
 from pensieve.errors import InvalidArgument, NotFound, WrongJobState
 from pensieve.guard.callers import Caller, group_of
 from pensieve.guard.limits import delivered
+from pensieve.jobs.job_homes import JobLists
 from pensieve.jobs.job_records import JobOutcome, JobState, ResultBytes, ResultKind
 from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
 from pensieve.store.records import ID_PATTERN
@@ -56,9 +59,9 @@ OUTCOMES = {
 
 
 class _OfJobs:
-    def __init__(self, jobs: DaemonJobs | None) -> None:
-        """`jobs`: None of a daemon that has none."""
-        self._found = jobs
+    def __init__(self, jobs: DaemonJobs | None, lists: JobLists | None) -> None:
+        """`jobs`: None of a daemon that has none. `lists`: None if no other daemon shares the history."""
+        self._found, self._lists = jobs, lists
 
     @property
     def _jobs(self) -> DaemonJobs:
@@ -71,12 +74,21 @@ class _OfJobs:
             raise NotFound("there is no such job")
         return await self._jobs.get(by.tenant, job_id)
 
+    async def _list(self, exchange: Exchange, by: Caller) -> Sequence[JobView]:
+        if self._lists is None or FORWARDED in exchange.scope:
+            return await self._jobs.list(by.tenant)
+        return await self._lists.all(by.tenant, tokens_of(exchange.scope["headers"]))
+
 
 class Files(_OfJobs):
     def __init__(
-        self, requests: ApiRequests, jobs: DaemonJobs | None, stall_seconds: float
+        self,
+        requests: ApiRequests,
+        jobs: DaemonJobs | None,
+        stall_seconds: float,
+        lists: JobLists | None = None,
     ) -> None:
-        super().__init__(jobs)
+        super().__init__(jobs, lists)
         self._requests, self._stall_seconds = requests, stall_seconds
         self._sizes: OrderedDict[tuple[object, ...], ResultBytes] = OrderedDict()
 
@@ -103,7 +115,7 @@ class Files(_OfJobs):
         after = query.text("after")
         query.end()
         found: list[tuple[JobView, FileId]] = []
-        for view in await self._jobs.list(by.tenant):
+        for view in await self._list(exchange, by):
             if is_file(view) and purpose in (None, "batch"):
                 found.append((view, FileId(Content.UPLOAD, view.job_id)))
             elif not is_file(view) and purpose in (None, "batch_output"):
@@ -112,8 +124,9 @@ class Files(_OfJobs):
         ids = [str(file_id) for _, file_id in found]
         first = _place(ids, after)
         shown = found[first : first + limit]
-        data = [await self._object(by, view, file_id) for view, file_id in shown]
-        return listed(data, has_more=first + limit < len(found))
+        data = [await self._shown(exchange, by, view, file_id) for view, file_id in shown]
+        known = [each for each in data if each is not None]
+        return listed(known, has_more=first + limit < len(found))
 
     async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         return await self._object(by, *await self._file(exchange, by))
@@ -149,6 +162,15 @@ class Files(_OfJobs):
             raise NotFound("there is no such file")
         return view, file_id
 
+    async def _shown(
+        self, exchange: Exchange, by: Caller, view: JobView, file_id: FileId
+    ) -> Mapping[str, Any] | None:
+        """Return the object in a list; None if the daemon that has the job does not answer any more."""
+        if view.home and self._lists is not None and file_id.content is not Content.UPLOAD:
+            given = tokens_of(exchange.scope["headers"])
+            return await self._lists.file(view, str(file_id), given)
+        return await self._object(by, view, file_id)
+
     async def _object(self, by: Caller, view: JobView, file_id: FileId) -> Mapping[str, Any]:
         num_bytes = view.num_bytes
         if file_id.content in (Content.OUTPUT, Content.ERRORS):
@@ -179,8 +201,10 @@ class Files(_OfJobs):
 
 
 class Batches(_OfJobs):
-    def __init__(self, requests: ApiRequests, jobs: DaemonJobs | None) -> None:
-        super().__init__(jobs)
+    def __init__(
+        self, requests: ApiRequests, jobs: DaemonJobs | None, lists: JobLists | None = None
+    ) -> None:
+        super().__init__(jobs, lists)
         self._requests = requests
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
@@ -209,7 +233,7 @@ class Batches(_OfJobs):
         limit = limit_of(query.text("limit"), BATCHES_LISTED, BATCHES_LISTED_MAX)
         after = query.text("after")
         query.end()
-        found = [each for each in await self._jobs.list(by.tenant) if not is_file(each)]
+        found = [each for each in await self._list(exchange, by) if not is_file(each)]
         found.sort(key=lambda each: -each.number)
         first = _place([each.job_id for each in found], after)
         data = [batch_object(each) for each in found[first : first + limit]]

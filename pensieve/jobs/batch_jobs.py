@@ -33,6 +33,7 @@ from pensieve.conversations.history import Texts
 from pensieve.errors import (
     AlreadyExists,
     InvalidArgument,
+    NotFound,
     QueueFull,
     StorageFull,
     Unavailable,
@@ -40,6 +41,7 @@ from pensieve.errors import (
     one_line,
 )
 from pensieve.jobs.batch_line import LINE_BYTES_MAX
+from pensieve.jobs.job_homes import JobHomes
 from pensieve.jobs.job_records import (
     JobKey,
     JobLine,
@@ -83,6 +85,7 @@ class BatchJobs:
         self._daemon, self._now = daemon, (sources or Sources()).wall_clock
         self._config = config or JobsConfig()
         self._store = StoreThread(store)
+        self.homes = JobHomes(daemon) if daemon.store.is_shared else None
         self._worker = Worker(daemon, texts, self._store, self._config, self._now)
         self._loop = asyncio.get_running_loop()
         self._activities: dict[JobKey, Activity] = {}
@@ -107,7 +110,8 @@ class BatchJobs:
         self._worker.engine_up.set()
         if not self._tasks:
             work = [self._work(*each) for each in zip(ACTIVITIES, self._news, strict=True)]
-            self._tasks = [self._loop.create_task(each) for each in (*work, self._forget())]
+            more = [self._forget()] if self.homes is None else [self._forget(), self._keep_homes()]
+            self._tasks = [self._loop.create_task(each) for each in (*work, *more)]
 
     def _engine_down(self, reason: str) -> None:
         self._worker.engine_up.clear()
@@ -145,6 +149,8 @@ class BatchJobs:
         call, store = self._store.call, self._store.jobs
         self._incoming[key] = receiving
         try:
+            if self.homes is not None:
+                await self.homes.add(key, self._now())
             new = NewJob(key, header.name, header.sha256, options)
             await call(tenant, store.create, new)
             async for lines in receiving.lines(chunks, in_thread):
@@ -154,6 +160,8 @@ class BatchJobs:
             job = await call(tenant, store.received, key, receiving.sha256, options)
         except BaseException:
             await asyncio.shield(call(tenant, store.discard, key))
+            if self.homes is not None:
+                await asyncio.shield(self.homes.remove(key))
             raise
         finally:
             del self._incoming[key]
@@ -178,8 +186,7 @@ class BatchJobs:
         return Receiving(header, header.num_bytes or allowed - used)
 
     async def get(self, tenant: str, job_id: str) -> JobView:
-        key = JobKey(tenant, job_id)
-        return self._view(await self._store.call(tenant, self._store.jobs.get, key))
+        return self._view(await self._of_job(self._store.jobs.get, JobKey(tenant, job_id)))
 
     async def list(self, tenant: str | None) -> Sequence[JobView]:
         jobs = await self._store.call(tenant or "", self._store.jobs.list_jobs, tenant)
@@ -190,7 +197,7 @@ class BatchJobs:
 
     async def resume(self, tenant: str, job_id: str) -> JobView:
         key = JobKey(tenant, job_id)
-        job = await self._store.call(tenant, self._store.jobs.get, key)
+        job = await self._of_job(self._store.jobs.get, key)
         if job.state in GOING_ON:
             return self._view(job)
         return await self._change(key, JobState.WAITING, {JobState.PAUSED})
@@ -203,7 +210,9 @@ class BatchJobs:
 
     async def delete(self, tenant: str, job_id: str) -> None:
         key = JobKey(tenant, job_id)
-        await self._held_while(key, lambda: self._store.call(tenant, self._store.jobs.delete, key))
+        await self._held_while(key, lambda: self._of_job(self._store.jobs.delete, key))
+        if self.homes is not None:
+            await self.homes.remove(key)
         self._problems.pop(key, None)
         self._later.pop(key, None)
 
@@ -211,21 +220,18 @@ class BatchJobs:
         self, tenant: str, job_id: str, which: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         key = JobKey(tenant, job_id)
-        while page := await self._store.call(
-            tenant, self._store.jobs.results, key, after, which=which
-        ):
+        while page := await self._of_job(self._store.jobs.results, key, after, which=which):
             yield page
             after = page[-1].line
 
     async def lines(self, tenant: str, job_id: str) -> AsyncIterator[Sequence[JobLine]]:
         key, after = JobKey(tenant, job_id), 0
-        while page := await self._store.call(tenant, self._store.jobs.lines, key, after):
+        while page := await self._of_job(self._store.jobs.lines, key, after):
             yield page
             after = page[-1].number
 
     async def result_bytes(self, tenant: str, job_id: str) -> ResultBytes:
-        key = JobKey(tenant, job_id)
-        return await self._store.call(tenant, self._store.jobs.result_bytes, key)
+        return await self._of_job(self._store.jobs.result_bytes, JobKey(tenant, job_id))
 
     async def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
         before: JobView | None = None
@@ -331,7 +337,32 @@ class BatchJobs:
                 log.warning("jobs that ended long ago cannot be deleted", exc_info=error)
             await asyncio.sleep(FORGET_SECONDS)
 
+    async def _keep_homes(self) -> None:
+        """Tell the other daemons which jobs are here: also those that were forgotten, or came unshared."""
+        assert self.homes is not None
+        while True:
+            seconds = FORGET_SECONDS
+            try:
+                since = self._now()
+                jobs = await self._store.call("", self._store.jobs.list_jobs)
+                await self.homes.keep({job.key for job in jobs} | set(self._incoming), since)
+            except Exception as error:
+                log.warning("the other daemons cannot be told which jobs are here", exc_info=error)
+                seconds = RETRY_SECONDS
+            await asyncio.sleep(seconds)
+
     # -- inside --
+
+    async def _of_job(
+        self, function: Callable[..., T], key: JobKey, *arguments: Any, **named: Any
+    ) -> T:
+        """Call the store about a job. If another daemon has it: OwnedElsewhere, or Unavailable."""
+        try:
+            return await self._store.call(key.tenant, function, key, *arguments, **named)
+        except NotFound:
+            if self.homes is not None:
+                await self.homes.refuse(key)
+            raise
 
     async def _change(
         self,
@@ -341,7 +372,7 @@ class BatchJobs:
         outcome: JobOutcome | None = None,
     ) -> JobView:
         """WrongJobState, and nothing of the job is disturbed, if it is in none of the states `before`."""
-        job = await self._store.call(key.tenant, self._store.jobs.get, key)
+        job = await self._of_job(self._store.jobs.get, key)
         if job.state is not state:
             if job.state not in before:
                 raise WrongJobState(f"the job {key.job_id!r} is {job.state}, so not {state}")

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from pensieve.api.grpc.forwarding import Forwarder, ForwardingMethods, GrpcMethod, is_forwarded
 from pensieve.api.grpc.translate import page_of, timestamp
 from pensieve.errors import (
     InvalidArgument,
@@ -20,6 +21,7 @@ from pensieve.errors import (
 )
 from pensieve.guard.callers import caller
 from pensieve.guard.limits import Watchers, delivered
+from pensieve.jobs.job_homes import JobLists
 from pensieve.jobs.job_records import JobOutcome, JobState, Result, ResultKind
 from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
 from pensieve.store.records import ID_PATTERN, check_id
@@ -57,10 +59,24 @@ WIRE_NAMES = {each.name for each in pb.Job.DESCRIPTOR.fields} - {"state", "outco
 SAME_NAMES = [each.name for each in fields(JobView) if each.name in WIRE_NAMES]
 
 
+JOBS = "pensieve.v1.JobService"
+FORWARDED_METHODS = (
+    GrpcMethod(JOBS, "GetJob", pb.GetJobResponse, may_repeat=True),
+    GrpcMethod(JOBS, "PauseJob", pb.PauseJobResponse, may_repeat=True),
+    GrpcMethod(JOBS, "ResumeJob", pb.ResumeJobResponse, may_repeat=True),
+    GrpcMethod(JOBS, "CancelJob", pb.CancelJobResponse, may_repeat=True),
+    GrpcMethod(JOBS, "DeleteJob", pb.DeleteJobResponse),
+    GrpcMethod(JOBS, "GetResults", pb.GetResultsResponse, is_stream=True, may_repeat=True),
+    GrpcMethod(JOBS, "WatchJob", pb.WatchJobResponse, is_stream=True, may_repeat=True),
+)
+
+
 class JobService(jobs_pb2_grpc.JobServiceServicer):
-    def __init__(self, jobs: DaemonJobs | None, stall_seconds: float) -> None:
-        """`jobs`: None of a daemon that has none."""
-        self._found = jobs
+    def __init__(
+        self, jobs: DaemonJobs | None, stall_seconds: float, lists: JobLists | None = None
+    ) -> None:
+        """`jobs`: None of a daemon that has none. `lists`: None if no other daemon shares the history."""
+        self._found, self._lists = jobs, lists
         self._stall_seconds = stall_seconds
         self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
 
@@ -87,7 +103,11 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         by = caller()
         if request.all_tenants and not by.admin:
             raise PermissionDenied("only an operator sees the jobs of all tenants")
-        found = await self._jobs.list(None if request.all_tenants else by.tenant)
+        tenant = None if request.all_tenants else by.tenant
+        if self._lists is None or is_forwarded(context):
+            found = await self._jobs.list(tenant)
+        else:
+            found = await self._lists.all(tenant, context.invocation_metadata() or ())
         left = [each for each in found if not before or each.number < before]
         left.sort(key=lambda each: -each.number)
         page = pb.ListJobsResponse(jobs=map(_job, left[:size]))
@@ -130,6 +150,16 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             async for view in views:
                 response = pb.WatchJobResponse(job=_job(view))
                 await delivered(self._stall_seconds, context.write(response))
+
+
+class ForwardingJobService(ForwardingMethods, JobService):
+    """The JobService of a daemon that shares its history with others."""
+
+    def __init__(
+        self, jobs: DaemonJobs | None, stall_seconds: float, lists: JobLists, forwarder: Forwarder
+    ) -> None:
+        JobService.__init__(self, jobs, stall_seconds, lists)
+        ForwardingMethods.__init__(self, forwarder, FORWARDED_METHODS)
 
 
 def _key(request: Any) -> tuple[str, str]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
 
+from pensieve.api.forwarded import FORWARDED, ForwardHttp
+from pensieve.api.grpc.forwarding import Forwarder
+from pensieve.api.grpc.http_forwarding import HttpForwarder
+from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.requests import ApiRequests
-from pensieve.api.http.routes import DELETION, Route
+from pensieve.api.http.routes import DELETION, Route, not_here
 from pensieve.api.metrics.families import GAUGE, MetricFamily, Samples
+from pensieve.guard.callers import Caller
 from pensieve.jobs.batch_endpoints import Batches, Files
+from pensieve.jobs.job_homes import ALL_TENANTS, LIST_PATH, JobHomes, JobLists, listed_here
 from pensieve.jobs.job_records import JobState
-from pensieve.jobs.job_service import JobService
+from pensieve.jobs.job_service import ForwardingJobService, JobService
 from pensieve.jobs.values import DaemonJobs, JobView
 from pensieve.v1 import jobs_pb2, jobs_pb2_grpc
 
@@ -30,18 +36,32 @@ class JobsPlugin:
     service: ServiceDescriptor = jobs_pb2.DESCRIPTOR.services_by_name["JobService"]
     families: Sequence[MetricFamily] = FAMILIES
 
-    def __init__(self, jobs: DaemonJobs | None, stall_seconds: float) -> None:
-        """`jobs`: None if this daemon takes none. A reader may take nothing for `stall_seconds`."""
-        self._jobs, self._stall_seconds = jobs, stall_seconds
+    def __init__(
+        self, jobs: DaemonJobs | None, stall_seconds: float, homes: JobHomes | None = None
+    ) -> None:
+        """`jobs`: None if this daemon takes none. `homes`: None if no other daemon shares the history.
 
-    def add_service(self, server: Any) -> None:
+        A reader may take nothing for `stall_seconds`.
+        """
+        self._jobs, self._stall_seconds, self._homes = jobs, stall_seconds, homes
+        self._lists: JobLists | None = None
+        self._forward: ForwardHttp | None = None
+
+    def add_service(
+        self, server: Any, forwarder_of: Callable[[JobHomes], Forwarder] | None
+    ) -> None:
         service = JobService(self._jobs, self._stall_seconds)
+        if self._jobs is not None and self._homes is not None and forwarder_of is not None:
+            forwarder = forwarder_of(self._homes)
+            self._forward = HttpForwarder(forwarder)
+            self._lists = JobLists(self._jobs, self._homes, forwarder.peers)
+            service = ForwardingJobService(self._jobs, self._stall_seconds, self._lists, forwarder)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(service, server)
 
     def routes(self, requests: ApiRequests) -> Sequence[Route]:
-        files = Files(requests, self._jobs, self._stall_seconds)
-        batches = Batches(requests, self._jobs)
-        return (
+        files = Files(requests, self._jobs, self._stall_seconds, self._lists)
+        batches = Batches(requests, self._jobs, self._lists)
+        routes: list[Route] = [
             ("POST", "/v1/files", files.upload, {}),
             ("GET", "/v1/files", files.all, {}),
             ("GET", "/v1/files/{job_id}", files.one, {}),
@@ -52,7 +72,20 @@ class JobsPlugin:
             ("GET", "/v1/batches/{job_id}", batches.one, {}),
             ("DELETE", "/v1/batches/{job_id}", batches.delete, DELETION),
             ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
-        )
+        ]
+        if self._lists is not None:
+            routes.append(("GET", LIST_PATH, self._listed_here, {}))
+        return [
+            (method, path, handler, {**settings, "forward": self._forward})
+            for method, path, handler, settings in routes
+        ]
+
+    async def _listed_here(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        """Answer another daemon, which makes a list."""
+        if self._jobs is None or FORWARDED not in exchange.scope:
+            return await not_here(exchange, by)
+        is_of_all = by.admin and ALL_TENANTS.encode() == exchange.scope["query_string"]
+        return listed_here(await self._jobs.list(None if is_of_all else by.tenant))
 
     async def samples(self) -> Samples:
         return {} if self._jobs is None else samples_of(await self._jobs.list(None))

@@ -53,6 +53,7 @@ class JobView:
     started_at: float | None
     ended_at: float | None
     details: Mapping[str, Any] = field(default_factory=dict)  # that it was created with
+    home: str = ""  # the address of the daemon that has it; empty: this one
 
 
 class DaemonJobs(Protocol):

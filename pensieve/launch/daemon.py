@@ -57,6 +57,7 @@ from pensieve.launch.sharing import (
     announce,
     drain,
     fetch_kv,
+    is_server,
     is_shared,
     open_store,
     sharing_of,
@@ -95,11 +96,9 @@ class Hooks:
 def setup_to_serve(resolved: Resolved) -> DaemonSetup:
     """From the settings of `pensieve serve`; ConfigError if it would be open to others by accident."""
     settings = resolved.settings
-    if settings.backup is not None and settings.store:
+    if settings.backup is not None and is_server(settings.store):
         raise InvalidArgument(
-            "backup",
-            "is for a history in the data folder; PostgreSQL has backups of its own, and "
-            "`sqlite3 FILE .backup` copies a file that daemons share",
+            "backup", "is for a history in SQLite; PostgreSQL has backups of its own"
         )
     sharing = sharing_of(settings)
     listening = Listening(
@@ -206,7 +205,8 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             daemon.events.ended.subscribe(spans.turn_ended)
         style = style_named(setup.tool_calls, texts.template)
         jobs = _jobs(daemon, settings.data, texts, JobsConfig(call_style=style), report)
-        plugins = [JobsPlugin(jobs, daemon.config.stall_seconds)]
+        homes = None if jobs is None else jobs.homes
+        plugins = [JobsPlugin(jobs, daemon.config.stall_seconds, homes)]
         server = Server(daemon, setup.listening, plugins)
         if setup.listening.http or setup.listening.hand_over:
             serve_http(server, texts.template, style)

@@ -69,6 +69,11 @@ def is_shared(url: str | None) -> bool:
     return (url or "").startswith(DATABASES)
 
 
+def is_server(url: str | None) -> bool:
+    """Whether it is in a database server."""
+    return is_shared(url) and not (url or "").startswith("sqlite://")
+
+
 def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> ConversationStore:
     """What `--store` says."""
     replica = sharing.replica or (replica_name(data) if is_shared(url) else "")

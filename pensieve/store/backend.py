@@ -152,6 +152,10 @@ class Backend(Protocol):
     @property
     def marks(self) -> Marks: ...
     @property
+    def path(self) -> Path | None:
+        """The file of SQLite's database; None of another one."""
+
+    @property
     def is_shared(self) -> bool:
         """Whether other daemons may have the history open, too."""
 

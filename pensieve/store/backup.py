@@ -55,7 +55,6 @@ from pensieve.store.bodies import miscounted, pack_tokens, unpack_tokens
 from pensieve.store.connection import open_read_only, preferred_driver, read_only
 from pensieve.store.durable import new_file, sync
 from pensieve.store.folder import (
-    DATABASE_NAME,
     RESTORING_NAME,
     DataFolder,
     history_identity,
@@ -137,7 +136,7 @@ class _Chain:
 
 
 class Backup:
-    """The folder of one history's backup, which only this process writes to until `close`.
+    """The folder of one history's backup, which only this process writes to until `release` or `close`.
 
     After a StoreError the next `write` tries again; what was written before stays good.
     """
@@ -145,13 +144,12 @@ class Backup:
     def __init__(
         self,
         folder: Path,
-        data: Path,
+        database: Path,
         now: Callable[[], float] = time.time,
         driver: Any = preferred_driver,
     ) -> None:
         self._path = folder
-        self._data = data
-        self._database = data / DATABASE_NAME
+        self._database = database
         self._now = now
         self._driver = driver
         self._in_use = threading.Lock()
@@ -166,7 +164,7 @@ class Backup:
         Returns the base of the present generation. A zero keeps everything.
         """
         with self._in_use, explained(self._path):
-            if self._chain is None or not self._chain.path.exists():
+            if self._lock is None or self._chain is None or not self._chain.path.exists():
                 self._open_folder()
             try:
                 self._write()
@@ -178,10 +176,16 @@ class Backup:
             assert self._chain is not None
             return self._chain.base
 
+    def release(self) -> None:
+        """Let another process write. The next `write` begins a generation only if one has written."""
+        with self._in_use:
+            self._unlock()
+
     def close(self) -> None:
         with self._in_use:
             self._close_source()
-            self._close_folder()
+            self._unlock()
+            self._chain = None
 
     def _write(self) -> None:
         if self._source is None:
@@ -201,8 +205,9 @@ class Backup:
     @contextmanager
     def _copied(self, source: Connection) -> Iterator[IO[bytes]]:
         """The database at one moment, in a file without a name."""
-        _check_room(self._data, self._database.stat().st_size + ROOM_BYTES)
-        descriptor, path = tempfile.mkstemp(prefix=f"{DATABASE_NAME}.copy-", dir=self._data)
+        folder = self._database.parent
+        _check_room(folder, self._database.stat().st_size + ROOM_BYTES)
+        descriptor, path = tempfile.mkstemp(prefix=f"{self._database.name}.copy-", dir=folder)
         with os.fdopen(descriptor, "rb") as copy:
             try:
                 target = self._driver.connect(path)
@@ -216,26 +221,28 @@ class Backup:
 
     def _open_folder(self) -> None:
         """Make the folder if it is missing, and lock it."""
-        self._close_folder()
+        self._unlock()
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self._path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._close_folder()
+            self._unlock()
             raise StoreLocked(f"another process writes to the backup {self._path}") from None
-        named, identity = self._path / IDENTITY_NAME, history_identity(self._data)
+        named, identity = self._path / IDENTITY_NAME, history_identity(self._database)
         if not named.exists():
             with new_file(named) as file:
                 file.write(f"{identity}\n".encode())
         if named.read_text(encoding="ascii").strip() != identity:
-            self._close_folder()
+            self._unlock()
             raise StoreError(f"the backup {self._path} is of another history")
         for partial in self._path.glob(f"generation-*{PARTIAL}"):
             shutil.rmtree(partial)
+        if self._chain is not None and not _is_newest(self._path, self._chain):
+            self._chain = None
 
-    def _close_folder(self) -> None:
-        self._chain, lock, self._lock = None, self._lock, None
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
@@ -264,7 +271,7 @@ class Backup:
             header = copy.read(HEADER_BYTES)
             page_bytes = int.from_bytes(header[PAGE_BYTES_AT : PAGE_BYTES_AT + 2], "big")
             schema = int.from_bytes(header[SCHEMA_AT : SCHEMA_AT + 4], "big")
-            identity, num_pages = history_identity(self._data), num_bytes // page_bytes
+            identity, num_pages = history_identity(self._database), num_bytes // page_bytes
             base = Base(identity, number, moment, page_bytes, num_pages, schema, sha256)
             text = json.dumps(asdict(base), sort_keys=True)
             with new_file(partial / DESCRIPTION_NAME) as file:
@@ -322,6 +329,17 @@ def _digests(copy: IO[bytes], page_bytes: int) -> bytes:
     while page := copy.read(page_bytes):
         digests += hashlib.sha256(page).digest()
     return bytes(digests)
+
+
+def _is_newest(folder: Path, chain: _Chain) -> bool:
+    """Whether no other process has written since the chain was."""
+    generations = [path for _, path in _generations(folder)]
+    if not generations or generations[-1] != chain.path:
+        return False
+    try:
+        return int((chain.path / NEWEST_NAME).read_text(encoding="ascii")) == chain.number
+    except (OSError, ValueError):
+        return False
 
 
 def _write_newest(folder: Path, number: int) -> None:
@@ -495,7 +513,7 @@ def restore(
         try:
             base, restored = _make(generations, partial, _Wanted(at, to_last_good, driver, report))
             _put_in_place(partial, target, driver)
-            set_history_identity(data, base.history)
+            set_history_identity(target.database_path, base.history)
             target.mark_damaged(False)
             clean = base.schema == len(STEPS)
         finally:

@@ -57,6 +57,7 @@ from pensieve.store.folder import DATABASE_NAME, DataFolder, daemon_identity
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
 from pensieve.store.housekeeper import Housekeeper
+from pensieve.store.job_owners import JobOwners
 from pensieve.store.leases import Leases
 from pensieve.store.owners import LEASE_SECONDS, Opening, Owners
 from pensieve.store.records import (
@@ -80,7 +81,7 @@ from pensieve.store.records import (
     check_text,
 )
 from pensieve.store.responses import ResponseStore, StoredResponse, put_response
-from pensieve.store.shared_file import SQLITE_SCHEME, open_shared
+from pensieve.store.shared_file import SQLITE_SCHEME, open_shared, path_of
 from pensieve.store.transactions import TAKEN, StoreTransactions, repeated
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class ConversationStore:
         self.figures, self.erasure = self._backend.figures, self._backend.erasure
         self.forgetting = Forgetting(self._transactions, housekeeper)
         self.owners = Owners(self._transactions, now)
+        self.job_owners = JobOwners(self._transactions, self.owners)
         self.prefixes = PrefixStore(self._transactions, self.owners, now)
         self.chains = Chains(self._transactions, housekeeper)
         self.responses = ResponseStore(self._transactions, self.erasure)
@@ -168,7 +170,8 @@ class ConversationStore:
         after later starts.
         """
         url = options.get("url", "")
-        if url == f"{SQLITE_SCHEME}{path.absolute() / DATABASE_NAME}":
+        is_file = url.startswith(SQLITE_SCHEME)
+        if is_file and path_of(url) == path.resolve() / DATABASE_NAME:
             raise StoreError(
                 f"--data {path} is the folder of the history that is shared: give each daemon a --data folder"
                 " of its own"
@@ -525,6 +528,11 @@ class ConversationStore:
         return self._backend.is_shared
 
     @property
+    def database_path(self) -> Path | None:
+        """The file of the history; None if it is in PostgreSQL."""
+        return self._backend.path if self.is_shared else self.folder.database_path
+
+    @property
     def keeps_house(self) -> bool:
         """Whether this daemon cleans up the history (housekeeper.py); any thread may ask."""
         return self.housekeeper.is_ours
@@ -680,6 +688,6 @@ def open_backend(
         compact_bytes_min,
         statement_seconds,
         housekeeper or Housekeeper(is_ours=True),
-        open_shared(url, driver) if url else None,
+        open_shared(url, driver, folder.holder if is_exclusive else "") if url else None,
         lease_seconds,
     )

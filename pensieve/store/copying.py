@@ -1,4 +1,4 @@
-"""Copy a whole history from SQLite to PostgreSQL, or back, row for row.
+"""Copy a whole history from one database to another, row for row.
 
 All tables with all numbers, in one transaction of the target, which has to be empty: an interruption leaves
 it so.  Each body is checked against its checksum on its way.  Wiped rows stay behind, as nothing is in them.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pensieve.errors import StoreCorrupt, StoreError
+from pensieve.errors import PensieveError, StoreCorrupt, StoreError
 from pensieve.store.backend import (
     BUSY_TIMEOUT_SECONDS,
     NUMBER_COLUMNS,
@@ -60,7 +60,7 @@ class Copied(NamedTuple):
 
 @contextlib.contextmanager
 def opened(data: Path, url: str, holder: str) -> Iterator[Backend]:
-    """A history for copying, held until the end of the block: of `data`, or of a PostgreSQL database."""
+    """A history for copying, held alone until the end of the block: that of `data`, or of `url`."""
     with contextlib.ExitStack() as stack:
         if url:
             data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -71,8 +71,13 @@ def opened(data: Path, url: str, holder: str) -> Iterator[Backend]:
             backend = open_backend(folder, url, None, *times)
             try:
                 yield backend
-            finally:
                 backend.writer.close()
+            except BaseException:
+                with contextlib.suppress(PensieveError):
+                    backend.writer.close()
+                backend.give_up()
+                raise
+            backend.release(clean=not backend.marks.is_check_due)
         except BaseException:
             folder.close(clean=False)
             raise

@@ -9,6 +9,9 @@ What is known of the history here (`Marks` of backend.py) is nothing to a holder
 else, and such a holder changes nothing of it.  It writes a second line into the file, which says how the last
 one that had this history left it, and leaves the file as it found it; if it is killed, that line counts.
 
+If the folder's `conversations.db` is a symbolic link, the lock beside the file itself is taken, too. So the
+history has one holder, by whatever name it is opened.
+
 The folder is its owner's alone.  One that was there and open to others (systemd makes it so) is closed to
 them, unless it holds anything that is not ours: then it may be a folder that others need.
 """
@@ -55,15 +58,25 @@ class DataFolder:
     """A folder that this process holds; `DataFolder.open` makes one, and `close` releases it."""
 
     def __init__(
-        self, path: Path, lock: int, database: int | None, before: bytes, holder: str
+        self,
+        path: Path,
+        lock: int,
+        database: int | None,
+        before: bytes,
+        holder: str,
+        lock_beside: int | None = None,
     ) -> None:
-        """`before`: what the file `lock` has to say when we have left, if we change nothing of it."""
+        """`before`: what the file `lock` has to say when we have left, if we change nothing of it.
+
+        `lock_beside`: that of the database itself, if `conversations.db` is a link to it.
+        """
         self.path = path
         self.holder = holder
         self.stopped_unclean = bool(before)  # the last holder that had the history did not close it
         self._before = before
         self.is_open_to_others = _is_open_to_others(path)
         self._lock: int | None = lock
+        self._lock_beside = lock_beside
         self._database = database
 
     @classmethod
@@ -77,13 +90,21 @@ class DataFolder:
             lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StoreError(f"the data folder {path} cannot be used: {error.strerror}") from error
+        locks = [lock]
         try:
-            _take(lock, path)
-            before = os.pread(lock, LOCK_BYTES_MAX, 0)
-            if before.endswith(ELSEWHERE[False].encode()):
-                before = b""
+            _take(lock, f"the data folder {path}")
+            before = _text_before(lock)
+            link = path / DATABASE_NAME
+            if has_database and link.is_symlink():
+                file = link.resolve()
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                locks.append(os.open(beside(file, LOCK_NAME), flags, 0o600))
+                _take(locks[1], f"the history {file}")
+                before = before or _text_before(locks[1])
             text = f"{os.getpid()} {holder}".replace("\n", "?").encode()[:HOLDER_BYTES_MAX] + b"\n"
             _write(lock, text if has_database else text + ELSEWHERE[bool(before)].encode())
+            for each in locks[1:]:
+                _write(each, text)
             database = None
             if has_database:
                 with contextlib.suppress(FileNotFoundError):
@@ -93,14 +114,16 @@ class DataFolder:
                     path / DATABASE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
                 )
         except OSError as error:
-            os.close(lock)
+            for each in locks:
+                os.close(each)
             raise StoreUnavailable(
                 f"the data folder {path} cannot be written: {error.strerror}"
             ) from error
         except StoreLocked:
-            os.close(lock)
+            for each in locks:
+                os.close(each)
             raise
-        return cls(path, lock, database, before, holder)
+        return cls(path, lock, database, before, holder, *locks[1:])
 
     @property
     def database_path(self) -> Path:
@@ -136,19 +159,28 @@ class DataFolder:
         if clean or self._database is None:
             # If the disk refuses even this, the next start makes an integrity check.
             with contextlib.suppress(OSError):
+                if self._lock_beside is not None:
+                    _write(self._lock_beside, b"")
                 _write(self._lock, b"" if self._database is not None else self._before)
         os.close(self._lock)
+        if self._lock_beside is not None:
+            os.close(self._lock_beside)
         if self._database is not None:
             os.close(self._database)
         self._lock = None
 
 
-def history_identity(path: Path) -> str:
-    """The name of the history in this folder, made now if it has none."""
-    file = path / IDENTITY_NAME
+def beside(database: Path, name: str) -> Path:
+    """A file that belongs to a database, which is that of a data folder or a shared one."""
+    return database.with_name(name if database.name == DATABASE_NAME else f"{database.name}.{name}")
+
+
+def history_identity(database: Path) -> str:
+    """The name of the history in this file, made now if it has none."""
+    file = beside(database, IDENTITY_NAME)
     try:
         if not file.exists():
-            set_history_identity(path, secrets.token_hex(16))
+            set_history_identity(database, secrets.token_hex(16))
         return file.read_text(encoding="ascii").strip()
     except OSError as error:
         raise StoreUnavailable(f"{file} cannot be used: {error.strerror}") from error
@@ -166,8 +198,8 @@ def daemon_identity(path: Path) -> str:
         raise StoreUnavailable(f"{file} cannot be used: {error.strerror}") from error
 
 
-def set_history_identity(path: Path, identity: str) -> None:
-    with new_file(path / IDENTITY_NAME) as file:
+def set_history_identity(database: Path, identity: str) -> None:
+    with new_file(beside(database, IDENTITY_NAME)) as file:
         file.write(f"{identity}\n".encode())
 
 
@@ -197,11 +229,17 @@ def _is_open_to_others(path: Path) -> bool:
     return False
 
 
-def _take(lock: int, path: Path) -> None:
+def _take(lock: int, name: str) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise StoreLocked(f"the data folder {path} is in use by {holder_in(lock)}") from None
+        raise StoreLocked(f"{name} is in use by {holder_in(lock)}") from None
+
+
+def _text_before(lock: int) -> bytes:
+    """What the last holder has left; empty if it has closed the history."""
+    text = os.pread(lock, LOCK_BYTES_MAX, 0)
+    return b"" if text.endswith(ELSEWHERE[False].encode()) else text
 
 
 def holder_in(lock: int) -> str:

@@ -20,6 +20,7 @@ The tables:
     owners          which of them may write to a conversation, and since which epoch
     epochs          one row: the last number that a session or an epoch has got
     housekeeping    one row: the session that cleans up (housekeeper.py)
+    job_owners      which daemon's data folder has a batch job (job_owners.py)
 
 A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
 replayed.  Both are indexed, so whether anything holds a message is a lookup, and there is no reference
@@ -211,6 +212,11 @@ STEPS: Steps = {
         "DROP INDEX owners_session",
         "CREATE TABLE housekeeping (session INTEGER NOT NULL, epoch INTEGER NOT NULL) STRICT",
         "INSERT INTO housekeeping (session, epoch) VALUES (0, 0)",
+    ),
+    "m011_job_owners": (
+        # Any daemon that shares the history finds the daemon that has a job.
+        "CREATE TABLE job_owners (key BLOB PRIMARY KEY, folder TEXT NOT NULL, replica TEXT NOT NULL,"
+        " created_at REAL NOT NULL) STRICT, WITHOUT ROWID",
     ),
 }
 

@@ -161,6 +161,15 @@ class Owners:
         """Where other daemons reach this one; empty until it is announced."""
         return self._places[0]
 
+    @property
+    def folder(self) -> str:
+        """The name of this daemon's data folder; empty if the history is opened exclusively."""
+        return self._opening.folder
+
+    @property
+    def replica(self) -> str:
+        return self._opening.replica
+
     @repeated
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
         """Tell the other daemons where this one is reached."""

@@ -9,8 +9,9 @@
     FILE.write-done    a pipe with a byte from each writer whose time is over, read by who writes next
     FILE.damaged       damage was found
     FILE.reserve       space for deletions on a full disk
+    FILE.history       names the history to its backup (backup.py)
 
-Where FILE is the `conversations.db` of a data folder, lock, mark and reserve are those of the folder
+Where FILE is the `conversations.db` of a data folder, all but the files of writers are those of the folder
 (folder.py).  So a daemon that has such a folder for itself and daemons that share its database exclude each
 other.
 
@@ -43,7 +44,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
-from pensieve.store.folder import DAMAGED_NAME, DATABASE_NAME, LOCK_NAME, RESERVE_NAME, holder_in
+from pensieve.store.folder import DAMAGED_NAME, LOCK_NAME, RESERVE_NAME, beside, holder_in
 
 log = logging.getLogger("pensieve")
 OPEN_SECONDS_MAX = 10.0  # that a daemon which is alone needs until it shares
@@ -63,16 +64,23 @@ MOUNTS = Path("/proc/self/mountinfo")
 LOCKS = Path("/proc/locks")
 
 
-def open_shared(url: str, driver: Any) -> SharedFile:
-    """The file of an address such as `sqlite:///var/lib/pensieve/history.db`."""
+def open_shared(url: str, driver: Any, holder: str = "") -> SharedFile:
+    """Open the file of an address of SQLite; with a `holder`, for that process alone."""
     if driver.sqlite_version_info < SHARED_SQLITE_MIN:
         needed = ".".join(map(str, SHARED_SQLITE_MIN))
         raise StoreError(
             f"SQLite {driver.sqlite_version} may damage a history that several daemons have open; {needed} is"
             " needed: install pysqlite3, or use postgresql://"
         )
-    # SQLite resolves links, too; the lock and the turn to write have to be beside the same file.
-    return SharedFile.open(Path(unquote(url.removeprefix(SQLITE_SCHEME))).resolve())
+    return SharedFile.open(path_of(url), holder)
+
+
+def path_of(url: str) -> Path:
+    """The file of an address such as `sqlite:///var/lib/pensieve/history.db`.
+
+    SQLite resolves links, too; the lock and the turn to write have to be beside the same file.
+    """
+    return Path(unquote(url.removeprefix(SQLITE_SCHEME))).resolve()
 
 
 class SharedFile:
@@ -82,30 +90,33 @@ class SharedFile:
         self.path = path
         self.is_alone = is_alone  # until `share`
         self.stopped_unclean = stopped_unclean
-        self.reserve_path = _beside(path, RESERVE_NAME)
-        self._damaged_path = _beside(path, DAMAGED_NAME)
+        self.reserve_path = beside(path, RESERVE_NAME)
+        self._damaged_path = beside(path, DAMAGED_NAME)
         self._lock: int | None = lock
 
     @classmethod
-    def open(cls, path: Path) -> SharedFile:
+    def open(cls, path: Path, holder: str = "") -> SharedFile:
         """Lock the database at `path`, and create it if it is missing.
 
+        With a `holder` nobody else may have it open until `close`, and others are told who has it.
+
         Raises:
-            StoreLocked: a daemon has it for itself.
+            StoreLocked: another process has it for itself; with a `holder`, any process has it.
             StoreError: its file system may be another host's.
         """
         refuse_network(path.parent)
-        lock_path = _beside(path, LOCK_NAME)
+        lock_path = beside(path, LOCK_NAME)
         try:
             lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StoreError(f"--store: {lock_path} cannot be used: {error.strerror}") from error
         try:
-            is_alone = _lock_either(lock, path)
+            is_alone = _lock_either(lock, path, is_exclusive=bool(holder))
             before = os.pread(lock, 256, 0) if is_alone else b""
             if is_alone:
-                os.pwrite(lock, SHARED_TEXT, 0)
-                os.ftruncate(lock, len(SHARED_TEXT))
+                text = f"{os.getpid()} {holder}\n".encode() if holder else SHARED_TEXT
+                os.pwrite(lock, text, 0)
+                os.ftruncate(lock, len(text))
                 os.fsync(lock)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
@@ -357,19 +368,16 @@ def file_system(folder: Path) -> str:
     return found[1]
 
 
-def _beside(path: Path, name: str) -> Path:
-    return path.with_name(name if path.name == DATABASE_NAME else f"{path.name}.{name}")
-
-
-def _lock_either(lock: int, path: Path) -> bool:
-    """Lock it exclusively if it is free, else shared; whether it was free."""
+def _lock_either(lock: int, path: Path, *, is_exclusive: bool = False) -> bool:
+    """Lock it exclusively if it is free, else shared unless `is_exclusive`; whether it was free."""
     end = time.monotonic() + OPEN_SECONDS_MAX
     while True:
-        for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+        for how in (fcntl.LOCK_EX,) if is_exclusive else (fcntl.LOCK_EX, fcntl.LOCK_SH):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, how | fcntl.LOCK_NB)
                 return how == fcntl.LOCK_EX
-        is_shared = os.pread(lock, len(SHARED_TEXT), 0) == SHARED_TEXT  # by one that is alone yet
+        # By one that is alone yet.
+        is_shared = not is_exclusive and os.pread(lock, len(SHARED_TEXT), 0) == SHARED_TEXT
         # Who has just locked it has not written who it is.
         if time.monotonic() > end - (0 if is_shared else OPEN_SECONDS_MAX - EXCLUSIVE_SECONDS):
             raise StoreLocked(f"the history {path} is in use by {holder_in(lock)}")

@@ -58,15 +58,17 @@ class SqliteBackend:
         lease_seconds: float = math.inf,
     ) -> None:
         """`shared`: the database is that file, which other daemons have open, too."""
-        self._path = folder.database_path if shared is None else shared.path
+        # SQLite resolves a link, too: its log is beside the file itself.
+        self.path = folder.database_path if shared is None else shared.path
+        self.path = self.path.resolve() if self.path.is_symlink() else self.path
         self._shared = shared
         # Half of the lease: a stopped writer is killed before the leases of those that wait have expired.
         self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds / 2}
         self._busy_timeout_seconds = busy_timeout_seconds
         self.writer = WriterConnection(
-            self._path,
+            self.path,
             lambda db: migrate(
-                db, self._path, is_alone=shared.is_alone if shared is not None else True
+                db, self.path, is_alone=shared.is_alone if shared is not None else True
             ),
             driver,
             busy_timeout_seconds,
@@ -90,7 +92,7 @@ class SqliteBackend:
     def beside(self) -> WriterConnection:
         """For leases."""
         return WriterConnection(
-            self._path,
+            self.path,
             lambda db: None,
             self.writer.driver,
             self._busy_timeout_seconds,
@@ -116,17 +118,17 @@ class SqliteBackend:
 
     def snapshots(self) -> Snapshots:
         """For reads beside the writer."""
-        return Snapshots(self._path, self.writer.driver, self.writer.limit.seconds)
+        return Snapshots(self.path, self.writer.driver, self.writer.limit.seconds)
 
     def scrub(self) -> Scrub:
-        return scrub_of_files(self._path, self.writer.driver)
+        return scrub_of_files(self.path, self.writer.driver)
 
     def verify(self, conversation_id: str | None, tenant: str) -> list[str]:
-        return verify.verify(self._path, self.writer.driver, conversation_id, tenant)
+        return verify.verify(self.path, self.writer.driver, conversation_id, tenant)
 
     def integrity_check(self) -> list[str]:
         """SQLite's own check of every page and index."""
-        return verify.integrity_check(self._path, self.writer.driver)
+        return verify.integrity_check(self.path, self.writer.driver)
 
 
 class Snapshots:
@@ -374,6 +376,7 @@ SMALL_TABLES = (
     "sessions",
     "epochs",
     "housekeeping",
+    "job_owners",
     "sqlite_sequence",
     "sqlite_schema",
     "_sqlite_migrations",

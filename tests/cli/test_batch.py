@@ -322,7 +322,7 @@ def test_without_a_daemon_one_is_started_and_the_job_is_in_the_data_folder(
 
     monkeypatch.setattr(jobs, "get", get)
     monkeypatch.setattr(
-        launch_daemon, "JobsPlugin", lambda _, stall_seconds: JobsPlugin(jobs, stall_seconds)
+        launch_daemon, "JobsPlugin", lambda _, stall_seconds, homes: JobsPlugin(jobs, stall_seconds)
     )
     monkeypatch.setattr("pensieve.launch.programs.ENGINE", programs.ECHO_ENGINE)
     Path("good.jsonl").write_text(GOOD)

@@ -147,7 +147,7 @@ def test_an_http_request_without_a_key_that_is_sent_twice_is_one_turn(
         assert len(lost) == number
         assert len(both.rigs[TWO].messages(f"d{number}")) == 4
     message = {"conversation_id": "c", "messages": [{"content": "again"}]}
-    both.http[TWO].ask("POST", f"{forwarding.PREFIX}SendMessage", message)
+    both.http[TWO].ask("POST", f"/{forwarding.CONVERSATIONS}/SendMessage", message)
     assert len(lost) == 3
     assert len(both.rigs[TWO].messages("c")) == 4
 

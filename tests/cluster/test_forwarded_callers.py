@@ -13,8 +13,7 @@ import grpc
 import pytest
 
 from pensieve.api.grpc import http_forwarding
-from pensieve.api.grpc.interceptor import CALLER_KEY
-from pensieve.api.grpc.peers import FORWARDED
+from pensieve.api.grpc.interceptor import CALLER_KEY, FORWARDED
 from pensieve.guard import callers
 from pensieve.guard.callers import Caller, written_caller
 from pensieve.launch.sharing import Sharing
@@ -66,6 +65,11 @@ class Guarded:
             return self.rigs[at].server.guard.allowance(tenant)
 
         return self.rigs[at].call(look())
+
+    def lines(self, at: int) -> list[dict[str, Any]]:
+        """What the audit log of a daemon has of deletions."""
+        lines = (self.folder / f"audit-{at}").read_text().splitlines()
+        return [each for each in map(json.loads, lines) if each["event"] == "delete"]
 
     def deletions(self, at: int, tenant: str) -> list[str]:
         """Conversations that the tenant has deleted, as the audit log of a daemon has it."""
@@ -124,6 +128,24 @@ def test_without_a_secret_the_clients_token_goes_along(tmp_path: Path) -> None:
         wait_for(lambda: daemons.deletions(ONE, "ann") == ["c"])  # whoever has sent it
 
 
+def test_without_a_secret_the_owners_log_says_who_has_sent_a_deletion(tmp_path: Path) -> None:
+    with guarding(tmp_path, "") as daemons:
+        daemons.send(ONE, "ann", "new")
+        assert daemons.ask(TWO, "ann", "DELETE", "/v1/conversations/c").status == 200
+        daemons.send(ONE, "ann", "new")
+        request = pb.DeleteConversationRequest(conversation_id="c")
+        token = (("authorization", daemons.bearer("ann")),)
+        daemons.rigs[TWO].stub.DeleteConversation(request, metadata=token, timeout=60)
+        daemons.send(ONE, "ann", "new")
+        assert forwarded_status(daemons, ONE, "ann", "DELETE", client_host="192.0.2.1") == 200
+        wait_for(lambda: len(daemons.lines(ONE)) == 3 and len(daemons.lines(TWO)) == 2)
+        for line in daemons.lines(ONE):
+            assert (line["tenant"], line["token"], line["outcome"]) == ("ann", "of-ann", "OK")
+            assert line["forwarded"] == "not verified"
+            assert line["peer"].startswith("ipv4:127.0.0.1:")
+        assert not any("forwarded" in line for line in daemons.lines(TWO))
+
+
 def check_callers(guarded: Guarded) -> None:
     guarded.send(ONE, "ann", "new")
     assert guarded.send(TWO, "ann", "c")[-1].completed.finish_reason
@@ -158,9 +180,11 @@ def test_what_a_client_writes_of_its_identity_is_not_believed(guarded: Guarded) 
     assert FORWARDED in {key.replace("_", "-") for key in FORGED}
 
 
-def forwarded_status(guarded: Guarded, at: int, name: str, method: str = "GET") -> int:
+def forwarded_status(
+    guarded: Guarded, at: int, name: str, method: str = "GET", **fields: Any
+) -> int:
     """A client calls the method by which daemons forward."""
-    head = replica_pb2.HttpRequest(method=method, path="/v1/conversations/c")
+    head = replica_pb2.HttpRequest(method=method, path="/v1/conversations/c", **fields)
     with grpc.insecure_channel(guarded.rigs[at].server.address) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
         answers = stub.ForwardHttp(

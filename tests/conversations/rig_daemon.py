@@ -115,7 +115,8 @@ class DaemonRig:
         if self._batch_jobs is not None:
             self.job_store = JobStore.open(data)
             self._jobs = BatchJobs(self.daemon, self.job_store, texts, self._batch_jobs)
-        jobs = JobsPlugin(self._jobs, self.daemon.config.stall_seconds)
+        homes = self._jobs.homes if isinstance(self._jobs, BatchJobs) else None
+        jobs = JobsPlugin(self._jobs, self.daemon.config.stall_seconds, homes)
         self.server = Server(self.daemon, listening, [jobs])
         if listening.http:
             serve_http(self.server, texts.template, style_of(texts.template))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -18,10 +21,12 @@ from pensieve.cli.main import main
 from pensieve.client import Client
 from pensieve.conversations import backing_up
 from pensieve.conversations.daemon_config import BackupConfig, DaemonConfig
+from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore, backup
 from pensieve.store.backup import points, restore
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
+from tests.cluster.sharing import needs_sqlite
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
 
 OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
@@ -241,3 +246,93 @@ def test_the_drill_of_the_docs_works_as_it_is_written(
             daemon.wait()
     assert sum("restored 1 conversations with 2 messages" in each for each in outputs) == 1
     assert any("nothing is wrong" in each for each in outputs)
+
+
+class Sharing:
+    """`pensieve serve` of the file of a history, with backups every tenth of a second."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        ready = folder / f"{name}.ready"
+        program = f"{OFTEN}; from pensieve.cli.main import main; main()"
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", program, "serve", "--data", str(folder / name)),
+                *("--store", f"sqlite://{folder / 'history.db'}", "--replica", name),
+                *("--backup", str(folder / "backup"), "--address", "127.0.0.1:0"),
+                *("--ready-file", str(ready)),
+            ],
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PENSIEVE_ENGINE": "echo", "PENSIEVE_LEASE": "1"},
+        )
+        wait_for(ready.exists)
+        self.address = ready.read_text().strip()
+
+    def say(self, text: str) -> None:
+        with Client(self.address) as client:
+            client.conversation("tea").ask(text, max_tokens=2)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@needs_sqlite
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_of_daemons_that_share_a_file_the_one_that_cleans_up_backs_up_and_another_takes_over(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    folder = tmp_path / "backup"
+
+    def has(num_messages: int) -> bool:
+        with contextlib.suppress(PensieveError):  # it is not there yet
+            return restore(folder, tmp_path / "restored", replace=True).messages == num_messages
+        return False
+
+    with contextlib.ExitStack() as stack:
+        one, two = (Sharing(tmp_path, name) for name in ("one", "two"))
+        for each in (one, two):
+            stack.callback(each.end)
+        two.say("hello")
+        wait_for(lambda: has(2))
+        assert len(points(folder)) == 1
+        one.process.send_signal(how)
+        if how != signal.SIGSTOP:
+            one.process.wait()
+        two.say("again")
+        wait_for(lambda: has(4))
+        assert len(points(folder)) == 2
+        if how == signal.SIGSTOP:
+            one.process.send_signal(signal.SIGCONT)
+            two.say("and again")
+            wait_for(lambda: has(6))
+            time.sleep(0.5)
+            assert len(points(folder)) == 2
+    with ConversationStore.open(tmp_path / "restored", "test") as store:
+        assert store.verify() == []
+
+
+@needs_sqlite
+def test_only_who_writes_the_backup_has_figures_of_it(tmp_path: Path) -> None:
+    url, folder = f"sqlite://{tmp_path / 'history.db'}", tmp_path / "backup"
+    config = DaemonConfig(backup=BackupConfig(folder))
+    with (
+        DaemonRig(tmp_path / "one", store=url, config=config) as one,
+        DaemonRig(tmp_path / "two", store=url, config=config) as two,
+    ):
+        wait_for(lambda: folder.exists() and points(folder))
+        figures = [rig.admin.GetStats(admin_pb2.GetStatsRequest()).stats.more for rig in (one, two)]
+        assert ["backup_age_seconds" in each for each in figures] == [True, False]
+
+
+@needs_sqlite
+def test_the_command_copies_a_file_that_daemons_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, copy = f"sqlite://{tmp_path / 'history.db'}", str(tmp_path / "copy")
+    with DaemonRig(tmp_path / "one", store=url) as rig:
+        rig.ask("tea", "hello")
+        assert main(["backup", copy, "--store", url]) == 0
+    assert restore(tmp_path / "copy", tmp_path / "restored").messages == 2
+    assert main(["backup", copy, "--store", "sqlite:///nowhere"]) == 3
+    assert "/nowhere is not there" in capsys.readouterr().err
+    assert main(["backup", copy, "--store", "postgresql:///history"]) == 3

@@ -265,6 +265,8 @@ NOT_RUN = {
         ),
         "needs several daemons; tests/cli/test_several_addresses.py has some",
     ),
+    "pensieve copy --data /var/lib/pensieve --store sqlite:///var/lib/shared/history.db": "needs a history"
+    " that no daemon has; tests/store/test_copying.py has some",
     "pensieve chat --address chat.example:50051 --tls": "needs a server with a certificate that the system"
     " trusts; tests/cli/test_flags.py has one with an authority of its own",
     **dict.fromkeys(

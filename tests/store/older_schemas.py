@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+FROM_SCHEMA_11 = ("DROP TABLE job_owners",)
 FROM_SCHEMA_10 = (
     "DROP TABLE housekeeping",
     *(
@@ -21,12 +22,14 @@ TABLES_SINCE_SCHEMA_3 = tuple(
     for table in ("owners", "sessions", "epochs", "responses", "chains", "prefixes")
 )
 TO_SCHEMA_8 = (
+    *FROM_SCHEMA_11,
     *FROM_SCHEMA_10,
     *FROM_SCHEMA_9,
     "DELETE FROM _sqlite_migrations WHERE name > 'm009'",
     "PRAGMA user_version = 8",
 )
 TO_SCHEMA_3 = (
+    *FROM_SCHEMA_11,
     *FROM_SCHEMA_10,
     *FROM_SCHEMA_9,
     *TABLES_SINCE_SCHEMA_3,
@@ -36,6 +39,7 @@ TO_SCHEMA_3 = (
     "PRAGMA user_version = 3",
 )
 POSTGRES_TO_SCHEMA_8 = (
+    *FROM_SCHEMA_11,
     *FROM_SCHEMA_10,
     *FROM_SCHEMA_9,
     "DROP SEQUENCE epoch_numbers",

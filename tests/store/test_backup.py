@@ -29,7 +29,7 @@ from pensieve.errors import (
 )
 from pensieve.store import ConversationStore, backup
 from pensieve.store.backup import Backup, check_database, points, restore
-from pensieve.store.folder import history_identity
+from pensieve.store.folder import DATABASE_NAME, history_identity
 from tests.store.faulty import history, world, writer_of
 from tests.store.older_schemas import TO_SCHEMA_3
 from tests.store.talk import begin, create, reply, say, user
@@ -82,7 +82,9 @@ class Backing(NamedTuple):
 
 def backing_of(store: ConversationStore, folder: Path, driver: Any) -> Backing:
     clock = Clock()
-    return Backing(store, Backup(folder, store.folder.path, clock, driver), folder, clock, driver)
+    return Backing(
+        store, Backup(folder, store.folder.database_path, clock, driver), folder, clock, driver
+    )
 
 
 @pytest.fixture
@@ -150,7 +152,7 @@ def test_what_a_killed_daemon_left_in_the_log_is_copied(backing: Backing, tmp_pa
     shutil.copytree(backing.store.folder.path, killed)
     (killed / "conversations.db-shm").unlink()
     assert (killed / "conversations.db-wal").stat().st_size
-    with closing(Backup(backing.folder, killed, driver=backing.driver)) as copy:
+    with closing(Backup(backing.folder, killed / DATABASE_NAME, driver=backing.driver)) as copy:
         copy.write()
     with backing.restored() as found:
         assert history(found) == history(backing.store)
@@ -373,7 +375,7 @@ def test_what_was_being_written_when_a_process_died_is_not_there(
     with backing.restored() as found:
         assert history(found) == history(backing.store)
     backing.backup.close()
-    with closing(Backup(backing.folder, backing.store.folder.path)) as again:
+    with closing(Backup(backing.folder, backing.store.folder.database_path)) as again:
         again.write()
     names = sorted(path.name for path in backing.folder.glob("generation-*"))
     assert names == [f"generation-00000{number}" for number in (1, 2, 3)]
@@ -411,18 +413,40 @@ def test_a_folder_is_for_one_history_and_one_process(backing: Backing, tmp_path:
     backing.write()
     data = backing.store.folder.path
     with (
-        closing(Backup(backing.folder, data)) as second,
+        closing(Backup(backing.folder, data / DATABASE_NAME)) as second,
         pytest.raises(StoreLocked, match="another process writes"),
     ):
         second.write()
     backing.backup.close()
     with ConversationStore.open(tmp_path / "other", "test"):
-        other = Backup(backing.folder, tmp_path / "other")
+        other = Backup(backing.folder, tmp_path / "other" / DATABASE_NAME)
         with closing(other), pytest.raises(StoreError, match="is of another history"):
             other.write()
-    with closing(Backup(backing.folder, data)) as second:
+    with closing(Backup(backing.folder, data / DATABASE_NAME)) as second:
         second.write()
     assert [len(each.times) for each in points(backing.folder)] == [1, 1]
+
+
+def test_processes_take_turns_at_a_folder_that_none_keeps(backing: Backing) -> None:
+    world(backing.store)
+    first = backing.backup
+    backing.write()
+    first.release()
+    database = backing.store.folder.database_path
+    with closing(Backup(backing.folder, database, backing.clock)) as second:
+        create(backing.store, "cup2")
+        second.write()
+        with pytest.raises(StoreLocked, match="another process writes"):
+            first.write()
+        second.release()
+        create(backing.store, "cup3")
+        second.write()  # where it was
+        second.release()
+        create(backing.store, "cup4")
+        backing.write()
+        assert [len(each.times) for each in points(backing.folder)] == [1, 2, 1]
+    with backing.restored() as store:
+        assert history(store) == history(backing.store)
 
 
 def test_only_their_owner_may_read_the_files(written: list[float], backing: Backing) -> None:
@@ -449,16 +473,18 @@ def test_a_history_is_replaced_only_when_told(backing: Backing, tmp_path: Path) 
     restore(backing.folder, data, driver=backing.driver, replace=True)
     with ConversationStore.open(data, "test", driver=backing.driver) as other:
         assert history(other) == history(backing.store)
-    assert history_identity(data) == history_identity(backing.store.folder.path)
+    assert history_identity(data / DATABASE_NAME) == (
+        history_identity(backing.store.folder.database_path)
+    )
 
 
 def test_a_backup_of_a_newer_schema_is_refused_and_the_error_says_who_reads_it(
     backing: Backing,
 ) -> None:
     with writer_of(backing.store).writing() as conn:
-        conn.execute("PRAGMA user_version = 11")
+        conn.execute("PRAGMA user_version = 12")
     backing.write()
-    with pytest.raises(StoreTooNew, match=r"schema version 11 .* the newer Pensieve that wrote it"):
+    with pytest.raises(StoreTooNew, match=r"schema version 12 .* the newer Pensieve that wrote it"):
         backing.refused()
 
 
@@ -522,7 +548,7 @@ from pathlib import Path
 from pensieve.store import backup
 
 backup.GENERATION_SECONDS = 0.3
-writer = backup.Backup(Path(sys.argv[2]), Path(sys.argv[1]))
+writer = backup.Backup(Path(sys.argv[2]), Path(sys.argv[1]) / "conversations.db")
 while True:
     print(writer.write(0.6).time, flush=True)
 """

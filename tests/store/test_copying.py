@@ -12,9 +12,11 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.errors import StoreCorrupt, StoreError, StoreLocked
 from pensieve.store import ConversationStore, copying
+from pensieve.store.connection import preferred_driver
 from pensieve.store.copying import COLUMNS, Copied, copy_history, opened
 from pensieve.store.records import ChainState, NewPrefix
 from pensieve.store.responses import StoredResponse
+from pensieve.store.shared_file import SHARED_SQLITE_MIN
 from tests.store.faulty import history, world, writer_of
 from tests.store.postgres_server import PostgresServer
 from tests.store.talk import begin, create, reply, say, user
@@ -105,6 +107,7 @@ def test_every_column_is_copied_but_for_who_has_a_conversation(tmp_path: Path) -
         "owners",
         "epochs",
         "housekeeping",
+        "job_owners",
     }  # the last number of an epoch goes on from there
     assert sorted(each for each in found if each[0] not in left_behind) == sorted(
         (name, each) for name in COLUMNS for each in COLUMNS[name].split()
@@ -161,3 +164,61 @@ def test_the_command_says_what_it_has_done(
     back = ("--data", str(tmp_path / "back"), "--store", url)
     assert main(["copy", "--back", "--json", *back]) == 0
     assert json.loads(capsys.readouterr().out) == {"conversations": 3, "messages": 8}
+
+
+needs_sqlite = pytest.mark.skipif(
+    preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs another SQLite"
+)
+
+
+@needs_sqlite
+@pytest.mark.parametrize("name", ["history.db", "shared/conversations.db"])
+def test_the_command_copies_to_a_shared_file_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    data = ("--data", str(tmp_path / "data"), "--store", f"sqlite://{file}")
+    back = ("--data", str(tmp_path / "back"), "--store", f"sqlite://{file}")
+    assert main(["copy", "--back", *back]) == 3
+    assert f"{file} is not there" in capsys.readouterr().err
+    assert not file.exists()
+    with ConversationStore.open(tmp_path / "data", "test") as store:
+        rich(store)
+        store.interrupt_turn(begin_of(store))
+        seen, held = history(store), rows(store)
+    assert main(["copy", *data]) == 0
+    assert f"4 conversations with 12 messages are in {file}, too" in capsys.readouterr().out
+    url = f"sqlite://{file}"
+    with (
+        ConversationStore.open(tmp_path / "one", "test", url=url) as one,
+        ConversationStore.open(tmp_path / "two", "test", url=url) as two,
+    ):
+        assert not one.integrity_check_due
+        assert rows(two) == held
+        assert history(one) == seen
+        assert main(["copy", "--back", *back]) == 3
+        assert "in use by daemons that share it" in capsys.readouterr().err
+        assert one.verify() == one.integrity_check() == []
+    assert main(["copy", "--back", *back]) == 0
+    with ConversationStore.open(tmp_path / "back", "test") as store:
+        assert rows(store) == held
+    assert main(["copy", *data]) == 3
+    assert "there is a history already" in capsys.readouterr().err
+
+
+@needs_sqlite
+def test_a_shared_file_is_nobodys_else_while_it_is_copied(tmp_path: Path) -> None:
+    url = f"sqlite://{tmp_path / 'history.db'}"
+    with opened(tmp_path, url, "pensieve copy"):
+        with pytest.raises(StoreLocked, match="in use by pensieve copy, pid"):
+            ConversationStore.open(tmp_path / "one", "test", url=url)
+        with (
+            pytest.raises(StoreLocked, match="in use by pensieve copy, pid"),
+            opened(tmp_path, url, "another"),
+        ):
+            raise AssertionError("it was opened")
+    with pytest.raises(ValueError, match="oops"), opened(tmp_path, url, "pensieve copy"):
+        raise ValueError("oops")
+    with ConversationStore.open(tmp_path / "one", "test", url=url) as store:
+        assert store.integrity_check_due

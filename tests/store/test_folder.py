@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
 from pensieve.store import ConversationStore, DataFolder
+from pensieve.store.connection import preferred_driver
+from pensieve.store.shared_file import SHARED_SQLITE_MIN
 from tests.store.talk import create
 
 pytestmark = pytest.mark.sqlite  # it is about the folder that holds SQLite's files
@@ -55,6 +58,53 @@ def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:
     ):
         ConversationStore.open(tmp_path, "pensieve serve")
     ConversationStore.open(tmp_path, "pensieve serve").close()
+
+
+@pytest.mark.parametrize("name", ["history.db", "conversations.db"])
+def test_a_database_that_is_a_link_is_locked_where_it_is(tmp_path: Path, name: str) -> None:
+    """Whatever it is opened by: another folder's link, its own folder, or `--store`."""
+    file = tmp_path / "real" / name
+    for folder in ("real", "one", "two"):
+        (tmp_path / folder).mkdir()
+    for folder in ("one", "two"):
+        (tmp_path / folder / "conversations.db").symlink_to(file)
+    url, others = f"sqlite://{file}", list[dict[str, Any]]([{"path": tmp_path / "two"}])
+    if preferred_driver.sqlite_version_info >= SHARED_SQLITE_MIN:
+        others.append({"path": tmp_path / "own", "url": url})
+    if name == "conversations.db":
+        others.append({"path": tmp_path / "real"})
+    with ConversationStore.open(tmp_path / "one", "pensieve chat") as store:
+        create(store, "tea")
+        store.delete_conversation("tea")
+        assert not (tmp_path / "one" / "conversations.db-wal").exists()
+        for other in others:
+            with pytest.raises(StoreLocked, match=f"in use by pensieve chat, pid {os.getpid()}"):
+                ConversationStore.open(holder="pensieve serve", **other)
+        create(store, "cup")
+    for other in others:
+        with ConversationStore.open(holder="pensieve serve", **other) as store:
+            assert not store.integrity_check_due
+            assert store.num_conversations() == 1
+            with pytest.raises(StoreLocked, match="in use by "):
+                ConversationStore.open(tmp_path / "one", "pensieve chat")
+
+
+def test_a_link_whose_holder_was_killed_is_checked_by_the_next_one(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "conversations.db").symlink_to(tmp_path / "history.db")
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "one")]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    with child:
+        assert child.stdout.readline() == b"open\n"
+        child.kill()
+        child.wait()
+    with ConversationStore.open(tmp_path / "two", "pensieve chat") as store:
+        assert store.integrity_check_due
+        assert store.integrity_check() == []
+    with ConversationStore.open(tmp_path / "two", "pensieve chat") as store:
+        assert not store.integrity_check_due
 
 
 def test_a_holder_that_left_no_name_is_another_process(tmp_path: Path) -> None:

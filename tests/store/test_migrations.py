@@ -26,7 +26,7 @@ from tests.store.talk import begin, create, reply, say, user
 pytestmark = pytest.mark.sqlite  # PostgreSQL's schema is in test_postgres.py
 
 Open = Callable[..., ConversationStore]
-NEWEST = 10
+NEWEST = 11
 COLOUR = "ALTER TABLE conversations ADD COLUMN colour TEXT"
 
 
@@ -63,6 +63,7 @@ def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
         ("pensieve", "m008_owners"),
         ("pensieve", "m009_idempotency_keys"),
         ("pensieve", "m010_leases"),
+        ("pensieve", "m011_job_owners"),
     ]
     conn.close()
 
@@ -91,7 +92,7 @@ def test_the_writer_is_durable_and_wipes_what_it_deletes(store: ConversationStor
 @pytest.mark.parametrize(
     ("statement", "version"),
     [
-        ("PRAGMA user_version = 11", 11),
+        ("PRAGMA user_version = 12", 12),
         (
             "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
             " VALUES ('pensieve', 'm004_future', '')",
@@ -119,7 +120,7 @@ def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open
 ) -> None:
     """And what it says works."""
     conn = driver.connect(str(path), isolation_level=None)
-    migrate(Database(conn), path, {**STEPS, "m011_colour": [COLOUR]})
+    migrate(Database(conn), path, {**STEPS, "m012_colour": [COLOUR]})
     conn.close()
     with pytest.raises(StoreTooNew) as refused:
         open_store()
@@ -149,7 +150,7 @@ def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
 
 
 def test_a_refusal_lets_go_of_the_folder(path: Path, driver: Any, open_store: Open) -> None:
-    edit(path, driver, "PRAGMA user_version = 11")
+    edit(path, driver, "PRAGMA user_version = 12")
     for _ in range(2):
         with pytest.raises(StoreTooNew):
             open_store()
@@ -186,7 +187,7 @@ def test_an_old_sqlite_is_refused(open_store: Open) -> None:
 
 def test_a_database_is_copied_before_its_schema_changes(path: Path, driver: Any) -> None:
     conn = driver.connect(str(path), isolation_level=None)
-    migrate(Database(conn), path, {**STEPS, "m011_colour": [COLOUR]})
+    migrate(Database(conn), path, {**STEPS, "m012_colour": [COLOUR]})
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST + 1,)
     assert conn.execute("SELECT colour FROM conversations").fetchall() == [(None,)]
     conn.close()
@@ -202,7 +203,7 @@ def test_a_migration_that_fails_leaves_the_old_schema(path: Path, driver: Any) -
     broken = COLOUR, f"PRAGMA user_version = {NEWEST + 1}", "SELECT 1 FROM nowhere"
     conn = driver.connect(str(path), isolation_level=None)
     with pytest.raises(driver.OperationalError, match="nowhere"):
-        migrate(Database(conn), path, {**STEPS, "m010_broken": broken})
+        migrate(Database(conn), path, {**STEPS, "m012_broken": broken})
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST,)
     columns = [row[1] for row in conn.execute("PRAGMA table_info(conversations)")]
     assert "colour" not in columns
@@ -217,7 +218,7 @@ def first_schema(path: Path, driver: Any) -> None:
     conn.execute("DROP TABLE tenants")
     conn.execute("DROP TABLE prefixes")
     conn.execute("DROP TABLE chains")
-    for table in ("responses", "owners", "sessions", "epochs", "housekeeping"):
+    for table in ("responses", "owners", "sessions", "epochs", "housekeeping", "job_owners"):
         conn.execute(f"DROP TABLE {table}")
     conn.execute("DROP INDEX turns_logprobs")
     conn.execute("ALTER TABLE turns DROP COLUMN logprobs")

@@ -1,4 +1,4 @@
-"""Forward calls about conversations that another daemon owns.
+"""Forward calls about conversations and batch jobs that another daemon owns.
 
     served here ──OwnedElsewhere──> forwarded to the owner ──> answered
                                        └──its lease ran out──> claimed, and served here
@@ -17,34 +17,65 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
 from pensieve.api.grpc.conversation import ConversationService
-from pensieve.api.grpc.peers import FORWARDED, LOOK_SECONDS, Metadata, OwnerWatch, Peers, Wait
+from pensieve.api.grpc.interceptor import FORWARDED
+from pensieve.api.grpc.peers import LOOK_SECONDS, Metadata, OwnerWatch, Peers, Wait
 from pensieve.api.grpc.translate import DETAILS_KEY, TYPE_PREFIX
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.ownership import Claims
 from pensieve.errors import NotFound, OwnedElsewhere, Unavailable
 from pensieve.guard.callers import caller
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
 HOME = "pensieve-home"  # where the conversation is served
-PREFIX = "/pensieve.v1.ConversationService/"
-PASSED_ON = (
-    *("SendMessage", "CancelTurn", "DeleteConversation"),
-    *("RewindConversation", "WarmConversation"),
-)
-REPEATABLE = ("SendMessage", "CancelTurn", "WarmConversation")  # done twice, they are done once
 NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words before it has sent anything
 PATIENCE_SECONDS = 12.0  # with an owner that is not reached, at least
 PAST_LEASE_SECONDS = 2.0  # for a claim to be tried once more when the lease has run out
 OWNERS_MAX = 3  # that a call is forwarded to, one after the other
 Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Claims(Protocol):
+    """Finds out who has a conversation or a job, by its id and tenant."""
+
+    @property
+    def address(self) -> str:
+        """Where other daemons reach this one."""
+
+    @property
+    def lease_seconds(self) -> float: ...
+
+    async def claim(self, conversation_id: str, tenant: str, /) -> OwnedElsewhere | None:
+        """Return the owner if it is another daemon whose lease holds; else the call is answered here."""
+
+    async def take(self, conversation_id: str, tenant: str, /) -> OwnedElsewhere | None:
+        """The same, about an owner that does not answer."""
+
+
+class GrpcMethod(NamedTuple):
+    """A method whose calls are forwarded."""
+
+    service: str
+    name: str
+    response: Any  # the class of its messages
+    is_stream: bool = False
+    may_repeat: bool = False  # done twice, it is done once
+
+
+CONVERSATIONS = "pensieve.v1.ConversationService"
+FORWARDED_METHODS = (
+    GrpcMethod(CONVERSATIONS, "SendMessage", pb.SendMessageResponse, True, True),
+    GrpcMethod(CONVERSATIONS, "CancelTurn", pb.CancelTurnResponse, may_repeat=True),
+    GrpcMethod(CONVERSATIONS, "WarmConversation", pb.WarmConversationResponse, may_repeat=True),
+    GrpcMethod(CONVERSATIONS, "DeleteConversation", pb.DeleteConversationResponse),
+    GrpcMethod(CONVERSATIONS, "RewindConversation", pb.RewindConversationResponse),
+)
 
 
 class ForwardedCall(Protocol):
@@ -161,7 +192,7 @@ class Forwarder:
                 raise
             if has_begun or not forwarded.may_repeat:
                 raise Unavailable(
-                    f"{owner.replica} at {owner.address} has lost the conversation meanwhile; "
+                    f"{owner.replica} at {owner.address} has not answered within its lease; "
                     "the call may have been carried out"
                 ) from None
             raise NotOwner(wait.next_owner) from None
@@ -197,27 +228,27 @@ async def _found(claim: Awaitable[OwnedElsewhere | None]) -> OwnedElsewhere | No
 
 
 class GrpcCall:
-    """A call of ConversationService."""
+    """A call over gRPC."""
 
-    def __init__(self, method: str, request: Any, context: Any, metadata: Metadata) -> None:
-        self.may_repeat = method in REPEATABLE
+    def __init__(self, method: GrpcMethod, request: Any, context: Any, metadata: Metadata) -> None:
+        self.may_repeat = method.may_repeat
         self.response: Any = None  # of a method that answers once
-        self._method, self._is_stream = method, method == "SendMessage"
+        self._method = method
         self._request, self._context, self._metadata = request, context, metadata
         self._home = (HOME, "")
         self._has_begun = False
 
     def begin(self, address: str, channel: grpc.aio.Channel) -> Any:
         self._home = (HOME, address)
-        kind: Any = channel.unary_stream if self._is_stream else channel.unary_unary
-        return kind(PREFIX + self._method)(
+        kind: Any = channel.unary_stream if self._method.is_stream else channel.unary_unary
+        return kind(f"/{self._method.service}/{self._method.name}")(
             self._request.SerializeToString(),
             timeout=self._context.time_remaining(),
             metadata=self._metadata,
         )
 
     async def answer(self, call: Any) -> AsyncIterator[bytes]:
-        if self._is_stream:
+        if self._method.is_stream:
             async for message in call:
                 yield message
         else:
@@ -227,10 +258,46 @@ class GrpcCall:
         if not self._has_begun:
             self._has_begun = True
             await self._context.send_initial_metadata((self._home,))
-        if self._is_stream:
-            await self._context.write(pb.SendMessageResponse.FromString(message))
+        parsed = self._method.response.FromString(message)
+        if self._method.is_stream:
+            await self._context.write(parsed)
         else:
-            self.response = getattr(pb, f"{self._method}Response").FromString(message)
+            self.response = parsed
+
+
+class ForwardingMethods:
+    """Forwards the calls of a service that its methods refuse with OwnedElsewhere."""
+
+    def __init__(self, forwarder: Forwarder, methods: Iterable[GrpcMethod]) -> None:
+        """The service is the same object; its methods are replaced."""
+        self._forwarder = forwarder
+        for method in methods:
+            handler = getattr(self, method.name)
+            setattr(self, method.name, partial(self._served, handler, method))
+
+    async def _served(
+        self, handler: Handler, method: GrpcMethod, request: Any, context: Any
+    ) -> Any:
+        """Return the answer of this daemon, or of the owner."""
+        try:
+            return await handler(request, context)
+        except OwnedElsewhere as elsewhere:
+            if is_forwarded(context):
+                raise
+            owner = elsewhere
+        if isinstance(request, pb.SendMessageRequest) and not request.request_id:
+            request.request_id = f"{secrets.randbits(128):032x}"  # of two tries
+        metadata = self._forwarder.peers.metadata(context.invocation_metadata() or ())
+        call = GrpcCall(method, request, context, metadata)
+        tenant = getattr(request, "tenant", "") or caller().tenant
+        try:
+            if await self._forwarder.answered(owner, tenant, call):
+                return call.response
+        except grpc.aio.AioRpcError as error:
+            details = details_of(error)
+            context.set_trailing_metadata(() if details is None else ((DETAILS_KEY, details),))
+            await context.abort(error.code(), error.details() or "")
+        return await handler(request, context)
 
 
 class SharedConversationService(ConversationService):
@@ -244,36 +311,12 @@ class SharedConversationService(ConversationService):
         return await super().CancelTurn(request, context)
 
 
-class ForwardingService(SharedConversationService):
+class ForwardingService(ForwardingMethods, SharedConversationService):
     """Forwards calls over gRPC."""
 
     def __init__(self, daemon: Daemon, forwarder: Forwarder) -> None:
-        super().__init__(daemon)
-        self._forwarder = forwarder
-        for name in PASSED_ON:
-            handler = getattr(self, name)
-            setattr(self, name, partial(self._served, handler, name))
-
-    async def _served(self, handler: Handler, method: str, request: Any, context: Any) -> Any:
-        """Return the answer of this daemon, or of the owner of the conversation."""
-        try:
-            return await handler(request, context)
-        except OwnedElsewhere as elsewhere:
-            if is_forwarded(context):
-                raise
-            owner = elsewhere
-        if isinstance(request, pb.SendMessageRequest) and not request.request_id:
-            request.request_id = f"{secrets.randbits(128):032x}"  # of two tries
-        metadata = self._forwarder.peers.metadata(context.invocation_metadata() or ())
-        call = GrpcCall(method, request, context, metadata)
-        try:
-            if await self._forwarder.answered(owner, caller().tenant, call):
-                return call.response
-        except grpc.aio.AioRpcError as error:
-            details = details_of(error)
-            context.set_trailing_metadata(() if details is None else ((DETAILS_KEY, details),))
-            await context.abort(error.code(), error.details() or "")
-        return await handler(request, context)
+        SharedConversationService.__init__(self, daemon)
+        ForwardingMethods.__init__(self, forwarder, FORWARDED_METHODS)
 
 
 def is_forwarded(context: Any) -> bool:

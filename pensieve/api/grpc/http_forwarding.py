@@ -1,4 +1,4 @@
-"""Forward HTTP requests about conversations that another daemon owns, and answer those of other daemons.
+"""Forward HTTP requests about what another daemon owns, and answer those of other daemons.
 
     client ──HTTP──> HttpForwarder ──ForwardHttp──> HttpAnswers ──> the owner's ASGI application
                      counts, audits                 runs the turn
@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -36,7 +37,9 @@ HEADERS_KEPT_BACK = (  # of the connection, of the caller, and of the page that 
 TOKENS = (b"authorization", b"x-api-key")
 ANSWER_KEPT_BACK = ("connection", "transfer-encoding")
 METHOD = re.compile("[A-Z]{1,16}")
-NOT_REPEATABLE = ("/items", "/RewindConversation", "/DeleteConversation")  # ends of paths
+NOT_REPEATABLE = (  # ends of paths
+    *("/items", "/RewindConversation", "/DeleteConversation", "/v1/batches"),
+)
 
 
 class HttpForwarder:
@@ -48,7 +51,9 @@ class HttpForwarder:
     async def __call__(self, request: HttpRequest, by: Caller, owner: OwnedElsewhere, /) -> bool:
         """Have the owner answer; return False if this daemon is the owner now and answers by itself."""
         request.retry_key = request.retry_key or secrets.token_hex(16)
-        call = HttpCall(request, self._forwarder.peers.metadata(_tokens(request)))
+        call = HttpCall(
+            request, self._forwarder.peers.metadata(tokens_of(request.scope["headers"]))
+        )
         try:
             return await self._forwarder.answered(owner, by.tenant, call)
         except grpc.aio.AioRpcError as error:
@@ -108,14 +113,37 @@ class HttpCall:
             yield pb.ForwardHttpRequest(body=body[start : start + PIECE_BYTES])
 
 
-def _tokens(request: HttpRequest) -> list[tuple[str, str]]:
+def tokens_of(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     """Return the client's token as gRPC has it, for daemons that do not know each other."""
-    given = {name: value.decode("latin-1") for name, value in request.scope["headers"]}
+    given = {name: value.decode("latin-1") for name, value in headers}
     if authorization := given.get(b"authorization"):
         return [("authorization", authorization)]
     if key := given.get(b"x-api-key"):
         return [("authorization", f"Bearer {key}")]
     return []
+
+
+async def fetched(
+    channel: grpc.aio.Channel, metadata: Metadata, path: str, query: str, seconds: float
+) -> bytes:
+    """GET it from another daemon, in the name of the caller; Unavailable unless the status is 200."""
+
+    async def request() -> AsyncIterator[pb.ForwardHttpRequest]:
+        head = pb.HttpRequest(method="GET", path=path, query=query.encode())
+        yield pb.ForwardHttpRequest(head=head)
+
+    stub: Any = replica_pb2_grpc.ReplicaServiceStub(channel)
+    status, body = 0, bytearray()
+    try:
+        async for message in stub.ForwardHttp(request(), metadata=metadata, timeout=seconds):
+            if message.HasField("head"):
+                status = message.head.status
+            body += message.body
+    except grpc.aio.AioRpcError as error:
+        raise Unavailable(f"{error.code().name} {error.details()}") from error
+    if status != 200:
+        raise Unavailable(f"it answers with the status {status}")
+    return bytes(body)
 
 
 class HttpAnswers:
@@ -138,7 +166,7 @@ class HttpAnswers:
         answer = _Answer(messages, context, forwarded)
         application = self._application()
         running = asyncio.get_running_loop().create_task(
-            application(_scope(head.head, forwarded), answer.receive, answer.send)
+            application(_scope(head.head, forwarded, context.peer()), answer.receive, answer.send)
         )
         try:
             await asyncio.wait({running})
@@ -188,9 +216,13 @@ class _Answer:
             await self._context.write(message)
 
 
-def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest) -> dict[str, Any]:
+def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest, peer: str) -> dict[str, Any]:
+    """Return the scope of a request. Only a daemon is believed where its client is; else it is `peer`."""
     if not METHOD.fullmatch(head.method) or not head.path.startswith("/"):
         raise InvalidArgument("head", "is no request of HTTP")
+    host, port = head.client_host, head.client_port
+    if not forwarded.caller.is_peer:
+        host, port = _place_of(peer)
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -202,7 +234,13 @@ def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest) -> dict[str, Any]:
         "root_path": "",
         "query_string": head.query,
         "headers": [(each.name, each.value) for each in head.headers],
-        "client": (head.client_host or "unknown", head.client_port),
+        "client": (host or "unknown", port),
         "server": None,
         FORWARDED: forwarded,
     }
+
+
+def _place_of(peer: str) -> tuple[str, int]:
+    """Return the host and the port of a peer as gRPC writes it."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return host.strip("[]"), int(port) if port.isdigit() else 0

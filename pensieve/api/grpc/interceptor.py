@@ -25,6 +25,7 @@ from pensieve.guard.guard import CallKind, Guard, GuardedCall
 ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 CONVERSATION_PREFIX = "/pensieve.v1.ConversationService/"
 CALLER_KEY = "pensieve-caller"  # of a forwarded call, from another daemon
+FORWARDED = "pensieve-forwarded"  # by whom
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 JOB_PREFIX = "/pensieve.v1.JobService/"
 REPLICA_PREFIX = "/pensieve.v1.ReplicaService/"
@@ -76,7 +77,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
             call = GuardedCall(
                 *(self._guard, kind, method, context),
                 tell=partial(abort_with, context),
-                audited=(lambda: _audited(method, request)) if is_audited else None,
+                audited=(lambda: _audited(method, request, details)) if is_audited else None,
             )
             async with call:
                 try:
@@ -159,7 +160,7 @@ def _forwarded_caller(details: grpc.HandlerCallDetails) -> str | None:
     return next((str(value) for key, value in metadata if key == CALLER_KEY), None)
 
 
-def _audited(method: str, request: Any) -> AuditedCall | None:
+def _audited(method: str, request: Any, details: grpc.HandlerCallDetails) -> AuditedCall | None:
     tenant = getattr(request, "tenant", "")
     if method.startswith(JOB_PREFIX) and method not in DELETIONS and not tenant:
         return None
@@ -170,6 +171,7 @@ def _audited(method: str, request: Any) -> AuditedCall | None:
         prefix_id=getattr(request, "prefix_id", ""),
         job_id=getattr(request, "job_id", ""),
         of_tenant=tenant,
+        is_forwarded=any(key == FORWARDED for key, _ in details.invocation_metadata or ()),
     )
 
 

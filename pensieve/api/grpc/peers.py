@@ -16,13 +16,12 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from pensieve.api.grpc.interceptor import CALLER_KEY
+from pensieve.api.grpc.interceptor import CALLER_KEY, FORWARDED
 from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, whole_line
 from pensieve.guard.callers import caller, written_caller
 from pensieve.guard.limits import Counts
 
 log = logging.getLogger("pensieve")
-FORWARDED = "pensieve-forwarded"  # by whom
 NOT_PASSED_ON = ("user-agent", "te", "content-type", FORWARDED, CALLER_KEY)
 LOOK_SECONDS = 1.0
 BYTES_MAX = 64 << 20

@@ -26,6 +26,7 @@ from pensieve.api.grpc.admin import AdminService, ServerFacts
 from pensieve.api.grpc.admin_socket import socket_address
 from pensieve.api.grpc.conversation import ConversationService
 from pensieve.api.grpc.forwarding import (
+    Claims,
     Forwarder,
     ForwardingService,
     SharedConversationService,
@@ -200,21 +201,22 @@ class Server:
             interceptors=[GuardInterceptor(self.guard)], options=_options(listening)
         )
         services: Any = _OneQueue(self._server)
-        self.forwarder: Forwarder | None = None
+        self._forwarders: list[Forwarder] = []
+        self.forwarder: Forwarder | None = None  # of calls about conversations
         self.forward_http: ForwardHttp | None = None  # for the listener of HTTP
         # The application of the listener of HTTP, also where it does not listen.
         self.http_application: Callable[[], Any] = _no_application
         over_grpc = over_http = ConversationService(daemon)
         if daemon.claims is not None:
-            peers = Peers(daemon.claims.replica, listening.peer_secret, listening.peers)
-            self.forwarder = Forwarder(daemon.claims, peers)
+            self._peers = Peers(daemon.claims.replica, listening.peer_secret, listening.peers)
+            self.forwarder = self._forwarder_of(daemon.claims)
             self.forward_http = HttpForwarder(self.forwarder)
             over_grpc = ForwardingService(daemon, self.forwarder)
             over_http = SharedConversationService(daemon)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(over_grpc, services)
         self.json_methods = tuple(json_methods(over_http))
         for plugin in plugins:
-            plugin.add_service(services)
+            plugin.add_service(services, self._forwarder_of if daemon.claims is not None else None)
         self._scrape = Scrape(
             daemon,
             plugins,
@@ -233,6 +235,10 @@ class Server:
         daemon.events.serving.subscribe(self.health.set)
         daemon.events.failed.subscribe(self._fail)
         self._server.add_generic_rpc_handlers(Reflection(more).handlers())
+
+    def _forwarder_of(self, claims: Claims) -> Forwarder:
+        self._forwarders.append(Forwarder(claims, self._peers))
+        return self._forwarders[-1]
 
     async def listen(self) -> str:
         """Bind and answer; turns are refused until the daemon serves. Return the address with its port."""
@@ -343,8 +349,8 @@ class Server:
             task.cancel()
         await asyncio.gather(*(each.close() for each in self.beside), self._metrics.close())
         await self._server.stop(STOP_SECONDS)
-        if self.forwarder is not None:
-            await self.forwarder.close()
+        for forwarder in self._forwarders:
+            await forwarder.close()
         await self.daemon.close()
         self.audit.stopped()
         if self._audit_log is not None:

@@ -110,13 +110,17 @@ class Endpoint:
         is_open: bool = False,
         is_deletion: bool = False,
         error_body: ErrorBody = errors.body_of,
+        forward: ForwardHttp | None = None,
     ) -> None:
-        """`is_open`: anybody may call it, and it reads no body.
+        """`forward`: as of `front`, for what is no conversation.
+
+        `is_open`: anybody may call it, and it reads no body.
 
         `is_deletion`: the audit log has the call, with the ids in `exchange.values`.
         """
         self._front, self._handler, self._is_open = front, handler, is_open
         self._is_deletion, self._error_body = is_deletion, error_body
+        self._forward = forward or front.forward
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send)
@@ -165,14 +169,13 @@ class Endpoint:
     async def _forwarded(
         self, exchange: Exchange, by: Caller, owner: OwnedElsewhere
     ) -> Mapping[str, Any] | None:
-        """Have the owner of the conversation answer, or answer here if this daemon is the owner now."""
-        front = self._front
-        if front.forward is None or exchange.begun or exchange.was_read_elsewhere:
+        """Have the owner answer, or answer here if this daemon is the owner now."""
+        if self._forward is None or exchange.begun or exchange.was_read_elsewhere:
             raise owner
-        await front.body(exchange)  # the handler may not have read it
+        await self._front.body(exchange)  # the handler may not have read it
         kept = {name: value for name, value in exchange.out.items() if _is_of_place(name)}
         exchange.begin_anew(kept)
-        if await front.forward(exchange, by, owner):
+        if await self._forward(exchange, by, owner):
             return None
         exchange.begin_anew(kept)
         return await self._handler(exchange, by)
@@ -226,7 +229,8 @@ def _authorization(exchange: Exchange) -> str | None:
 
 def _audited(exchange: Exchange) -> AuditedCall:
     ids = {name: exchange.values.get(name, "") for name in AUDITED_IDS}
-    return AuditedCall("", is_deletion=True, **ids)
+    is_forwarded = FORWARDED in exchange.scope
+    return AuditedCall("", is_deletion=True, is_forwarded=is_forwarded, **ids)
 
 
 def _name_of(host: str) -> str:

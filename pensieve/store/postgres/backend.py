@@ -36,7 +36,7 @@ T = TypeVar("T")
 log = logging.getLogger("pensieve")
 CHECK_SECONDS = 3600.0  # of one statement of a check, which takes as long as it takes
 ERASED_AT_ONCE = 256
-SMALL_TABLES = ("space", "tenant_bytes", "prefixes", "owner", "schema_versions")
+SMALL_TABLES = ("space", "tenant_bytes", "prefixes", "owner", "job_owners", "schema_versions")
 NO_INDICES = "the indices of the history were not checked: the database %s amcheck's bt_index_check"
 
 
@@ -50,6 +50,7 @@ class PostgresBackend:
         num_lanes: int,
         is_exclusive: bool,
     ) -> None:
+        self.path = None
         self.is_shared = not is_exclusive
         self._address = address
         self._holder = holder

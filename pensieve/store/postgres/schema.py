@@ -167,6 +167,10 @@ STEPS: dict[int, tuple[str, ...]] = {  # by version
         " FROM tenant_bytes GROUP BY tenant",
         "UPDATE space SET wiped_bytes = 0",
     ),
+    11: (
+        "CREATE TABLE job_owners (key BYTEA PRIMARY KEY, folder TEXT NOT NULL, replica TEXT NOT NULL,"
+        " created_at DOUBLE PRECISION NOT NULL)",
+    ),
 }
 NEWEST = max(STEPS)
 RECORD = (

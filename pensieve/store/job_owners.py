@@ -1,0 +1,103 @@
+"""Which daemon has a batch job, where several daemons share the history.
+
+The file of a job stays in the data folder of the daemon that received it (jobs/job_store.py). So the owner in
+a row is the name of that folder, which stays the same when the daemon starts again. The daemon is reached if
+a session of this folder is open (owners.py).
+
+A job is known by a digest of its tenant and id. A row that is left without a job does no harm: the owner says
+that there is no such job, and removes the row when it next calls `keep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from pensieve.errors import AlreadyExists
+from pensieve.store.conversation_rows import digest
+from pensieve.store.owners import Owners, is_alive
+from pensieve.store.transactions import StoreTransactions, repeated
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+OF_JOBS = "job"  # sets their keys apart from those of conversations
+
+
+class JobOwner(NamedTuple):
+    replica: str
+    address: str  # of its gRPC; empty while the daemon cannot be reached
+    is_ours: bool
+
+
+class JobOwners:
+    """Used outside of transactions, in the threads of the store."""
+
+    def __init__(self, transactions: StoreTransactions, owners: Owners) -> None:
+        self._transactions, self._owners = transactions, owners
+
+    @repeated
+    def take(self, tenant: str, job_id: str, now: float) -> None:
+        """Make a job ours; AlreadyExists if another daemon has a job of this id."""
+        with self._transactions.writing() as conn:
+            self._insert(conn, _key(tenant, job_id), now)
+            owner = self._find(conn, _key(tenant, job_id))
+            if owner is None or not owner.is_ours:
+                raise AlreadyExists(f"there is a job {job_id!r} already, at another daemon")
+
+    @repeated
+    def release(self, tenant: str, job_id: str) -> None:
+        """A job of ours is gone; without a row of ours this does nothing."""
+        with self._transactions.writing() as conn:
+            conn.execute(
+                "DELETE FROM job_owners WHERE key = ? AND folder = ?",
+                (_key(tenant, job_id), self._owners.folder),
+            )
+
+    @repeated
+    def keep(self, jobs: Iterable[tuple[str, str]], since: float) -> None:
+        """Make our rows those of `jobs` (tenant and id), but for rows that were written after `since`."""
+        keys = {_key(*each) for each in jobs}
+        with self._transactions.writing() as conn:
+            rows = conn.execute(
+                "SELECT key, created_at, replica FROM job_owners WHERE folder = ?",
+                (self._owners.folder,),
+            ).fetchall()
+            for key, created_at, replica in rows:
+                if bytes(key) in keys and replica == self._owners.replica:
+                    keys.discard(bytes(key))
+                elif bytes(key) in keys or created_at < since:
+                    conn.execute("DELETE FROM job_owners WHERE key = ?", (key,))
+            for key in sorted(keys):
+                self._insert(conn, key, since)
+
+    def find(self, tenant: str, job_id: str) -> JobOwner | None:
+        with self._transactions.reading() as conn:
+            return self._find(conn, _key(tenant, job_id))
+
+    def _insert(self, conn: Connection, key: bytes, now: float) -> None:
+        conn.execute(
+            "INSERT INTO job_owners (key, folder, replica, created_at) VALUES (?, ?, ?, ?)"
+            " ON CONFLICT (key) DO NOTHING",
+            (key, self._owners.folder, self._owners.replica, now),
+        )
+
+    def _find(self, conn: Connection, key: bytes) -> JobOwner | None:
+        row = conn.execute(
+            f"SELECT j.folder, j.replica, s.replica, s.address, {is_alive(conn)} FROM job_owners j"
+            " LEFT JOIN sessions s ON s.folder = j.folder WHERE j.key = ?",
+            (key,),
+        ).fetchone()
+        if row is None:
+            return None
+        folder, replica, replica_now, address, alive = row
+        is_there = replica_now is not None and alive
+        return JobOwner(
+            replica_now or replica,
+            address if is_there else "",
+            folder == self._owners.folder,
+        )
+
+
+def _key(tenant: str, job_id: str) -> bytes:
+    return digest(tenant, OF_JOBS, job_id)

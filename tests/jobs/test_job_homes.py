@@ -1,0 +1,329 @@
+"""Jobs where several daemons share a history: any daemon answers about them, over both doors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.api.grpc import forwarding
+from pensieve.guard.callers import Token
+from pensieve.guard.exposure import Listening
+from pensieve.jobs import job_homes
+from pensieve.jobs.job_records import JobKey
+from pensieve.jobs.worker import JobsConfig
+from pensieve.launch.sharing import Sharing
+from pensieve.v1 import jobs_pb2 as pb
+from pensieve.v1 import jobs_pb2_grpc
+from tests.api.http.rig_http import MODEL, Answer, HttpRig
+from tests.cluster.sharing import needs_sqlite, sharing
+from tests.conversations.rig_daemon import DaemonRig, details, wait_for
+
+pytestmark = needs_sqlite
+ONE, TWO = 0, 1
+CHAT = "/v1/chat/completions"
+FORM = {"content-type": "multipart/form-data; boundary=b0"}
+HEAD = b"--b0\r\nContent-Disposition: form-data; "
+
+
+def line(custom_id: str, content: str = "hi") -> bytes:
+    messages = [{"role": "user", "content": content}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 4}
+    found = {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
+    return json.dumps(found).encode() + b"\n"
+
+
+FILE = line("a") + line("b", "ho")
+BROKEN = FILE + b"no json\n"
+
+
+class Both:
+    """Two daemons that echo, with one history."""
+
+    def __init__(self, rigs: list[DaemonRig]) -> None:
+        self.rigs = rigs
+        self.http = [HttpRig(rig) for rig in rigs]
+        self.services = [jobs_pb2_grpc.JobServiceStub(rig.channel) for rig in rigs]
+
+    def ask(self, at: int, method: str, path: str, body: Any = None) -> Answer:
+        return self.http[at].ask(method, path, body)
+
+    def upload(self, at: int, file: bytes = FILE, **headers: str) -> str:
+        parts = (b'name="purpose"', b"batch"), (b'name="file"; filename="in.jsonl"', file)
+        body = b"".join(HEAD + name + b"\r\n\r\n" + text + b"\r\n" for name, text in parts)
+        answer = self.http[at].ask("POST", "/v1/files", body + b"--b0--\r\n", {**FORM, **headers})
+        assert answer.status == 200
+        return str(answer.value["id"])
+
+    def batch(self, at: int, file_id: str) -> str:
+        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+        answer = self.ask(at, "POST", "/v1/batches", {**body, "metadata": {"for": "ada"}})
+        assert answer.status == 200, answer.value
+        return str(answer.value["id"])
+
+    def ended(self, at: int, batch_id: str) -> Any:
+        path = f"/v1/batches/{batch_id}"
+        wait_for(lambda: self.ask(at, "GET", path).value["status"] == "completed")
+        return self.ask(at, "GET", path).value
+
+    def ids(self, at: int, path: str) -> list[str]:
+        return [each["id"] for each in self.ask(at, "GET", path).value["data"]]
+
+    def create(self, at: int, job_id: str, file: bytes = FILE) -> pb.Job:
+        digest = hashlib.sha256(file).hexdigest()
+        parts = (
+            pb.CreateJobRequest(header=pb.JobHeader(job_id=job_id, sha256=digest)),
+            pb.CreateJobRequest(chunk=file),
+            pb.CreateJobRequest(complete=True),
+        )
+        return self.services[at].CreateJob(iter(parts), timeout=60).job
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[Both]:
+    shape: dict[str, Any] = {"batch_jobs": JobsConfig()}
+    with sharing(tmp_path, ("one", "two"), {"http": "127.0.0.1:0"}, **shape) as rigs:
+        yield Both(rigs)
+
+
+def test_files_and_batches_are_had_at_any_daemon(both: Both) -> None:
+    file_id = both.upload(ONE, BROKEN)
+    wait_for(lambda: both.ask(TWO, "GET", f"/v1/files/{file_id}").value["status_details"])
+    described = both.ask(ONE, "GET", f"/v1/files/{file_id}")
+    assert both.ask(TWO, "GET", f"/v1/files/{file_id}").value == described.value
+    content = both.ask(TWO, "GET", f"/v1/files/{file_id}/content")
+    assert (content.status, content.body) == (200, BROKEN)
+    head = both.ask(TWO, "HEAD", f"/v1/files/{file_id}/content")
+    assert (head.status, head.body) == (200, b"")
+
+    batch_id = both.batch(TWO, file_id)  # where its file is
+    assert [job.key.job_id for job in jobs(both, TWO)] == []
+    done = both.ended(TWO, batch_id)
+    assert done == both.ended(ONE, batch_id)
+    assert done["metadata"] == {"for": "ada"}
+    for file in (done["output_file_id"], done["error_file_id"]):
+        path = f"/v1/files/{file}/content"
+        assert both.ask(TWO, "GET", path).body == both.ask(ONE, "GET", path).body != b""
+
+    assert both.ask(TWO, "POST", f"/v1/batches/{batch_id}/cancel").value == done
+    assert both.ask(TWO, "DELETE", f"/v1/files/{done['output_file_id']}").status == 409
+    assert both.ask(TWO, "DELETE", f"/v1/files/{file_id}").value["deleted"]
+    assert both.ask(TWO, "DELETE", f"/v1/batches/{batch_id}").value["deleted"]
+    for at in (ONE, TWO):
+        assert both.ask(at, "GET", f"/v1/files/{file_id}").status == 404
+        assert both.ask(at, "GET", f"/v1/batches/{batch_id}").status == 404
+        assert both.ids(at, "/v1/batches") == []
+
+
+def jobs(both: Both, at: int) -> list[Any]:
+    async def look() -> Any:
+        return both.rigs[at].job_store.list_jobs()
+
+    found: list[Any] = both.rigs[at].call(look())
+    return found
+
+
+def test_a_list_has_the_jobs_of_all_daemons_in_one_order(both: Both) -> None:
+    files = [both.upload(at, BROKEN) for at in (ONE, TWO, TWO, ONE)]
+    batches = [both.batch(at, file) for at, file in zip((TWO, TWO, ONE, ONE), files, strict=True)]
+    for each in batches:
+        both.ended(ONE, each)
+    for at in (ONE, TWO):
+        assert both.ids(at, "/v1/batches") == batches[::-1]
+        assert both.ids(at, "/v1/files?purpose=batch&order=asc") == files
+        listed = both.ask(at, "GET", "/v1/files?purpose=batch_output").value["data"]
+        assert len(listed) == 2 * len(batches)
+        for each in listed:
+            assert both.ask(ONE, "GET", f"/v1/files/{each['id']}").value == each
+        paged, after = [], ""
+        while True:
+            page = both.ask(at, "GET", f"/v1/batches?limit=1{after}").value
+            paged += [each["id"] for each in page["data"]]
+            after = f"&after={paged[-1]}"
+            if not page["has_more"]:
+                break
+        assert paged == batches[::-1]
+        first = both.services[at].ListJobs(pb.ListJobsRequest(page_size=5), timeout=60)
+        token = first.next_page_token
+        rest = both.services[at].ListJobs(
+            pb.ListJobsRequest(page_size=5, page_token=token), timeout=60
+        )
+        assert [each.job_id for each in (*first.jobs, *rest.jobs)] == [*batches[::-1], *files[::-1]]
+        assert not rest.next_page_token
+
+
+def test_a_daemon_that_does_not_answer_is_left_out_of_a_list(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file_id = both.upload(ONE)
+    other = both.upload(TWO)
+    monkeypatch.setattr(job_homes, "LIST_SECONDS", 0.0)
+    assert both.ids(TWO, "/v1/files") == [other]
+    monkeypatch.undo()
+    assert both.ids(TWO, "/v1/files") == [other, file_id]
+
+
+def test_what_daemons_list_for_each_other_is_not_for_clients(both: Both) -> None:
+    assert both.ask(ONE, "GET", job_homes.LIST_PATH).status == 404
+
+
+def test_jobs_are_controlled_over_grpc_at_any_daemon(both: Both) -> None:
+    made = both.create(ONE, "nightly")
+    service = both.services[TWO]
+    with pytest.raises(grpc.RpcError) as failed:
+        both.create(TWO, "nightly")
+    assert code(failed) == "ALREADY_EXISTS"
+    watched = list(service.WatchJob(pb.WatchJobRequest(job_id="nightly"), timeout=60))
+    assert watched[-1].job.outcome == pb.JOB_OUTCOME_COMPLETED
+    assert watched[-1].job == service.GetJob(pb.GetJobRequest(job_id="nightly"), timeout=60).job
+    assert watched[-1].job.create_time == made.create_time
+    results = service.GetResults(pb.GetResultsRequest(job_id="nightly"), timeout=60)
+    assert b"".join(each.chunk for each in results).count(b"\n") == 2
+    with pytest.raises(grpc.RpcError) as failed:
+        service.PauseJob(pb.PauseJobRequest(job_id="nightly"), timeout=60)
+    assert details(failed.value)["ErrorInfo"].reason == "JOB_STATE"
+    service.DeleteJob(pb.DeleteJobRequest(job_id="nightly"), timeout=60)
+    for at in (ONE, TWO):
+        with pytest.raises(grpc.RpcError) as failed:
+            both.services[at].GetJob(pb.GetJobRequest(job_id="nightly"), timeout=60)
+        assert code(failed) == "NOT_FOUND"
+    assert both.create(TWO, "nightly").job_id == "nightly"
+    assert both.services[ONE].GetJob(pb.GetJobRequest(job_id="nightly"), timeout=60).job.job_id
+
+
+def test_an_upload_that_breaks_off_leaves_its_id_free(both: Both) -> None:
+    parts = (
+        pb.CreateJobRequest(header=pb.JobHeader(job_id="nightly")),
+        pb.CreateJobRequest(chunk=FILE),
+    )
+    with pytest.raises(grpc.RpcError):
+        both.services[ONE].CreateJob(iter(parts), timeout=60)
+    assert both.create(TWO, "nightly").job_id == "nightly"
+
+
+def code(failed: pytest.ExceptionInfo[grpc.RpcError]) -> str:
+    return str(failed.value.code().name)
+
+
+def one_more(folder: Path, name: str) -> DaemonRig:
+    data = folder / name
+    listening = Listening("127.0.0.1:0", data / "admin.sock", http="127.0.0.1:0")
+    url = f"sqlite://{folder / 'history.db'}"
+    return DaemonRig(data, listening=listening, store=url, batch_jobs=JobsConfig())
+
+
+def test_the_error_names_a_daemon_that_is_away_and_its_jobs_return_with_it(tmp_path: Path) -> None:
+    with one_more(tmp_path, "two") as two:
+        with one_more(tmp_path, "one") as one:
+            both = Both([one, two])
+            file_id = both.upload(ONE)
+            assert both.ask(TWO, "GET", f"/v1/files/{file_id}").status == 200
+        for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            answer = both.ask(TWO, method, f"/v1/files/{file_id}{path}")
+            assert answer.status == 503
+            assert answer.value["error"]["message"] == (
+                f"job '{file_id}' is in the data folder of one, which is away"
+            )
+        assert both.ids(TWO, "/v1/files") == []
+        with pytest.raises(grpc.RpcError) as failed:
+            both.services[TWO].GetJob(pb.GetJobRequest(job_id=file_id), timeout=60)
+        assert code(failed) == "UNAVAILABLE"
+        with one_more(tmp_path, "one") as one:
+            both = Both([one, two])
+            assert both.ask(TWO, "GET", f"/v1/files/{file_id}/content").body == FILE
+            assert both.ids(TWO, "/v1/files") == [file_id]
+
+
+def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it may come again."""
+    file_id = both.upload(ONE)
+    find, num_looks = both.rigs[TWO].daemon.store.job_owners.find, 0
+
+    def expiring(*given: Any) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        owner = find(*given)
+        assert owner is not None
+        return owner._replace(address="127.0.0.1:1" if num_looks < 3 else "")
+
+    monkeypatch.setattr(both.rigs[TWO].daemon.store.job_owners, "find", expiring)
+    monkeypatch.setattr(forwarding, "LOOK_SECONDS", 0.05)
+    answer = both.ask(TWO, "GET", f"/v1/files/{file_id}")
+    assert answer.status == 503
+    assert "is in the data folder of one, which is away" in answer.value["error"]["message"]
+    assert num_looks > 2
+
+
+def test_jobs_that_came_before_the_history_was_shared_are_found(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"batch_jobs": JobsConfig()}
+    with DaemonRig(tmp_path / "one", **shape) as alone:
+        service = jobs_pb2_grpc.JobServiceStub(alone.channel)
+        parts = (
+            pb.CreateJobRequest(header=pb.JobHeader(job_id="nightly")),
+            pb.CreateJobRequest(chunk=FILE),
+            pb.CreateJobRequest(complete=True),
+        )
+        service.CreateJob(iter(parts), timeout=60)
+        assert alone.daemon.store.job_owners.find("", "nightly") is None
+    with sharing(tmp_path, ("one", "two"), {"http": "127.0.0.1:0"}, **shape) as rigs:
+        both, request = Both(rigs), pb.GetJobRequest(job_id="nightly")
+
+        def is_found() -> bool:
+            owners = both.rigs[TWO].daemon.store.job_owners
+            return both.rigs[TWO].call(in_store(both.rigs[TWO], owners.find)) is not None
+
+        wait_for(is_found)
+        assert both.services[TWO].GetJob(request, timeout=60).job.job_id == "nightly"
+
+
+async def in_store(rig: DaemonRig, function: Any) -> Any:
+    return await rig.daemon.threads.in_store("", function, *JobKey("", "nightly"))
+
+
+@pytest.mark.parametrize("secret", ["", "a secret that all daemons of a cluster have"])
+def test_a_tenant_has_its_own_jobs_alone_at_any_daemon(tmp_path: Path, secret: str) -> None:
+    names = (("ann", "ann", False), ("bob", "bob", False), ("admin", "", True))
+    tokens = [
+        Token(hashlib.sha256(name.encode()).digest(), tenant, admin, name=name)
+        for name, tenant, admin in names
+    ]
+    listening = {
+        "http": "127.0.0.1:0",
+        "tokens": tokens,
+        "peer_tokens": Sharing(secret=secret).tokens(),
+        "peer_secret": secret,
+    }
+    with sharing(tmp_path, ("one", "two"), listening, batch_jobs=JobsConfig()) as rigs:
+        both = Both(rigs)
+        ann, bob, admin = ({"authorization": f"Bearer {name}"} for name, _, _ in names)
+        file_id = both.upload(ONE, FILE, **ann)
+        path = f"/v1/files/{file_id}"
+        assert both.http[TWO].ask("GET", "/v1/files", None, ann).value["data"][0]["id"] == file_id
+        key = {"x-api-key": "ann"}
+        assert both.http[TWO].ask("GET", "/v1/files", None, key).value["data"][0]["id"] == file_id
+        assert both.http[TWO].ask("GET", path, None, ann).status == 200
+        for other in (bob, admin):
+            assert both.http[TWO].ask("GET", path, None, other).status == 404
+            assert both.http[TWO].ask("GET", "/v1/files", None, other).value["data"] == []
+        request, service = pb.ListJobsRequest(all_tenants=True), both.services[TWO]
+        for each, found in ((bob, None), (admin, [file_id])):
+            metadata = tuple(each.items())
+            if found is None:
+                with pytest.raises(grpc.RpcError):
+                    service.ListJobs(request, metadata=metadata, timeout=60)
+            else:
+                listed = service.ListJobs(request, metadata=metadata, timeout=60).jobs
+                assert [job.job_id for job in listed] == found
+        one = pb.CancelJobRequest(job_id=file_id, tenant="ann")
+        cancelled = service.CancelJob(one, metadata=tuple(admin.items()), timeout=60)
+        assert cancelled.job.job_id == file_id
+        with pytest.raises(grpc.RpcError) as failed:
+            service.CancelJob(one, metadata=tuple(bob.items()), timeout=60)
+        assert code(failed) == "PERMISSION_DENIED"

@@ -1,0 +1,98 @@
+"""Which daemon has a job, as the database has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import AlreadyExists
+from pensieve.store import ConversationStore
+from pensieve.store.connection import preferred_driver
+from pensieve.store.job_owners import JobOwner
+from pensieve.store.shared_file import SHARED_SQLITE_MIN
+from tests.store.postgres_server import PostgresServer
+
+Open = Callable[..., ConversationStore]
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens the store of a daemon of that name."""
+    opened: list[ConversationStore] = []
+    server: PostgresServer | None = None
+    url = f"sqlite://{tmp_path / 'history.db'}"
+    if request.param == "postgres":
+        server = request.getfixturevalue("postgres")
+        url = server.new_database()
+    elif preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN:
+        pytest.skip("needs another SQLite")
+
+    def open_one(name: str, folder: str = "") -> ConversationStore:
+        data = tmp_path / (folder or name)
+        store = ConversationStore.open(data, "a test", url=url, replica=name, num_lanes=2)
+        store.announce(f"{name}:1", "", "")
+        opened.append(store)
+        return store
+
+    yield open_one
+    for store in opened:
+        store.close()
+    if server is not None:
+        server.drop(url)
+
+
+def test_a_job_is_the_daemons_that_took_it_and_stays_so_when_that_starts_again(start: Open) -> None:
+    a, b = start("a"), start("b")
+    a.job_owners.take("acme", "nightly", 1.0)
+    assert a.job_owners.find("acme", "nightly") == JobOwner("a", "a:1", is_ours=True)
+    assert b.job_owners.find("acme", "nightly") == JobOwner("a", "a:1", is_ours=False)
+    assert b.job_owners.find("other", "nightly") is None
+    with pytest.raises(AlreadyExists, match="'nightly' already, at another daemon"):
+        b.job_owners.take("acme", "nightly", 2.0)
+    a.job_owners.take("acme", "nightly", 2.0)
+    a.close()
+    assert b.job_owners.find("acme", "nightly") == JobOwner("a", "", is_ours=False)
+    start("new-name", folder="a")
+    assert b.job_owners.find("acme", "nightly") == JobOwner("new-name", "new-name:1", is_ours=False)
+
+
+def test_only_the_owner_lets_go_of_a_job(start: Open) -> None:
+    a, b = start("a"), start("b")
+    a.job_owners.take("", "nightly", 1.0)
+    b.job_owners.release("", "nightly")
+    assert b.job_owners.find("", "nightly") is not None
+    a.job_owners.release("", "nightly")
+    a.job_owners.release("", "nightly")
+    assert b.job_owners.find("", "nightly") is None
+    b.job_owners.take("", "nightly", 2.0)
+
+
+def test_the_rows_become_those_of_the_jobs_that_are_there(start: Open) -> None:
+    a, b = start("a"), start("b")
+    for job_id in ("kept", "gone"):
+        a.job_owners.take("", job_id, 1.0)
+    a.job_owners.take("", "new", 3.0)
+    b.job_owners.take("", "theirs", 1.0)
+    a.job_owners.keep([("", "kept"), ("acme", "found"), ("", "theirs")], 2.0)
+    found = {
+        key: None if (owner := b.job_owners.find(*key)) is None else owner.replica
+        for key in [
+            *(("", name) for name in ("kept", "gone", "new", "theirs")),
+            ("acme", "found"),
+        ]
+    }
+    assert found == {
+        ("", "kept"): "a",
+        ("", "gone"): None,
+        ("", "new"): "a",
+        ("", "theirs"): "b",
+        ("acme", "found"): "a",
+    }
+    a.close()
+    renamed = start("new-name", folder="a")
+    renamed.job_owners.keep([("", "kept")], 2.0)
+    renamed.close()
+    owner = b.job_owners.find("", "kept")
+    assert owner == JobOwner("new-name", "", is_ours=False)
