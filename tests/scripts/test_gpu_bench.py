@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ def test_the_gpu_bench_times_nothing_that_is_wrong(
     told = decisions(3, figures, [section])
     assert any(f"{section}: " in each and "failed" in each for each in told)
     assert not any("above its limit" in each for each in told)
+
+
+def test_what_torch_says_about_a_baseline_that_it_cannot_do_is_not_shown() -> None:
+    def refused() -> torch.Tensor:
+        warnings.warn("Memory efficient kernel not used because …", UserWarning, stacklevel=1)
+        raise RuntimeError("no available kernel")
+
+    right = torch.ones(2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert set(usable({"refused": refused, "right": right.clone}, right, print)) == {"right"}
+    assert not told
 
 
 def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
