@@ -9,18 +9,12 @@
 // saturate the bus and leave the multiprocessors to the computation beside them.  Four loads are issued before
 // the first store, which hides the latency of the bus.
 //
-// The alternative is the copy engine (one asynchronous copy for each run of neighboring pages): it needs no
-// multiprocessor, but each run costs a call.  pensieve/model/kv/memory.py chooses by size; scripts/bench_gpu
-// measures both.
+// Where the driver copies pages as a batch, they cross the bus without this kernel (pensieve/model/kv/memory.py).
 #include <element.h>
-
-#ifndef COPY_THREADS
-#define COPY_THREADS 256
-#endif
 
 namespace {
 
-constexpr int THREADS = COPY_THREADS, DEPTH = 4;
+constexpr int THREADS = 1024, DEPTH = 4;
 
 struct alignas(16) Piece {
   uint32 words[4];

@@ -12,10 +12,6 @@
 //                             all share a ring of pages.  Bound by the matrix rate: a page in shared
 //                             memory is used for 32 rows a warp.
 //
-// Compiled with FEW_ROWS there is only the code for items of at most 16 rows.  It needs fewer registers and less
-// shared memory, so a multiprocessor of Hopper's runs 3 blocks (4 where a head is 64 long) instead of 2, and more
-// bytes are under way.
-//
 // Keys and values come by cp.async, STAGES runs ahead, as groups K V K V …; one wait before the scores and
 // one before the values, each leaving the other 2 STAGES - 2 groups under way.  What was just read is
 // overwritten behind the next such wait, when every thread that read it has passed it.
@@ -95,15 +91,10 @@ struct Plan {
 
 constexpr int WIDE_TILES = HEAD == 256 ? 1 : 2;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-#ifdef FEW_ROWS
-constexpr int BLOCKS = HEAD == 64 ? 4 : 3;  // of a multiprocessor
-constexpr int SHARED_BYTES = Plan<1, false>::SHARED_BYTES;
-#else
-constexpr int BLOCKS = 2;
+constexpr int BLOCKS = 2;  // of a multiprocessor
 constexpr int SHARED_BYTES =
     larger(Plan<WIDE_TILES, true>::SHARED_BYTES,
            larger(Plan<1, false>::SHARED_BYTES, HEAD == 256 ? 0 : Plan<2, false>::SHARED_BYTES));
-#endif
 static_assert(SHARED_BYTES <= 99 * 1024, "what a block of sm_86 and sm_89 may have");
 
 // The pages of one context, and one head's keys or values in them.
@@ -472,14 +463,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const WorkItem& item = items[blockIdx.x / kv_heads];
   const int head = blockIdx.x % kv_heads;
   if (item.num_rows <= 0) return;
-#ifdef FEW_ROWS
-  attend<1, false>(arguments, item, head, shared_memory);
-#else
   if (item.num_rows <= 16)
     attend<1, false>(arguments, item, head, shared_memory);
   else if (HEAD < 256 && item.num_rows <= 32)
     attend<(HEAD < 256 ? 2 : 1), false>(arguments, item, head, shared_memory);
   else
     attend<WIDE_TILES, true>(arguments, item, head, shared_memory);
-#endif
 }

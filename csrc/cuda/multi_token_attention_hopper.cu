@@ -65,11 +65,6 @@ constexpr int COLUMNS = HEAD / 8;        // of the values
 constexpr int CONSUMERS_MEET = 1;        // a named barrier
 constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
 constexpr int UNUSED = 1000;             // an offset behind the barriers
-#ifdef STRIDED
-constexpr bool SNAKE = false;
-#else
-constexpr bool SNAKE = true;
-#endif
 
 // Where everything lies in shared memory.
 struct Stages {
@@ -97,7 +92,7 @@ __device__ __forceinline__ int stages_of(const WorkItem& item) {
 
 // The item, times KV head, that this block does in its n-th turn; from the first one that is not there, none is.
 __device__ __forceinline__ int item_of(int turn) {
-  const bool back = SNAKE && turn % 2 != 0;
+  const bool back = turn % 2 != 0;
   return turn * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 

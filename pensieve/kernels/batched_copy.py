@@ -33,16 +33,23 @@ class Pieces(NamedTuple):
 
 @cache
 def _driver() -> ctypes.CDLL:
-    try:
-        driver = ctypes.CDLL(LIBRARY)
-        driver.cuMemcpyBatchAsync_v2  # noqa: B018  # the symbol is looked up here
-    except (OSError, AttributeError) as error:
-        raise DeviceError(f"copy_engine=1 needs a driver for CUDA 13: {error}") from error
+    """Load the driver; OSError or AttributeError if there is none, or one that cannot copy batches."""
+    driver = ctypes.CDLL(LIBRARY)
+    driver.cuMemcpyBatchAsync_v2  # noqa: B018  # the symbol is looked up here
     return driver
 
 
+def available() -> bool:
+    """Return whether the driver copies batches, as those for CUDA 13 do."""
+    try:
+        _driver()
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
 def copy_pieces(pieces: Pieces, source: torch.Tensor, target: torch.Tensor, stream: int) -> None:
-    """Copy them from one arena to the other, on the stream with this handle."""
+    """Copy the pieces from one arena to the other, on the stream with this handle, if it is `available`."""
     count = len(pieces.sizes)
     if not count:
         return

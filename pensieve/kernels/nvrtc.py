@@ -215,11 +215,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 # What choices.py may add to the definitions of a source; compiled beforehand where that is asked for.
-CHOSEN = {
-    "copy_pages.cu": (("COPY_THREADS=1024",),),
-    "multi_token_attention.cu": (("FEW_ROWS",),),
-    "multi_token_attention_hopper.cu": (("STRIDED",), ("WATCHDOG",)),
-}
+CHOSEN = {"multi_token_attention_hopper.cu": (("WATCHDOG",),)}
 FP8 = ("STORED=E4m3",)  # where keys and values are kept as bytes
 READING_KV = ("multi_token_attention.cu", "write_kv.cu")
 
@@ -234,8 +230,7 @@ def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[
             if "hopper" in source and architecture != "sm_90a":
                 continue
             if source in ("copy_pages.cu", "draw_tokens.cu"):
-                for more in ((), *(CHOSEN.get(source, ()) if chosen else ())):
-                    yield Kernel(source, "", more), architecture
+                yield Kernel(source, ""), architecture
                 continue
             if source == "fused_rows.cu":
                 for element in ("Bf16", "Fp16"):

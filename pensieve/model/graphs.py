@@ -150,8 +150,7 @@ class DecodeGraphs:
         if attends(memory):
             group, heads = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads
             at_once = cuda.blocks_at_once(device, shape.head_size, memory.format.element)
-            blocks, few_rows = at_once.for_rows(group)
-            self._group, self._extra_items = group, blocks // heads + 1
+            self._group, self._extra_items = group, at_once.narrow // heads + 1
             self._lists = zeros(sum(self._sizes_of_lists(rows)), dtype=torch.int32)
             # A part of each row's own context; any other may be of a pack as large as they may be.
             rows_of_pack = min(rows * group, cuda.tiling(shape.head_size).wide)
@@ -161,7 +160,6 @@ class DecodeGraphs:
                 group,
                 torch.empty(part_rows, heads, shape.head_size, device=device),
                 torch.empty(part_rows, heads, device=device),
-                few_rows,
             )
 
     def capture(self) -> None:

@@ -5,8 +5,7 @@
                  compute-sanitizer                                 the run goes on; narrow one wrong: stop
     2      3     attention, decode, prefill, hidden, exactness on  whether figures mean anything
                  small shapes
-    3      8     device, kernels, decode, prefill, swap; the       three blocks, merge in the kernel,
-                 choices of kernels/choices.py side by side        ping-pong, batched copies
+    3      6     device, kernels, decode, prefill, swap            merge in the kernel, ping-pong
     4      6     iterations at 1 to 128 rows, as graphs and not;   sampler, arguments kept per layer,
                  sampler; hidden (a history in either tier)        graphs of pieces, earlier swap-ins
     5      9     attention against torch; exactness under          the path for at most 32 rows

@@ -15,6 +15,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -113,20 +115,32 @@ def copied(bench: Bench, direction: str, memory: KVMemory, moves: PageMoves) -> 
     return seconds
 
 
+@contextmanager
+def _stream_of_its_own(device: torch.device) -> Iterator[None]:
+    """Inside, another stream is the current one, as in the copier: the default one takes no batches."""
+    if device.type != "cuda":
+        yield
+        return
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def section_swap(bench: Bench) -> None:
     for direction in ("swap_in", "swap_out"):
         memory, moves = scattered(bench)
         pages = len(moves.source_pages)
-        runs = torch.arange(pages)
+        run = torch.arange(pages)
         ways = {
-            "scattered": memory.prepared(moves),
-            "neighbours": memory.prepared(PageMoves(runs, runs + pages, moves.num_slots)),
+            "scattered": memory.prepared_to_cross(moves),
+            "neighbours": memory.prepared_to_cross(PageMoves(run, run + pages, moves.num_slots)),
         }
-        if bench.device.type == "cuda":
-            merged = moves.in_runs(PAGE)
-            ways["scattered, copy engine"] = ways["scattered"]._replace(runs=merged)
+        if ways["scattered"].pieces is not None:
+            ways["scattered, by the kernel"] = memory.prepared(moves)
         for name, ready in ways.items():
-            with bench.noting("swap", f"{direction}, {name}"):
+            with bench.noting("swap", f"{direction}, {name}"), _stream_of_its_own(bench.device):
                 rate = pages * memory.page_bytes / copied(bench, direction, memory, ready)
                 bus = bench.bus[direction] if bench.bus else None
                 share, words = share_of(rate, bus, "one large copy")

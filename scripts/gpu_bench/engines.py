@@ -73,25 +73,14 @@ def section_iteration(bench: Bench) -> None:
     sizes = small if bench.small else large  # decodes, and tokens of a prompt beside them
     turns_max = max(decodes for decodes, _ in sizes) + 1
     pages = -(-context // PAGE)
-    now = choices.current  # what was switched off stays so
-    kinds = {"eager": now}
-    if bench.device.type == "cuda":
-        captured = {
-            "": now,
-            ", fused": now._replace(fused=1),
-            ", few rows": now._replace(few_rows=1),
-        }
-        kinds |= {f"graphs{name}": each for name, each in captured.items()}
-    kinds[f"{list(kinds)[-1].partition(',')[0]}, KV in fp8"] = now
-    for kind, each in kinds.items():
+    kinds = ["eager", "graphs"] if bench.device.type == "cuda" else ["eager"]
+    for kind in (*kinds, f"{kinds[-1]}, KV in fp8"):
         graphs, num_pages = not kind.startswith("eager"), turns_max * pages + 1
-        wrong = [name for name in bench.wrong if kind.endswith(name)]
-        if wrong:
+        if kind.endswith("fp8") and "fp8" in bench.wrong:
             bench.report("iteration", f"{kind}: left out, its kernels are not right", left_out=kind)
             continue
         of_kind = in_fp8(model) if kind.endswith("fp8") else model
-        # A captured graph keeps its choices, and what is planned for it has to follow them.
-        with bench.noting("iteration", kind, kind=kind), chosen(each), ExitStack() as ends:
+        with bench.noting("iteration", kind, kind=kind), ExitStack() as ends:
             executor = executor_of(
                 *(of_kind, bench.device, num_pages, 0, turns_max), graphs=graphs, filled=True
             )

@@ -156,7 +156,7 @@ def check(name: str, answer: torch.Tensor, right: torch.Tensor) -> float:
 # Sections, by the module that has them.
 SECTIONS = {
     **dict.fromkeys(("versions", "device", "sanitizer", "swap"), "device"),
-    **dict.fromkeys(("kernels", "attention", "decode", "prefill", "choices"), "kernels"),
+    **dict.fromkeys(("kernels", "attention", "decode", "prefill"), "kernels"),
     **dict.fromkeys(("iteration", "sampler", "hidden", "exactness", "load"), "engines"),
 }
 # What a process imports, so that all of it can be imported once for all processes.

@@ -1,8 +1,7 @@
-"""Sections `kernels`, `attention`, `decode`, `prefill` and `choices` of the GPU bench.
+"""Sections `kernels`, `attention`, `decode` and `prefill` of the GPU bench.
 
 `kernels` only checks. The others check their shapes again and time them: a shape that fails costs itself
-alone, and KV in fp8 comes when all shapes have their figures. `choices` times what kernels/choices.py leaves
-to a measurement: every choice does the same work on the same inputs.
+alone, and KV in fp8 comes when all shapes have their figures.
 
 As a program (`python -m scripts.gpu_bench.kernels DEVICE`) it runs the kernels that read and write KV on the
 smallest shapes that reach all of their parts, for tools under which a kernel takes seconds.
@@ -13,8 +12,8 @@ from __future__ import annotations
 import statistics
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -25,13 +24,12 @@ from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import choices, copy_pages, cuda_launch, write_kv
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.choices import Choices, chosen
+from pensieve.kernels.choices import chosen
 from pensieve.kernels.kv_format import FP8, to_fp8
 from pensieve.kernels.layer.cuda import add_and_norm_launch, gate_and_multiply_launch
 from pensieve.model.sampling.draw import draw
 from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.sampling import Sampling
-from scripts.gpu_bench.device import copied, scattered
 from scripts.gpu_bench.harness import Bench, Run, captured, check, share_of
 from scripts.gpu_bench.pages import Paged, baselines, usable
 from scripts.gpu_bench.stages import OPTIONAL
@@ -314,7 +312,29 @@ def section_decode(bench: Bench) -> None:
         what = f"batch {batch}, context {context}, 32/8 x 128"
         with bench.noting("decode", what):
             found.append(_decode(bench, what, batch, context))
+    for batch in (3,) if bench.small else (32, 8):
+        front, own = (6, 40) if bench.small else (64, 128)
+        what = f"batch {batch}, {front * PAGE:,} shared and {own} own, 32/8 x 128"
+        with bench.noting("decode", what):
+            _decode_shared(bench, what, batch, front, own)
     _with_fp8(bench, "decode", found)
+
+
+def _decode_shared(bench: Bench, what: str, batch: int, front: int, own: int) -> None:
+    """All begin with the same `front` pages, which are read for all at once, or by each."""
+    slices = [(front * PAGE + own - 1, 1)] * batch
+    times = {}
+    for shared in (True, False):
+        one = Paged.of(*(bench.device, slices, 32, 8, 128, bench.dtype), front=front, shared=shared)
+        check(what, one.run(), one.right())
+        times[shared] = bench.seconds([one.run])
+    speed = times[False] / times[True]
+    bench.report(
+        "decode",
+        f"{what}: {times[True] * 1e6:.1f} us, {speed:.2f} x the speed of reading them for each",
+        shared_seconds=times[True],
+        shared_speed=speed,
+    )
 
 
 def _decode(bench: Bench, what: str, batch: int, context: int) -> Timed:
@@ -394,113 +414,6 @@ def _with_fp8(bench: Bench, section: str, found: Sequence[Timed]) -> None:
                 fp8_seconds=seconds,
                 fp8_speed=other / seconds,
             )
-
-
-Slices = list[tuple[int, int]]  # (start, length)
-Changes = Mapping[str, int]  # of the current choices
-WIDE: tuple[Changes, ...] = (
-    {},
-    {"snake": 0},
-    {"wide_blocks": 2},
-    {"wide_blocks": 2, "snake": 0},
-    {"hopper": 0},
-)
-NARROW: tuple[Changes, ...] = ({}, {"few_rows": 1})
-SHARED: tuple[Changes, ...] = ({}, {"shared": 0})
-COPIES: tuple[Changes, ...] = ({}, {"copy_blocks": 8}, {"copy_blocks": 4}, {"copy_engine": 1})
-
-
-def variants(tried: Sequence[Changes]) -> list[Choices]:
-    """The current choices with each of these changes: what was switched off stays so; none comes twice."""
-    return list(dict.fromkeys(choices.current._replace(**each) for each in tried))
-
-
-def section_choices(bench: Bench) -> None:
-    prompts: dict[str, Slices] = {
-        "512 tokens over 15,872": [(15_872, 512)],
-        "4,096 tokens": [(0, 4096)],
-        "512 over 4,000 beside 64 decodes": [(4000, 512), *[(1000, 1)] * 64],
-    }
-    if bench.small:
-        prompts = {"70 tokens over 100": [(100, 70)]}
-    for what, slices in prompts.items():
-        _compare(bench, what, slices, WIDE)
-    decodes: dict[str, Slices] = {
-        f"{count} decodes over {context:,}": [(context - 1, 1)] * count
-        for count, context in (
-            [(3, 90)] if bench.small else [(64, 4096), (64, 1000), (16, 1000), (1, 65_536)]
-        )
-    }
-    for what, slices in decodes.items():
-        _compare(bench, what, slices, NARROW)
-    for count in (3,) if bench.small else (32, 8):
-        front, own = (6, 40) if bench.small else (64, 128)
-        what = f"{count} decodes over {front * PAGE:,} shared and {own} own"
-        _compare(bench, what, [(front * PAGE + own, 1)] * count, SHARED, front)
-    for direction in ("swap_in", "swap_out"):
-        _compare_copies(bench, direction)
-
-
-def _compare(
-    bench: Bench, what: str, slices: Slices, tried: Sequence[Changes], front: int = 0
-) -> None:
-    """Attention of 32/8 heads of 128 over these slices, by each choice; all begin with `front` pages."""
-    right: torch.Tensor | None = None
-    for each in variants(tried):
-        with bench.noting("choices", f"{what}: {words(each)}", choice=words(each)):
-            with chosen(each):
-                paged = Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, front=front)
-                right = paged.right() if right is None else right
-                check(f"{what}, {words(each)}", paged.run(), right)
-                seconds = bench.seconds([paged.run])
-            bench.report(
-                "choices",
-                f"{what}: {words(each)}: {seconds * 1e6:.0f} us",
-                what=what,
-                choice=words(each),
-                default=each == choices.current,
-                seconds=seconds,
-            )
-
-
-def _compare_copies(bench: Bench, direction: str) -> None:
-    """Scattered pages of a history of 4,000 tokens on an 8 B model, one layer after another."""
-    memory, moves = scattered(bench)
-    for each in variants(COPIES):
-        if each.copy_engine and bench.device.type != "cuda":
-            continue
-        with bench.noting("choices", f"{direction}: {words(each)}", choice=words(each)):
-            with chosen(each), stream_of_its_own(bench.device):
-                ready = memory.prepared(moves)._replace(runs=())
-                seconds = copied(bench, direction, memory, ready)
-                bench.synchronize()
-            rate = len(moves.source_pages) * memory.page_bytes / seconds
-            bench.report(
-                "choices",
-                f"{direction}: {words(each)}: {rate / 1e9:.1f} GB/s",
-                what=direction,
-                choice=words(each),
-                default=each == choices.current,
-                seconds=seconds,
-                bus_share=rate / bench.bus[direction] if bench.bus else None,
-            )
-
-
-def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
-    """As the copier has one: the driver's batches may not be on the default stream."""
-    if device.type != "cuda":
-        return nullcontext()
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return torch.cuda.stream(stream)
-
-
-def words(each: Choices) -> str:
-    """What differs from the defaults."""
-    pairs = zip(Choices._fields, each, Choices(), strict=True)
-    return (
-        ", ".join(f"{name}={value}" for name, value, usual in pairs if value != usual)
-        or "the defaults"
-    )
 
 
 # Narrow of both sizes, wide, and one that is cut.

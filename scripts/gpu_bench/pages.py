@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ class Paged:
         *,
         fp8: bool = False,
         front: int = 0,
+        shared: bool = True,
     ) -> Paged:
-        """All slices begin with the same `front` pages, and lie behind them."""
+        """All slices begin with the same `front` pages, which are read once if they are `shared`."""
         draw = torch.Generator(device=device).manual_seed(seed)
         ends = [start + length for start, length in slices]
         per_turn = -(-max(ends) // PAGE)
@@ -78,14 +80,14 @@ class Paged:
         def column(numbers: list[int]) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.int32, device=device)
 
-        shared = None
-        if front:
-            shared = SharedPages(array("i", [0] * len(slices)), array("i", [front]))
+        fronts = None
+        if front and shared:
+            fronts = SharedPages(array("i", [0] * len(slices)), array("i", [front]))
         device_plan = None
         if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size, stored=stored):
             starts = [start for start, _ in slices]
             blocks = cuda.blocks_at_once(device, head_size, stored)
-            plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks, shared=shared)
+            plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks, shared=fronts)
             device_plan = DevicePlan.of(plan, kv_heads, head_size, device)
         return cls(
             query,
@@ -95,7 +97,7 @@ class Paged:
                 torch.tensor([0, *lengths]).cumsum(0).int().to(device),
                 column(list(range(len(slices)))),
                 column([start for start, _ in slices]),
-                shared,
+                fronts,
             ),
             device_plan,
             torch.full_like(query, float("nan")),
@@ -213,6 +215,20 @@ def baselines(
     return ways
 
 
+def _tried(run: Attend, is_cuda: bool) -> Tensor:
+    """Run it twice, without torch's warnings about each kernel that it cannot take; raise if it waits."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        answer = run().clone()
+        if not is_cuda:
+            return answer
+        try:
+            torch.cuda.set_sync_debug_mode("error")  # what waits cannot be captured
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return answer
+
+
 def usable(
     ways: dict[str, Attend], right: Tensor, report: Callable[[str], None]
 ) -> dict[str, Attend]:
@@ -220,15 +236,9 @@ def usable(
     found = {}
     for name, run in ways.items():
         try:
-            answer = run().reshape(right.shape).clone()
-            if right.is_cuda:
-                torch.cuda.set_sync_debug_mode("error")  # what waits cannot be captured
-                run()
+            answer = _tried(run, right.is_cuda).reshape(right.shape)
         except Exception:  # no such kernel for these shapes
             continue
-        finally:
-            if right.is_cuda:
-                torch.cuda.set_sync_debug_mode("default")
         try:
             check(f"torch ({name})", answer, right)
         except PensieveError as error:

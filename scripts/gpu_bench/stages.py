@@ -60,15 +60,14 @@ STAGES = (
     ),
     Stage(
         3,
-        8,
-        "How fast are the kernels, and which choices are better?",
+        6,
+        "How fast are the kernels?",
         (
             Step("device", 90),
             Step("kernels", 120),
             Step("decode", 90),
             Step("prefill", 90),
             Step("swap", 90),
-            Step("choices", 180),
         ),
     ),
     Stage(
@@ -109,11 +108,10 @@ KERNELS = {
     "write": "the kernel that writes keys and values is wrong: stop here and mend it",
     "copy": "the kernel that copies pages is wrong: stop here and mend it",
     "draw": "the search that draws tokens is wrong: it is switched off (radix=0), and the run goes on",
-    "fused": "the fused kernels are wrong: fused=0 stays the default, and the run goes on",
+    "fused": "the kernels between a layer's products are wrong: stop here and mend them",
     "fp8": "the kernels for KV in fp8 are wrong: no --kv-dtype fp8 until they are mended; the run goes on",
 }
-DIRECTIONS = ("swap_in", "swap_out")
-OPTIONAL = ("fused", "fp8")  # nobody uses them who does not ask for them
+OPTIONAL = ("fp8",)  # nobody uses it who does not ask for it
 SWITCHED_OFF = {"wide": "hopper=0", "draw": "radix=0"}
 
 
@@ -231,8 +229,8 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
     for each in of(found, "decode", "share"):
         if each["share"] < 0.8:
             sentences.append(
-                f"decode reaches {each['share']:.0%} of the bandwidth, below 80 %: three blocks, then "
-                f"the merge inside the kernel ({each['line']})"
+                f"decode reaches {each['share']:.0%} of the bandwidth, below 80 %: the merge "
+                f"inside the kernel ({each['line']})"
             )
     for each in of(found, "prefill", "share"):
         if each["share"] < 0.6:
@@ -246,32 +244,6 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
                 f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 that its bytes allow: see whether "
                 f"what unpacks it is the limit ({each['line']})"
             )
-    groups: dict[str, list[Figures]] = {}
-    for each in of(found, "choices", "what", "choice", "seconds"):
-        groups.setdefault(each["what"], []).append(each)
-    for what, rows in groups.items():
-        best = min(rows, key=lambda each: float(each["seconds"]))
-        default = next((each for each in rows if each["default"]), None)
-        if default is None:
-            sentences.append(f"{what}: the present choice has no figure, so nothing is decided")
-            continue
-        gain = default["seconds"] / best["seconds"] - 1
-        if gain > 0.02:
-            sentences.append(
-                f"{what}: {best['choice']} is {gain:.0%} faster than {default['choice']}: make it the default"
-            )
-        else:
-            sentences.append(f"{what}: {default['choice']} stay")
-    shares = {
-        each["what"]: each["bus_share"]
-        for each in of(found, "choices", "what", "bus_share")
-        if "copy_engine" in each["choice"]
-    }
-    if shares:
-        reached = " and ".join(f"{share:.0%} ({what})" for what, share in shares.items())
-        replaces = len(shares) == len(DIRECTIONS) and min(shares.values()) >= 0.9
-        means = "they replace the copy kernel" if replaces else "the copy kernel stays"
-        sentences.append(f"batched copies reach {reached} of the bus: {means}")
     return sentences
 
 
@@ -291,6 +263,6 @@ def _of_iterations(found: Sequence[Figures]) -> list[str]:
     for each in of(found, "hidden", "ratio"):
         if each["ratio"] > 1.05:
             sentences.append(
-                f"a history from the host costs {each['ratio']:.2f} x: batched copies, then earlier swap-ins"
+                f"a history from the host costs {each['ratio']:.2f} x: earlier swap-ins"
             )
     return sentences

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from pensieve.core.iteration import SwapIn
 from pensieve.errors import DeviceError
 from pensieve.kernels import batched_copy
 from pensieve.kernels.attention import reference
 from pensieve.kernels.batched_copy import copy_pieces
-from pensieve.model.kv.memory import PageMoves
+from pensieve.model.kv import memory
+from pensieve.model.kv.memory import BATCHED_BYTES_MIN, KVMemory, PageMoves, copies_batches
+from pensieve.model.shape import ModelShape
+
+CUDA = torch.device("cuda", 0)
 
 # As cuda.h of CUDA 13.0 declares it; what the driver would refuse is refused.
 DRIVER = """
@@ -69,9 +74,32 @@ def test_what_the_driver_refuses_is_an_error_of_the_device(driver: None) -> None
         copy_pieces(pieces, arena, arena, stream=0)
 
 
-def test_without_such_a_driver_the_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched_copy, "LIBRARY", "libnothing.so.1")
+@pytest.mark.parametrize("library", ["libnothing.so.1", "libc.so.6"])
+def test_where_no_driver_copies_batches_the_kernel_does(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is none, or one without the function."""
+    monkeypatch.setattr(batched_copy, "LIBRARY", library)
     batched_copy._driver.cache_clear()
-    moves = PageMoves(torch.tensor([0]), torch.tensor([1]), torch.tensor([8]))
-    with pytest.raises(DeviceError, match="copy_engine=1 needs a driver"):
-        copy_pieces(moves.in_pieces(8, 2, 64), torch.zeros(9), torch.zeros(9), stream=1)
+    assert not batched_copy.available()
+    assert not copies_batches(CUDA, 1 << 20)
+
+
+def test_large_pages_of_a_gpu_are_copied_in_batches(driver: None) -> None:
+    assert copies_batches(CUDA, BATCHED_BYTES_MIN)
+    assert not copies_batches(CUDA, BATCHED_BYTES_MIN - 1)
+    assert not copies_batches(torch.device("cpu"), 1 << 20)
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_memory_prepares_moves_for_the_way_that_they_go(
+    driver: None, batches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "copies_batches", lambda device, layer_page_bytes: batches)
+    made = KVMemory(ModelShape(2, 4, 2, 8, 100, 512, torch.bfloat16, 0, 0), 9, 9, 4)
+    moves = PageMoves.from_swap_ins([SwapIn(0, 3, 7, 4), SwapIn(1, 4, 8, 4), SwapIn(2, 5, 1, 2)])
+    assert made.prepared(moves).pieces is None, "they stay on the device"
+    pieces = made.prepared_to_cross(moves).pieces
+    assert (pieces is not None) == batches
+    if pieces is not None:
+        assert pieces.sizes.tolist() == [2 * 4 * 4 * 8 * 2, *[2 * 8 * 2] * 4]

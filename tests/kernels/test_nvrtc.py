@@ -14,7 +14,6 @@ import pytest
 
 from pensieve.errors import DeviceError
 from pensieve.kernels import nvrtc
-from pensieve.kernels.attention import cuda
 from pensieve.kernels.nvrtc import ARCHITECTURES, Kernel
 from tests.compiled import FOLDER
 
@@ -146,20 +145,6 @@ def test_hoppers_products_overlap(head_size: int) -> None:
     under_way = next(i for i, each in enumerate(told) if each.endswith("0x1"))
     done = next(i for i in range(under_way + 1, len(told)) if told[i].endswith("0x0"))
     assert told[under_way + 1 : done] == ["MUFU.EX2"] * 66, "64 powers and two corrections"
-
-
-@pytest.mark.parametrize("stored", [(), nvrtc.FP8])
-@pytest.mark.parametrize("head_size", [64, 128])
-def test_for_few_rows_more_blocks_fit_into_the_registers(
-    head_size: int, stored: tuple[str, ...]
-) -> None:
-    kernel = kernel_of("multi_token_attention.cu", head_size=head_size)
-    kernel = kernel._replace(defines=(*kernel.defines, *stored, "FEW_ROWS"))
-    usage = dump(nvrtc.cubin(kernel, "sm_90a"), "-res-usage")
-    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
-    assert stack == 0
-    allotted = -(-registers // 8) * 8 * 128  # to a block
-    assert cuda.FEW_BLOCKS[head_size] * allotted <= 65_536
 
 
 def test_under_the_watchdog_a_wait_that_never_ends_traps() -> None:

@@ -335,7 +335,7 @@ def test_a_work_list_of_the_fewest_waves_fits_into_a_graph(seed: int) -> None:
     kv_heads, slots = draw.choice((1, 2, 8)), draw.choice((8, 132, 264))
     rows = draw.randint(1, 64)
     starts = [int(40_000 * draw.random() ** draw.choice((1, 6))) for _ in range(rows)]
-    blocks = BlocksAtOnce(slots, 132, few=draw.choice((None, slots)))
+    blocks = BlocksAtOnce(slots, 132)
     groups = [draw.randrange(-1, draw.choice((1, 3, 20))) for _ in range(rows)]
     pages = [
         min((start // 32 for start, of in zip(starts, groups, strict=True) if of == g), default=0)
@@ -355,5 +355,4 @@ def test_a_work_list_of_the_fewest_waves_fits_into_a_graph(seed: int) -> None:
         assert len(plan.merges) <= rows
         assert len(plan.pack_rows) <= 4 * rows
         assert plan.num_part_rows <= 4 * rows + more * min(4 * rows, 128)
-        assert plan.few_rows == (blocks.few is not None)
-        assert max(item.num_rows for item in plan.items) <= (16 if plan.few_rows else 128)
+        assert max(item.num_rows for item in plan.items) <= 128

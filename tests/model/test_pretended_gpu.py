@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,9 +30,10 @@ from pensieve.core.iteration import (
     TurnStart,
 )
 from pensieve.core.turn import Turn, TurnOptions
-from pensieve.kernels import choices, cuda_launch
+from pensieve.kernels import batched_copy, cuda_launch
 from pensieve.kernels.attention import cuda, tensor_map
 from pensieve.kernels.attention.plan import BlocksAtOnce, Plan
+from pensieve.kernels.batched_copy import Pieces
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.layer.cuda import CudaLayerKernels
 from pensieve.model import attention, fuse, transfer
@@ -116,7 +118,7 @@ class Pretended:
         monkeypatch.setattr(
             cuda,
             "_blocks_at_once",
-            lambda device, head_size, chosen: BlocksAtOnce(264, 132),
+            lambda device, head_size, hopper: BlocksAtOnce(264, 132),
         )
         monkeypatch.setattr(cuda_launch, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(cuda_launch, "architecture", lambda index=0: "sm_90a")
@@ -140,7 +142,7 @@ class Pretended:
             Drawn, "read", lambda drawn: [SampledToken(row.log.turn_id, 0) for row in drawn._rows]
         )
         monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
-        monkeypatch.setattr(PageMoves, "in_runs", really(PageMoves.in_runs))
+        monkeypatch.setattr(PageMoves, "in_pieces", really(PageMoves.in_pieces))
         monkeypatch.setattr(GroupMoves, "of", really(GroupMoves.of))
         monkeypatch.setattr(  # which looks at the host's own values
             "pensieve.model.sampling.penalties._ids_of",
@@ -305,6 +307,9 @@ def layers(*kernels: str) -> list[tuple[str, str]]:
 
 
 PLAIN = Sampling(ignore_eos=True)
+# What a fused layer launches besides the products and norms of torch.
+ATTENDING = ("rotate_and_write_kv", "multi_token_attention")
+BETWEEN_PRODUCTS = ("add_and_norm", "gate_and_multiply")
 
 
 def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
@@ -339,8 +344,9 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
     slices = (slice_of(first, 0, 40, True, 32), slice_of(second, 0, 20, False, 32))
     executor.launch(Iteration(0, slices, started=starts(first, second)))
     drawn = ("compute", "draw_tokens")
-    eager = layers("rotate_and_write_kv", "multi_token_attention")
-    in_pieces = layers("multi_token_attention")
+    eager = layers(*ATTENDING, *BETWEEN_PRODUCTS)
+    rest = [("compute", name) for name in BETWEEN_PRODUCTS]  # of the last layer: for some rows
+    in_pieces = [*layers("multi_token_attention"), *rest]
     assert gpu.take() == [*(in_pieces if graphs else eager), drawn]
     executor.launch(Iteration(1, (slice_of(first, 40, 41, True, 32),)))
     assert gpu.take() == [*([] if graphs else eager), drawn]
@@ -366,25 +372,15 @@ def test_kv_in_bytes_takes_the_kernels_for_bytes_and_asks_for_nothing_either(
     swap_ins = (SwapIn(1, 4, 8, 32),)
     executor.launch(Iteration(0, slices, (), swap_ins, started=starts(first, second)))
     kernels = {launch.kernel for stream, launch in gpu.launched if stream == "compute"}
-    each_layer = layers("rotate_and_write_kv", "multi_token_attention", "merge_parts")
+    each_layer = layers(*ATTENDING, "merge_parts", *BETWEEN_PRODUCTS)
     assert gpu.take() == [("swap_in", "copy_pages")] * SHAPE.num_layers + each_layer
     for_bytes = {each.source for each in kernels if "STORED=E4m3" in each.defines}
     assert for_bytes == {"write_kv.cu", "multi_token_attention.cu"}
-    assert {each.source for each in kernels} == for_bytes | {"merge_parts.cu"}
+    assert {each.source for each in kernels} == for_bytes | {"merge_parts.cu", "fused_rows.cu"}
     executor.launch(Iteration(1, (slice_of(first, 150, 151, True, 32),)))
-    eager = layers("rotate_and_write_kv", "multi_token_attention")
+    eager = layers(*ATTENDING, *BETWEEN_PRODUCTS)
     assert gpu.take() == ([] if graphs else eager)
     assert len(executor.collect().samples) == 2
-    executor.close()
-
-
-def test_by_choice_a_layer_is_two_launches_shorter(gpu: Pretended) -> None:
-    with choices.chosen(choices.Choices(fused=1)):
-        executor, _ = executor_on(gpu, fused=True)
-        turn = turn_of(0, 40, [3, 1], PLAIN)
-        executor.launch(Iteration(0, (slice_of(turn, 0, 40, True, 32),), started=starts(turn)))
-    fused = ("add_and_norm", "gate_and_multiply")
-    assert gpu.take() == layers("rotate_and_write_kv", "multi_token_attention", *fused)
     executor.close()
 
 
@@ -453,7 +449,8 @@ def test_streamed_turns_are_loaded_attended_to_and_stored_group_by_group(
     executor.launch(Iteration(0, slices, started=starts(resident, *streamed), groups=groups))
     told = gpu.take()
     on_compute = ("write_kv", "multi_token_attention") * (1 + len(groups))
-    assert [each for each in told if each[0] == "compute"] == layers(*on_compute)
+    between = BETWEEN_PRODUCTS if fused else ()
+    assert [each for each in told if each[0] == "compute"] == layers(*on_compute, *between)
     num_copies = SHAPE.num_layers * (3 + 2)  # the last group stores nothing
     assert [each for each in told if each[0] != "compute"] == [
         ("staging", "copy_pages")
@@ -466,17 +463,31 @@ def test_streamed_turns_are_loaded_attended_to_and_stored_group_by_group(
     executor.close()
 
 
-def test_long_runs_of_pages_take_the_copy_engine(
+def test_where_the_driver_copies_batches_swapped_pages_need_no_kernel(
     gpu: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pensieve.model.kv.memory.RUN_BYTES_MIN", 3 * 2 * 2 * 32 * 64 * 2)
-    executor, _ = executor_on(gpu)
-    run = tuple(SwapIn(each, each, 10 + each, 32) for each in range(3))
-    executor.launch(Iteration(0, (), (), run))
-    assert gpu.take() == [], "a kernel where the copy engine was faster"
-    assert executor.collect().finished_copies == (0, 1, 2)
-    executor.launch(Iteration(1, (), (), run[:2]))
-    assert gpu.take() == [("swap_in", "copy_pages")] * SHAPE.num_layers
+    """One call a layer, on the stream of swap-ins; pages that stay on the device are copied as ever."""
+    monkeypatch.setattr("pensieve.model.kv.memory.copies_batches", lambda device, page_bytes: True)
+    told: list[tuple[list[int], bool]] = []
+
+    def current_stream(device: torch.device) -> Any:
+        return SimpleNamespace(cuda_stream=id(gpu.streams.current))
+
+    def copy_pieces(pieces: Pieces, source: Any, target: Any, stream: int) -> None:
+        assert (source.device.type, target.device.type) == ("cpu", "cuda")
+        told.append((pieces.sizes.tolist(), stream == id(gpu.streams.swap_in)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(batched_copy, "copy_pieces", really(copy_pieces))
+    executor, memory = executor_on(gpu)
+    page_bytes = memory.page_bytes // SHAPE.num_layers
+    pages = ((3, 13, 32), (4, 14, 32), (7, 9, 32), (8, 11, 5))
+    swap_ins = tuple(SwapIn(index, *each) for index, each in enumerate(pages))
+    executor.launch(Iteration(0, (), (PageCopy(9, 1, 5),), swap_ins))
+    sizes = [2 * page_bytes, page_bytes, *[5 * 64 * 2] * 4]
+    assert told == [(sizes, True)] * SHAPE.num_layers
+    assert gpu.take() == layers("copy_pages")
+    assert executor.collect().finished_copies == (0, 1, 2, 3)
     executor.close()
 
 

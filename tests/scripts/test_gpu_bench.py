@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,18 @@ def test_the_gpu_bench_times_nothing_that_is_wrong(
     assert not any("above its limit" in each for each in told)
 
 
+def test_what_torch_says_about_a_baseline_that_it_cannot_do_is_not_shown() -> None:
+    def refused() -> torch.Tensor:
+        warnings.warn("Memory efficient kernel not used because …", UserWarning, stacklevel=1)
+        raise RuntimeError("no available kernel")
+
+    right = torch.ones(2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert set(usable({"refused": refused, "right": right.clone}, right, print)) == {"right"}
+    assert not told
+
+
 def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
     """Torch knows of causality by itself where there is nothing before the queries."""
     query, keys = torch.randn(1, 40, 4, 64), torch.randn(1, 2, 40, 64)
@@ -126,7 +139,7 @@ def test_a_section_that_dies_before_it_begins_has_failed_and_is_named(
 ) -> None:
     """Of a choice that is none, of a device that is none, and of what nobody has thought of."""
     run = bench_gpu.Run(tmp_path, "cpu", 600, io.StringIO())
-    run.step(Step("device", 120, small=True, choices="snake=yes"))
+    run.step(Step("device", 120, small=True, choices="hopper=yes"))
     assert not succeeded("swap", tmp_path, "cuda:99", 60, True)
     monkeypatch.setattr(bench_gpu, "run_section", dies)
     run.step(Step("decode", 60, small=True))
@@ -134,7 +147,7 @@ def test_a_section_that_dies_before_it_begins_has_failed_and_is_named(
     figures = figures_of(tmp_path)
     assert [each["section"] for each in figures] == ["device", "swap", "decode"]
     assert all(each["failed"] for each in figures)
-    assert "snake=NUMBER" in figures[0]["line"]
+    assert "hopper=0 or 1" in figures[0]["line"]
 
 
 def starts_another(*given: Any) -> None:
@@ -209,7 +222,7 @@ def test_a_run_keeps_figures_log_and_decisions_in_one_folder(
     """Also if nobody names the folder; `choices` of the environment reach the processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUT", raising=False)
-    monkeypatch.setenv("PENSIEVE_GPU_CHOICES", "snake=0")
+    monkeypatch.setenv("PENSIEVE_GPU_CHOICES", "radix=0")
     short = Stage(1, 1, "", (Step("versions", 60), Step("device", 60)))
     monkeypatch.setattr(bench_gpu, "STAGES", (short, short._replace(number=2)))
     monkeypatch.setattr(bench_gpu, "default_device", lambda: "cpu")
@@ -217,7 +230,7 @@ def test_a_run_keeps_figures_log_and_decisions_in_one_folder(
     (folder,) = tmp_path.glob("bench_gpu_*")
     assert {each.name for each in folder.iterdir()} == {"figures.jsonl", "log.txt", "decisions.txt"}
     figures = figures_of(folder)
-    assert any("snake=0" in each["line"] for each in figures)
+    assert any("radix=0" in each["line"] for each in figures)
     assert sum("copy_bandwidth" in each for each in figures) == 1
 
 
@@ -251,7 +264,10 @@ def test_a_stage_that_has_no_time_left_is_left_out(
         ([figure("kernels", failed=True)], After(stop=True)),
         ([figure("versions", failed=True)], After(stop=True)),
         ([figure("sanitizer", failed=True), figure("kernels", kind="narrow")], After()),
-        ([figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fused")], After()),
+        (
+            [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fused")],
+            After(stop=True),
+        ),
         ([figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fp8")], After()),
         ([figure("kernels", kind="narrow"), WRONG_COPY], After(stop=True)),
         (
@@ -291,7 +307,7 @@ def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
     ("number", "found", "told"),
     [
         (2, [figure("decode", failed=True)], "mean nothing"),
-        (3, [figure("decode", share=0.7)], "three blocks"),
+        (3, [figure("decode", share=0.7)], "merge inside the kernel"),
         (3, [figure("decode", share=0.9), figure("prefill", share=0.7)], "above its limit"),
         (3, [figure("prefill", share=0.5)], "ping-pong"),
         (3, [figure("decode", fp8_speed=1.2)], "what unpacks it is the limit"),
@@ -323,9 +339,7 @@ def test_a_stage_that_left_no_figures_was_not_examined_and_is_not_praised(number
         assert not any(praise in sentence for sentence in told)
 
 
-def test_what_was_switched_off_stays_so_in_every_choice_that_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_switched_off_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "current", choices.Choices(hopper=0, radix=0))
     seen: list[choices.Choices] = []
     run, drawn = Paged.run, Sampler.draw
@@ -340,36 +354,11 @@ def test_what_was_switched_off_stays_so_in_every_choice_that_is_tried(
 
     monkeypatch.setattr(Paged, "run", attend)
     monkeypatch.setattr(Sampler, "draw", draw)
-    for section in ("choices", "iteration", "sampler"):
+    for section in ("decode", "iteration", "sampler"):
         before = len(seen)
         assert succeeded(section, tmp_path, "cpu", 60, True)
         assert len(seen) > before
     assert {(each.hopper, each.radix) for each in seen} == {(0, 0)}
-    tried = [each["choice"] for each in figures_of(tmp_path) if "70 tokens" in each["line"]]
-    assert len(tried) == len(set(tried)) > 1, "one was tried twice"
-    assert [each["choice"] for each in figures_of(tmp_path) if each.get("default")] == [
-        "hopper=0, radix=0"
-    ] * 5
-
-
-def test_a_choice_that_fails_costs_itself_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Paged.run
-
-    def attend(self: Paged) -> torch.Tensor:
-        return run(self) if choices.current.snake else self.out.fill_(0.5)
-
-    monkeypatch.setattr(Paged, "run", attend)
-    assert not succeeded("choices", tmp_path, "cpu", 60, True)
-    figures = figures_of(tmp_path)
-    failed = [each.get("choice") for each in figures if each.get("failed")]
-    assert failed == ["snake=0", "wide_blocks=2, snake=0"]
-    measured = {each["choice"] for each in figures if "seconds" in each}
-    assert {"the defaults", "wide_blocks=2", "hopper=0", "few_rows=1", "shared=0"} < measured
-    assert not {"snake=0", "wide_blocks=2, snake=0"} & measured
-    lacking = [figure("choices", what="w", choice="snake=0", default=False, seconds=1.0)]
-    assert "w: the present choice has no figure, so nothing is decided" in decisions(3, lacking, [])
 
 
 def raises(*given: object) -> None:
@@ -441,9 +430,9 @@ def test_replies_over_kv_in_fp8_are_far_off_where_scales_are_of_another_side_or_
 def test_a_swap_that_moves_nothing_is_found_where_another_has_moved_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the copy engine has the pages that the kernel had before."""
+    """The pages lie there already."""
     kept: dict[int, Any] = {}
-    prepared, swap_in = KVMemory.prepared, KVMemory.swap_in
+    prepared, swap_in = KVMemory.prepared_to_cross, KVMemory.swap_in
     ways: list[Any] = []
 
     def same(self: KVMemory, moves: Any) -> Any:
@@ -454,7 +443,7 @@ def test_a_swap_that_moves_nothing_is_found_where_another_has_moved_the_same(
         runs[0]()
         return 1.0
 
-    monkeypatch.setattr(KVMemory, "prepared", same)
+    monkeypatch.setattr(KVMemory, "prepared_to_cross", same)
     monkeypatch.setattr(
         KVMemory, "swap_in", lambda *given: swap_in(*given) if len(ways) == 1 else None
     )

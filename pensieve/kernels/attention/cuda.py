@@ -17,7 +17,6 @@ from pensieve.kernels.attention import tensor_map
 from pensieve.kernels.attention.input import AttentionInput, SharedPages
 from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan, Plan, plan_work
 from pensieve.kernels.attention.tiles import Tiling
-from pensieve.kernels.choices import Choices
 from pensieve.kernels.cuda_launch import Argument, Launch, pointers
 from pensieve.kernels.kv_format import FP8
 from pensieve.kernels.nvrtc import Kernel
@@ -40,11 +39,9 @@ MULTIPROCESSOR_KIB = {
     (11, 0): 228,
 }
 BLOCKS_MAX = 2  # of a multiprocessor: its registers hold no more
-# Of a multiprocessor of Hopper's, compiled for at most 16 rows: 114 and 168 registers, 50 and 68 KiB.
-FEW_BLOCKS = {64: 4, 128: 3}
 ROWS_OF_A_MERGE = 4  # that one block of merge_parts does
-COPY_THREADS = 256  # of a block of copy_pages, and of one where the choice is few blocks
-COPY_THREADS_OF_FEW, FEW_COPY_BLOCKS = 1024, 8
+# Of copy_pages: more blocks move nothing faster over the bus, and take multiprocessors from the computation.
+COPY_BLOCKS_MAX, COPY_THREADS = 4, 1024
 
 
 def takes(dtype: torch.dtype, page_slots: int, head_size: int, *, stored: torch.dtype) -> bool:
@@ -89,8 +86,6 @@ def plan(
     shared: SharedPages | None = None,
 ) -> Plan:
     group = num_heads // num_kv_heads
-    if not choices.current.shared:
-        shared = None
     rows = tiling(head_size)
     return plan_work(lengths, starts, group, num_kv_heads, rows, blocks, waves_more, shared)
 
@@ -119,20 +114,17 @@ def blocks_at_once(
 
     Hopper's kernel takes no keys and values in fp8: its products read them from shared memory as they are.
     """
-    found = _blocks_at_once(device, head_size, choices.current)
+    found = _blocks_at_once(device, head_size, bool(choices.current.hopper))
     return found._replace(wide=None) if stored == FP8.element else found
 
 
 @cache
-def _blocks_at_once(device: torch.device, head_size: int, chosen: Choices) -> BlocksAtOnce:
+def _blocks_at_once(device: torch.device, head_size: int, hopper: bool) -> BlocksAtOnce:
     room = MULTIPROCESSOR_KIB.get(torch.cuda.get_device_capability(device), 100)
     count = cuda_launch.multiprocessors(device)
     blocks = min(BLOCKS_MAX, room // (BLOCK_KIB[head_size] + 1)) * count
-    has_hoppers = cuda_launch.architecture(device.index or 0) == "sm_90a" and chosen.hopper
-    if not has_hoppers or head_size not in HOPPER_HEAD_SIZES:
-        return BlocksAtOnce(blocks)
-    few = FEW_BLOCKS[head_size] * count if chosen.few_rows else None
-    return BlocksAtOnce(blocks, count * chosen.wide_blocks, few=few)
+    has_hoppers = hopper and cuda_launch.architecture(device.index or 0) == "sm_90a"
+    return BlocksAtOnce(blocks, count if has_hoppers and head_size in HOPPER_HEAD_SIZES else None)
 
 
 # -- launches --
@@ -204,13 +196,12 @@ def attention_launches(
             )
         )
     if len(plan.items):
-        few = ("FEW_ROWS",) if plan.few_rows else ()
         launches.append(
             Launch(
                 Kernel(
                     "multi_token_attention.cu",
                     "multi_token_attention",
-                    defines + stored(key_pages.dtype) + few,
+                    defines + stored(key_pages.dtype),
                 ),
                 len(plan.items) * num_kv_heads,
                 128,
@@ -358,13 +349,10 @@ def copy_pages_launch(
     num_slots: torch.Tensor,
 ) -> Launch:
     _, two, num_kv_heads, _, head_size = source_arena.shape
-    blocks = choices.current.copy_blocks
-    few = blocks <= FEW_COPY_BLOCKS
-    defines = (f"COPY_THREADS={COPY_THREADS_OF_FEW}",) if few else ()
     return Launch(
-        Kernel("copy_pages.cu", "copy_pages", defines),
-        min(len(source_pages), blocks),
-        COPY_THREADS_OF_FEW if few else COPY_THREADS,
+        Kernel("copy_pages.cu", "copy_pages"),
+        min(len(source_pages), COPY_BLOCKS_MAX),
+        COPY_THREADS,
         (
             *pointers(source_arena, source_pages, target_pages, num_slots),
             ("i", len(source_pages)),
@@ -377,9 +365,7 @@ def copy_pages_launch(
 
 def hopper_defines() -> tuple[str, ...]:
     """What is chosen of Hopper's kernel."""
-    chosen = choices.current
-    order = () if chosen.snake else ("STRIDED",)
-    return (*order, "WATCHDOG") if chosen.watchdog else order
+    return ("WATCHDOG",) if choices.current.watchdog else ()
 
 
 def stored(dtype: torch.dtype) -> tuple[str, ...]:

@@ -64,7 +64,6 @@ MERGE_COST = 4  # in pages: a launch more
 # Rows of a part that move as many bytes as a page: floats, written and read, against keys and values of
 # two bytes each.
 ROWS_OF_A_PAGE = PAGE_SLOTS * 2 * 2 // (2 * 4)
-FEW_ROWS = 16  # of csrc/cuda/multi_token_attention.cu
 ITEM, MERGE = 7, 8  # numbers of a record
 
 
@@ -135,13 +134,6 @@ class BlocksAtOnce(NamedTuple):
     narrow: int  # of the kernel for narrow tiles; it does the wide ones too where they have none
     wide: int | None = None  # of the kernel for wide tiles alone
     wide_step: int = 4  # pages that it takes at once: a part that ends in between wastes the rest
-    few: int | None = None  # of the narrow kernel compiled for at most FEW_ROWS rows
-
-    def for_rows(self, most: int) -> tuple[int, bool]:
-        """For narrow items of at most so many rows: how many blocks, and whether of the kernel for few."""
-        if self.few is None or most > FEW_ROWS:
-            return self.narrow, False
-        return self.few, True
 
 
 class Plan(NamedTuple):
@@ -149,9 +141,6 @@ class Plan(NamedTuple):
     wide_items: list[Item]  # alike: those for the kernel of wide tiles, where there is one
     merges: list[Merge]
     num_part_rows: int
-    few_rows: bool = (
-        False  # no item of `items` has more than FEW_ROWS, and their kernel is that for few
-    )
     pack_rows: tuple[int, ...] = ()  # of all packs: token · group + member
 
 
@@ -165,7 +154,6 @@ class DevicePlan(NamedTuple):
     merge_rows: int  # the most rows of a merge
     part_values: torch.Tensor  # float (part rows, kv_heads, head_size)
     part_sums: torch.Tensor  # float (part rows, kv_heads)
-    few_rows: bool = False  # as in `Plan`
 
     @classmethod
     def of(
@@ -196,7 +184,6 @@ class DevicePlan(NamedTuple):
             max((merge.num_rows for merge in plan.merges), default=0),
             torch.empty(rows, num_kv_heads, head_size, dtype=torch.float32, device=device),
             torch.empty(rows, num_kv_heads, dtype=torch.float32, device=device),
-            plan.few_rows,
         )
 
 
@@ -212,8 +199,8 @@ def plan_work(
 ) -> Plan:
     """Work for slices of these lengths that begin at these positions.
 
-    With `waves_more` 0 there are at most B / num_kv_heads + 1 items more than narrow tiles, where B is the
-    number of blocks that narrow work is planned for; the items of packs are among them.
+    With `waves_more` 0 there are at most `blocks.narrow` / num_kv_heads + 1 items more than narrow tiles; the
+    items of packs are among them.
     """
     tiles = [
         tile
@@ -225,13 +212,12 @@ def plan_work(
         wide = [tile for tile in tiles if tile.num_rows > tiling.narrow_max]
         if wide:
             tiles = [tile for tile in tiles if tile.num_rows <= tiling.narrow_max]
-    count, few_rows = blocks.for_rows(max((tile.num_rows for tile in tiles), default=0))
+    count = blocks.narrow
     load = TileCosts.of(PackedTiles(tiles, [], [], {}), tiling)
     cut = part_limit(load.kinds(), num_kv_heads, count, waves_more)
     if shared is not None:
         items_more = count // num_kv_heads + 1 if waves_more == 0 else None
-        found = packs_of(tiles, shared, Tiling(FEW_ROWS, FEW_ROWS) if few_rows else tiling)
-        packs = _worth(found, tiles, tiling)[:items_more]
+        packs = _worth(packs_of(tiles, shared, tiling), tiles, tiling)[:items_more]
         other = TileCosts.of(packed(tiles, packs, lengths, group), tiling)
         items_max = None if items_more is None else len(tiles) + items_more
         # Even, so that a wide pack is cut into as many parts as are reckoned with.
@@ -249,7 +235,7 @@ def plan_work(
         )
         wide_items = parts.cut(of_wide, cut.limit)
     rows = tuple(load.made.rows)
-    return Plan(items, wide_items, parts.merges, parts.num_rows, few_rows, rows)
+    return Plan(items, wide_items, parts.merges, parts.num_rows, rows)
 
 
 def _worth(packs: Sequence[Pack], tiles: Sequence[Tile], tiling: Tiling) -> list[Pack]:

@@ -1,8 +1,9 @@
 """The dense parts of a decoder layer on a GPU, in torch operations.
 
-`protocol` is the interface.  What `transformers` does in some twenty launches a layer takes about twelve:
-products with one input are one product, a norm is one launch where its weights are exact in the rows' type,
-and queries and keys are rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).
+`protocol` is the interface.  What `transformers` does in some twenty launches a layer takes about ten:
+products with one input are one product, a sum and its norm are one launch where the norm's weights are exact
+in the rows' type, and so are a gate and what it lets through (csrc/cuda/fused_rows.cu).  Queries and keys are
+rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).
 Nothing depends on the model's own modules any more, so an iteration can be captured as a CUDA graph.
 
 Weights keep their type: there is no `int8` here.
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels import choices, cuda_launch
+from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.cuda import ELEMENTS
 from pensieve.kernels.attention.input import AttentionInput, PageIndex
@@ -327,14 +328,10 @@ def _rotated(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 def takes_fused(rows: torch.Tensor, width: int) -> bool:
-    """Whether csrc/cuda/fused_rows.cu is chosen (`fused=1`), and can do these rows, of `width` or of twice as
-    many elements; it does in one launch what takes torch two."""
+    """Whether csrc/cuda/fused_rows.cu can do these rows, of `width` or of twice as many elements; it does in
+    one launch what takes torch two."""
     return bool(
-        choices.current.fused
-        and rows.is_cuda
-        and rows.dtype in ELEMENTS
-        and rows.is_contiguous()
-        and width % FUSED_EACH == 0
+        rows.is_cuda and rows.dtype in ELEMENTS and rows.is_contiguous() and width % FUSED_EACH == 0
     )
 
 

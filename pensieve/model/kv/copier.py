@@ -306,7 +306,7 @@ class CudaCopier(Copier):
       are not written again: full chunks never change, and of a partly filled one only `num_slots` are copied.
     * The core moves neither page of a copy before that copy is reported, and it is reported when the host
       has seen the event behind its last layer.
-    * A job keeps its tensors of page numbers, which lie on the device, until then.
+    * A job keeps its tensors of page numbers, which may lie on the device, until then.
 
     What threads share is under the one lock.  The worker launches a unit while it holds the lock, so `submit`
     either sees the unit or prevents it.
@@ -321,7 +321,7 @@ class CudaCopier(Copier):
 
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
         if swap_ins:
-            moves = self._memory.prepared(PageMoves.from_swap_ins(swap_ins))
+            moves = self._memory.prepared_to_cross(PageMoves.from_swap_ins(swap_ins))
             ready = self._streams.record(self._streams.compute)
             job = _SwapInJob(tuple(each.copy_id for each in swap_ins), moves, [])
             stream = self._streams.swap_in
@@ -335,7 +335,7 @@ class CudaCopier(Copier):
                     job.events.append(self._streams.record(stream))
                 self._swap_ins.append(job)
         if swap_outs:
-            moves = self._memory.prepared(PageMoves.from_swap_outs(swap_outs))
+            moves = self._memory.prepared_to_cross(PageMoves.from_swap_outs(swap_outs))
             ids = tuple(each.copy_id for each in swap_outs)
             after = self._streams.record(self._streams.compute)
             with self._changed:

@@ -16,9 +16,9 @@ group.
 Both tiers number their pages from 0.  Moves are given as `PageMoves` (built once per job) and
 done one layer at a time, so copying can overlap with computing.
 
-On a GPU the host tier is page-locked and mapped (host_arena.py).  Scattered pages cross the bus by the kernel
-`copy_pages`, one launch a layer; long runs of neighbors by the copy engine, one asynchronous copy each; or,
-by the choice `copy_engine=1`, all of a layer by one call of the driver (kernels/batched_copy.py).
+On a GPU the host tier is page-locked and mapped (host_arena.py).  Where the driver copies batches of pages,
+one call of it moves a layer's swapped pages over the bus (kernels/batched_copy.py).  Elsewhere, and for
+streamed turns, one launch of the kernel `copy_pages` does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch
 
 from pensieve.core.iteration import PageCopy, PageGroup, SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.kernels import choices, copy_pages
-from pensieve.kernels.batched_copy import Pieces, copy_pieces
+from pensieve.kernels import batched_copy, copy_pages
+from pensieve.kernels.batched_copy import Pieces
 from pensieve.kernels.kv_format import FP8
 from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
@@ -39,16 +39,15 @@ from pensieve.model.transfer import upload
 
 IN_PLACE = -1  # nothing is staged
 STAGING_ARENAS = 2  # while one is attended to, the other is loaded
-# The mean size of a run, in one layer, from which a call of the copy engine per run beats `copy_pages`.
-RUN_BYTES_MIN = 1 << 20
+# Of a page in one layer; a smaller page costs the driver as much, and `copy_pages` less.
+BATCHED_BYTES_MIN = 32 << 10
 
 
-class Run(NamedTuple):
-    """Neighboring pages that move to neighboring pages."""
-
-    source_page: int
-    target_page: int
-    num_pages: int
+def copies_batches(device: torch.device, layer_page_bytes: int) -> bool:
+    """Return whether the driver moves pages of this size over the bus, and not `copy_pages`."""
+    return (
+        device.type == "cuda" and layer_page_bytes >= BATCHED_BYTES_MIN and batched_copy.available()
+    )
 
 
 class PageMoves(NamedTuple):
@@ -57,10 +56,7 @@ class PageMoves(NamedTuple):
     source_pages: torch.Tensor
     target_pages: torch.Tensor
     num_slots: torch.Tensor
-    runs: tuple[Run, ...] = ()  # the same moves, if they are long enough for the copy engine
-    pieces: Pieces | None = (
-        None  # the same moves in one layer, where the driver copies them as a batch
-    )
+    pieces: Pieces | None = None  # the same moves in one layer, for the driver
 
     @classmethod
     def from_copies(cls, copies: Sequence[PageCopy]) -> PageMoves:
@@ -79,35 +75,24 @@ class PageMoves(NamedTuple):
         table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
         return cls(*table.T.contiguous())
 
-    def in_runs(self, chunk_tokens: int) -> tuple[Run, ...]:
-        """The same moves as the longest runs of whole pages; none if a page is not copied whole."""
-        if bool((self.num_slots != chunk_tokens).any()):
-            return ()
-        runs: list[Run] = []
-        pairs = zip(self.source_pages.tolist(), self.target_pages.tolist(), strict=True)
-        for source, target in sorted(pairs):
-            if runs:
-                first_source, first_target, count = runs[-1]
-                if (source, target) == (first_source + count, first_target + count):
-                    runs[-1] = Run(first_source, first_target, count + 1)
-                    continue
-            runs.append(Run(source, target, 1))
-        return tuple(runs)
-
     def in_pieces(self, chunk_tokens: int, tiles: int, tile_bytes: int) -> Pieces:
         """The same moves in one layer: runs of whole pages; of other pages the beginning of each tile."""
-        whole = self.num_slots == chunk_tokens
-        sources, targets, num_slots = (each[whole] for each in self[:3])
-        runs = PageMoves(sources, targets, num_slots).in_runs(chunk_tokens)
         page_bytes = tiles * tile_bytes
-        rows = [(run.source_page * page_bytes, run.target_page * page_bytes, run.num_pages * page_bytes)
-                for run in runs]  # fmt: skip
-        for source, target, count in zip(
-            *(each[~whole].tolist() for each in self[:3]), strict=True
+        rows: list[tuple[int, int, int]] = []
+        for source, target, count in sorted(
+            zip(*(each.tolist() for each in self[:3]), strict=True)
         ):
-            size = tile_bytes * count // chunk_tokens
-            for offset in range(0, page_bytes, tile_bytes):
-                rows.append((source * page_bytes + offset, target * page_bytes + offset, size))
+            first, there = source * page_bytes, target * page_bytes
+            if count < chunk_tokens:
+                size = tile_bytes * count // chunk_tokens
+                rows += [(first + at, there + at, size) for at in range(0, page_bytes, tile_bytes)]
+                continue
+            if rows:
+                before, before_there, size = rows[-1]
+                if (first, there) == (before + size, before_there + size):
+                    rows[-1] = (before, before_there, size + page_bytes)
+                    continue
+            rows.append((first, there, page_bytes))
         table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
         return Pieces(*table.T.contiguous())
 
@@ -154,6 +139,7 @@ class KVMemory:
         self.page_bytes = shape.kv_bytes_per_page(chunk_tokens)
         self.format = shape.kv_format
         device = torch.device(device)
+        self._copies_batches = copies_batches(device, self.page_bytes // shape.num_layers)
         assert device.type == "cpu" or not self.in_place, "a GPU's kernels read its own memory"
         self.device_arena = self._allocate("device", device_pages + 1, device)
         self.staging_arena = self._allocate("staging", staging_pages, device, STAGING_ARENAS)
@@ -234,22 +220,20 @@ class KVMemory:
         return None if self._kv_scales is None else self._kv_scales[layer]
 
     def prepared(self, moves: PageMoves) -> PageMoves:
-        """The moves on the arenas' device, and as runs where its copy engine is the faster way."""
+        """Return the moves for `copy_pages`: on the arenas' device."""
         device = self.device_arena.device
         if device.type == "cpu":
             return moves
-        if choices.current.copy_engine:
-            tiles = 2 * self.shape.num_kv_heads
-            tile_bytes = self.page_bytes // self.shape.num_layers // tiles
-            pieces = moves.in_pieces(self.chunk_tokens, tiles, tile_bytes)
-            sources, targets, num_slots = (upload(each, device) for each in moves[:3])
-            return PageMoves(sources, targets, num_slots, (), pieces)
-        runs = moves.in_runs(self.chunk_tokens)
-        layer_bytes = self.page_bytes // self.shape.num_layers
-        if sum(run.num_pages for run in runs) * layer_bytes < len(runs) * RUN_BYTES_MIN:
-            runs = ()
         sources, targets, num_slots = (upload(each, device) for each in moves[:3])
-        return PageMoves(sources, targets, num_slots, runs)
+        return PageMoves(sources, targets, num_slots)
+
+    def prepared_to_cross(self, moves: PageMoves) -> PageMoves:
+        """Return the moves for `swap_in` or `swap_out`."""
+        if not self._copies_batches:
+            return self.prepared(moves)
+        tiles = 2 * self.shape.num_kv_heads
+        tile_bytes = self.page_bytes // self.shape.num_layers // tiles
+        return moves._replace(pieces=moves.in_pieces(self.chunk_tokens, tiles, tile_bytes))
 
     def moves_of(self, groups: Sequence[PageGroup]) -> list[GroupMoves]:
         """What groups move, on the arenas' device: one copy takes all of it there."""
@@ -282,13 +266,9 @@ class KVMemory:
 
     @staticmethod
     def _cross(source: torch.Tensor, target: torch.Tensor, moves: PageMoves) -> None:
-        if moves.pieces is not None:
-            device = target.device if target.is_cuda else source.device
-            handle = torch.cuda.current_stream(device).cuda_stream
-            copy_pieces(moves.pieces, source, target, handle)
-            return
-        for first_source, first_target, count in moves.runs:
-            run = source[first_source : first_source + count]
-            target[first_target : first_target + count].copy_(run, non_blocking=True)
-        if not moves.runs:
+        if moves.pieces is None:
             copy_pages(source, target, *moves[:3], mapped=True)
+            return
+        device = target.device if target.is_cuda else source.device
+        handle = torch.cuda.current_stream(device).cuda_stream
+        batched_copy.copy_pieces(moves.pieces, source, target, handle)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.kernels import choices
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.attention.input import AttentionInput, AttentionKind, PageIndex, SharedPages
 from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan, Plan
@@ -55,7 +54,6 @@ def attend(
     *,
     blocks_at_once: int = 1,
     hopper: bool = False,
-    few_rows: bool = False,
     backwards: bool = False,
     early: bool = False,
     fronts: list[Front] | None = None,
@@ -64,12 +62,10 @@ def attend(
     """Check a case, and return how its work was planned."""
     shape = (heads, kv_heads, head_size, dtype, kv_format)
     case = Case(slices, *shape, fronts=fronts or (), **more)
-    wide = blocks_at_once if hopper or few_rows else None
-    blocks = BlocksAtOnce(blocks_at_once, wide, few=blocks_at_once if few_rows else None)
+    blocks = BlocksAtOnce(blocks_at_once, blocks_at_once if hopper else None)
     shared = None if fronts is None else case.shared
     work = launched(case, blocks, shared=shared, backwards=backwards, early=early)
     assert bool(len(work.wide_items)) == hopper
-    assert work.few_rows == few_rows
     case.check()
     return cuda.plan(case.lengths, case.starts, heads, kv_heads, head_size, blocks, shared=shared)
 
@@ -139,21 +135,17 @@ def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
 
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(("backwards", "early"), [(False, False), (True, True)])
-def test_the_kernel_for_few_rows(head_size: int, backwards: bool, early: bool) -> None:
+def test_few_rows(head_size: int, backwards: bool, early: bool) -> None:
     """Decodes and short pieces of one to sixteen rows, one of them cut, beside a prompt's wide tile."""
     slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
-    order: dict[str, Any] = {"backwards": backwards, "early": early, "few_rows": True}
+    order: dict[str, Any] = {"backwards": backwards, "early": early}
     assert attend(slices, 4, 1, head_size, blocks_at_once=6, **order).merges
     attend([*slices, (4, 30, 35)], 4, 1, head_size, hopper=True, **order)
 
 
-@pytest.mark.parametrize("snake", [0, 1])
 @pytest.mark.parametrize(("last", "num_items"), [(144, 12), (160, 14), (272, 16), (288, 18)])
-def test_each_of_hoppers_items_is_done_in_either_order(
-    last: int, num_items: int, snake: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_of_hoppers_items_is_done(last: int, num_items: int) -> None:
     """Four blocks: three whole turns, there, back and there; a part or all of a fourth; a part of a fifth."""
-    monkeypatch.setattr(choices, "current", choices.Choices(snake=snake))
     lengths, starts = [144, 144, last], [10, 40, 0]
     planned = cuda.plan(lengths, starts, 4, 2, 64, BlocksAtOnce(1, 1))
     assert len(planned.wide_items) * 2 == num_items, "for each of two KV heads"
@@ -208,10 +200,6 @@ def test_a_block_takes_the_shared_memory_that_plans_reckon_with(head_size: int) 
     kernel = Kernel("multi_token_attention.cu", "multi_token_attention", defines)
     needed = shared_bytes(Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
     assert needed <= cuda.BLOCK_KIB[head_size] * 1024 < needed + 4096
-    if head_size in cuda.FEW_BLOCKS:
-        few = kernel._replace(defines=(*defines, "FEW_ROWS"))
-        needed = shared_bytes(Launch(few, 1, 128, (), "multi_token_attention_shared_bytes"))
-        assert cuda.FEW_BLOCKS[head_size] * (needed + 1024) <= 228 * 1024, "what Hopper has"
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
@@ -296,10 +284,7 @@ def test_pages_are_copied_as_far_as_they_go(dtype: torch.dtype) -> None:
     right = target.clone()
     move = (torch.randperm(40)[:35], torch.randperm(40)[:35], torch.randint(1, 33, (35,)))
     reference.copy_pages(source, right, *move)
-    for blocks, threads in ((32, 256), (8, 1024), (3, 1024)):
-        target.fill_(7.0)
-        with choices.chosen(choices.Choices(copy_blocks=blocks)):
-            launch = cuda.copy_pages_launch(source, target, *move)
-        assert (launch.num_blocks, launch.num_threads) == (blocks, threads)
-        run(launch)
-        assert torch.equal(target, right)
+    launch = cuda.copy_pages_launch(source, target, *move)
+    assert (launch.num_blocks, launch.num_threads) == (4, 1024)
+    run(launch)
+    assert torch.equal(target, right)

@@ -31,9 +31,9 @@ def test_in_half_precision_cut_backwards_and_with_copies_that_come_early() -> No
     assert attend(slices, 2, 1, 128, torch.float16, blocks_at_once=12, **order).merges
 
 
-def test_the_kernel_for_few_rows_takes_bytes() -> None:
+def test_few_rows_over_bytes() -> None:
     slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
-    assert attend(slices, 4, 1, 128, blocks_at_once=6, few_rows=True, kv_format="fp8").merges
+    assert attend(slices, 4, 1, 128, blocks_at_once=6, kv_format="fp8").merges
 
 
 def same_bytes(found: torch.Tensor, right: torch.Tensor) -> bool:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.kernels import PAGE_SLOTS, choices
-from pensieve.kernels.attention import cuda
+from pensieve.kernels import PAGE_SLOTS
 from pensieve.kernels.attention.input import SharedPages
 from pensieve.kernels.attention.plan import BlocksAtOnce, DevicePlan, Plan, plan_work
 from pensieve.kernels.attention.tiles import Tiling
@@ -94,17 +93,12 @@ def test_each_row_sees_each_position_once(seed: int) -> None:
         )
     shared = shared_of(groups, pages)
     number = draw.choice((8, 132, 264))
-    for blocks in (
-        BlocksAtOnce(number),
-        BlocksAtOnce(number, 132),
-        BlocksAtOnce(number, 132, 4, 396),
-    ):
+    for blocks in (BlocksAtOnce(number), BlocksAtOnce(number, 132)):
         for waves_more in (None, 0):
             arguments = (lengths, starts, group, kv_heads, TILING, blocks, waves_more)
             plan = plan_work(*arguments, shared)
             check(plan, lengths, starts, group)
             alone = plan_work(*arguments)
-            assert plan.few_rows == alone.few_rows
             if plan.pack_rows:
                 assert pages_read(plan) < pages_read(alone)
             else:
@@ -162,14 +156,6 @@ def test_wide_tiles_are_packed_where_one_kernel_does_all() -> None:
     assert not on_hopper.pack_rows, "they are of a kernel that takes no packs"
 
 
-def test_it_can_be_switched_off() -> None:
-    lengths, starts, shared = [1] * 32, [2048] * 32, shared_of([0] * 32, [64])
-    arguments = (lengths, starts, 8, 8, 128, HOPPER)
-    assert cuda.plan(*arguments, shared=shared).pack_rows
-    with choices.chosen(choices.Choices(shared=0)):
-        assert cuda.plan(*arguments, shared=shared) == cuda.plan(*arguments)
-
-
 # -- on emulated threads --
 
 
@@ -204,14 +190,12 @@ def test_packs_are_cut_like_tiles(
 
 @needs_x86
 @pytest.mark.parametrize("kv_format", ["auto", "fp8"])
-def test_the_kernel_for_few_rows_takes_packs(kv_format: str) -> None:
+def test_decodes_make_one_pack(kv_format: str) -> None:
     slices = [(turn, 330 + 30 * turn, 1) for turn in range(6)]
     fronts = [(10, [0, 1, 2, 3, 4, 5])]
-    plan = attend(
-        slices, 4, 1, 128, few_rows=True, kv_format=kv_format, fronts=fronts, blocks_at_once=2
-    )
-    assert len({item.pack_row for item in plan.items}) == 1 + 2
-    assert max(item.num_rows for item in plan.items) == 16
+    plan = attend(slices, 4, 1, 128, kv_format=kv_format, fronts=fronts, blocks_at_once=2)
+    assert len({item.pack_row for item in plan.items}) == 1 + 1
+    assert max(item.num_rows for item in plan.items) == 6 * 4
 
 
 @needs_x86

@@ -196,7 +196,7 @@ def test_wide_work_is_planned_for_the_blocks_that_hoppers_kernel_runs(
 
 
 def test_for_twice_as_many_blocks_a_prompt_would_be_cut_and_merged() -> None:
-    """What was planned before (the choice `wide_blocks=2`): 17 MB of partial results in every layer."""
+    """With 17 MB of partial results in every layer."""
     before = plan_work([512], [15_872], 4, 8, TILING, BlocksAtOnce(264, 264))
     now = plan_work([512], [15_872], 4, 8, TILING, HOPPER)
     assert len(now.wide_items) * 8 == 128
@@ -224,18 +224,6 @@ def test_what_a_merge_would_cost_more_than_it_gains_is_left_whole() -> None:
         "a single wide tile over a long context is cut for the whole machine"
     )
     assert 0.8 * 132 <= len(one.wide_items) * 8 <= 132
-
-
-def test_decodes_are_planned_for_the_kernel_of_few_rows_only_if_all_are() -> None:
-    blocks = BlocksAtOnce(264, 132, few=396)
-    decodes = plan_work([1] * 4, [8000] * 4, 4, 8, TILING, blocks)
-    assert decodes.few_rows
-    assert 0.8 * 396 <= len(decodes.items) * 8 <= 396
-    longer = plan_work([1] * 4 + [5], [8000] * 5, 4, 8, TILING, blocks)
-    assert not longer.few_rows
-    assert len(longer.items) * 8 <= 264
-    beside = plan_work([1] * 4 + [32], [8000] * 5, 4, 8, TILING, blocks)
-    assert beside.few_rows, "a wide tile has its own kernel"
 
 
 @pytest.mark.parametrize("seed", range(60))

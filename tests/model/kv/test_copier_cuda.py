@@ -12,7 +12,7 @@ import torch
 from pensieve.core.iteration import SwapIn, SwapOut
 from pensieve.errors import DeviceError
 from pensieve.model.kv.copier import CudaCopier
-from pensieve.model.kv.memory import KVMemory, PageMoves, Run
+from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
 
@@ -211,20 +211,3 @@ def test_a_reporter_in_another_thread_hears_of_swap_outs() -> None:
     reporter.join(WAIT_SECONDS)
     assert heard == [0, 1, 2, 3]
     copier.close()
-
-
-def test_neighbours_move_as_runs() -> None:
-    moves = PageMoves.from_swap_ins(
-        [SwapIn(0, 3, 7, 4), SwapIn(0, 1, 2, 4), SwapIn(0, 4, 8, 4), SwapIn(0, 5, 1, 4)]
-    )
-    assert moves.in_runs(4) == (Run(1, 2, 1), Run(3, 7, 2), Run(5, 1, 1))
-    assert moves.in_runs(8) == (), "a page that is not copied whole"
-    memory = KVMemory(SHAPE, PAGES, PAGES, SIZE)
-    memory.host_arena.copy_(torch.arange(memory.host_arena.numel()).view_as(memory.host_arena))
-    other = KVMemory(SHAPE, PAGES, PAGES, SIZE)
-    other.host_arena.copy_(memory.host_arena)
-    memory.device_arena.zero_()
-    other.device_arena.zero_()
-    memory.swap_in(1, moves)
-    other.swap_in(1, moves._replace(runs=moves.in_runs(SIZE)))
-    assert torch.equal(memory.device_arena, other.device_arena)
