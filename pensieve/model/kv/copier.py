@@ -33,6 +33,7 @@ from pensieve.errors import DeviceError
 from pensieve.model.kv.memory import KVMemory, PageMoves
 
 UNIT_BYTES = 16 << 20  # a third of a millisecond of the bus
+LAYERS_AHEAD = 4  # of the compute, that a GPU's swap-ins are launched
 
 
 def copier_for(memory: KVMemory) -> Copier:
@@ -268,7 +269,7 @@ class TorchStreams:
 class _SwapInJob:
     copy_ids: tuple[int, ...]
     moves: PageMoves
-    events: list[Event]  # behind each layer
+    events: list[Event]  # behind each layer that was launched
 
 
 @dataclass(slots=True, eq=False)
@@ -283,14 +284,17 @@ class CudaCopier(Copier):
     """Three streams: the one that computes, one for swap-ins, one for swap-outs.
 
         compute    ├ wait e0 ┤ layer 0 ├ wait e1 ┤ layer 1 ├ …        the host never waits
-        swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                            all layers launched at once
+        swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                            launched some layers ahead
         swap-out               ├ some layers ┤    ├ some layers ┤     unit by unit, by the worker
 
-    `submit` launches the swap-ins of an iteration on their stream at once, with an event behind each layer;
-    `wait_layer(n)` makes the computing stream wait for the events of layer n, and the host for nothing. Swap-
-    outs are not urgent, so a worker thread launches them a unit at a time (some layers, about `UNIT_BYTES`)
-    and only while no swap-in is outstanding: they yield after at most one unit.  A swap-in also waits, on the
-    device, for the unit that is under way, so the two directions do not compete for the bus.
+    Swap-ins have a stream, with an event behind each layer. `submit` launches the first `LAYERS_AHEAD`
+    layers, `wait_layer(n)` those up to `LAYERS_AHEAD` behind n: launched all at once, they would keep the
+    host from launching the first layer's compute. What no forward has asked for, `poll`, `wait_any` and
+    the next `submit` launch. `wait_layer(n)` makes the computing stream wait for the events of layer n,
+    and the host for nothing. Swap-outs are not urgent, so a worker thread launches them a unit at a time
+    (some layers, about `UNIT_BYTES`) and only while no swap-in is outstanding: they yield after at most
+    one unit. A swap-in also waits, on the device, for the unit that is under way, so the two directions
+    do not compete for the bus.
 
     Why no page is read or written wrongly:
 
@@ -324,16 +328,15 @@ class CudaCopier(Copier):
             moves = self._memory.prepared_to_cross(PageMoves.from_swap_ins(swap_ins))
             ready = self._streams.record(self._streams.compute)
             job = _SwapInJob(tuple(each.copy_id for each in swap_ins), moves, [])
-            stream = self._streams.swap_in
-            with self._changed, self._streams.on(stream):
+            with self._changed:
                 self._raise_error()
+                self._launch_swap_ins(self._num_layers)  # of iterations before
+                stream = self._streams.swap_in
                 stream.wait_event(ready)
                 if self._unit is not None:
                     stream.wait_event(self._unit)
-                for layer in range(self._num_layers):
-                    self._memory.swap_in(layer, moves)
-                    job.events.append(self._streams.record(stream))
                 self._swap_ins.append(job)
+                self._launch_swap_ins(LAYERS_AHEAD)
         if swap_outs:
             moves = self._memory.prepared_to_cross(PageMoves.from_swap_outs(swap_outs))
             ids = tuple(each.copy_id for each in swap_outs)
@@ -346,6 +349,7 @@ class CudaCopier(Copier):
         if not self._swap_ins:
             return
         with self._changed:
+            self._launch_swap_ins(layer + 1 + LAYERS_AHEAD)
             events = [job.events[layer] for job in self._swap_ins]
         for event in events:
             self._streams.compute.wait_event(event)
@@ -359,6 +363,7 @@ class CudaCopier(Copier):
     def wait_any(self) -> tuple[int, ...]:
         while True:
             with self._changed:
+                self._launch_swap_ins(self._num_layers)
                 self._sweep()
                 if not self._swap_ins:
                     self._changed.wait_for(
@@ -378,13 +383,31 @@ class CudaCopier(Copier):
             for stream in (self._streams.swap_in, self._streams.swap_out):
                 self._streams.record(stream).synchronize()
 
+    def _launch_swap_ins(self, num_layers: int) -> None:
+        """Launch the first layers of every swap-in, as far as they are not launched."""
+        stream, num_layers = self._streams.swap_in, min(num_layers, self._num_layers)
+        for job in self._swap_ins:
+            if len(job.events) >= num_layers:
+                continue
+            with self._streams.on(stream):
+                for layer in range(len(job.events), num_layers):
+                    self._memory.swap_in(layer, job.moves)
+                    job.events.append(self._streams.record(stream))
+            self._changed.notify_all()
+
+    def _is_launched(self, job: _SwapInJob) -> bool:
+        return len(job.events) == self._num_layers
+
     def _sweep(self) -> None:
         """Mark the swap-ins as finished, in order, whose last event the device has passed."""
-        while self._swap_ins and self._swap_ins[0].events[-1].query():
+        while self._swap_ins and self._is_launched(job := self._swap_ins[0]):
+            if not job.events[-1].query():
+                return
             self._finished.extend(self._swap_ins.pop(0).copy_ids)
             self._changed.notify_all()
 
     def _report(self) -> tuple[int, ...]:
+        self._launch_swap_ins(self._num_layers)
         self._sweep()
         return super()._report()
 
@@ -403,7 +426,12 @@ class CudaCopier(Copier):
         """Launch some layers of the oldest swap-out, once there is one; None when closing."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._swap_outs)
+                self._changed.wait_for(
+                    lambda: (
+                        self._closing
+                        or (self._swap_outs and all(map(self._is_launched, self._swap_ins)))
+                    )
+                )
                 if self._closing:
                     return None
                 self._sweep()

@@ -11,6 +11,7 @@ import torch
 
 from pensieve.core.iteration import SwapIn, SwapOut
 from pensieve.errors import DeviceError
+from pensieve.model.kv import copier as copier_module
 from pensieve.model.kv.copier import CudaCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.shape import ModelShape
@@ -175,6 +176,29 @@ def test_waiting_for_a_layer_blocks_the_device_and_not_the_host() -> None:
     assert not wrong
     assert copier.poll() == (1,)
     assert not copier.arriving
+    copier.close()
+
+
+def test_swap_ins_are_launched_a_little_ahead_of_the_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copier_module, "LAYERS_AHEAD", 1)
+    streams = FakeStreams(0)
+    memory = StreamedMemory(streams)
+    launched: list[int] = []
+    swap_in = memory.swap_in
+    monkeypatch.setattr(
+        memory, "swap_in", lambda layer, moves: (launched.append(layer), swap_in(layer, moves))
+    )
+    copier = CudaCopier(memory, streams)
+    copier.submit([SwapIn(1, 2, 3, SIZE)], [SwapOut(2, 4, 4, SIZE)])
+    assert launched == [0]
+    copier.wait_layer(0)
+    assert launched == [0, 1]
+    assert collect(copier, 2), (
+        "what no forward has asked for is launched, and the swap-out after it"
+    )
+    assert launched == [*range(SHAPE.num_layers)]
     copier.close()
 
 
