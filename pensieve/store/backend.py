@@ -80,7 +80,10 @@ class ErasureSteps:
     Used outside of transactions, but for `prepare`.
     """
 
-    pending = False  # whether a deletion waits for its end
+    @property
+    def pending(self) -> bool:
+        """Whether a deletion waits for its end."""
+        return False
 
     @property
     def due(self) -> bool:

@@ -264,6 +264,8 @@ class WriterConnection:
             ):
                 conn.execute(f"PRAGMA {pragma}").fetchall()
             has_changed = self._on_open(db)
+            # What a savepoint or a statement keeps of pages, to undo it, is in no file outside of the folder.
+            conn.execute("PRAGMA temp_store = MEMORY").fetchall()
             self.limit.watch(conn)
         except BaseException:
             with contextlib.suppress(self.driver.Error):

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
-LANES = 16  # threads that write to PostgreSQL at the same time
+LANES = 16  # threads that may use the store at the same time
 
 
 class ConversationStore:
@@ -682,4 +682,5 @@ def open_backend(
         housekeeper or Housekeeper(is_ours=True),
         open_shared(url, driver) if url else None,
         lease_seconds,
+        num_lanes,
     )
