@@ -43,7 +43,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pensieve.store.backend import Conflict
-from pensieve.store.connection import WriterConnection
+from pensieve.store.connection import CONSTRAINT, WriterConnection, primary_code
 from pensieve.store.shared_file import SLICE_SECONDS
 
 if TYPE_CHECKING:
@@ -250,8 +250,7 @@ class SharedCommits(WriterConnection):
 
     def _blames_database(self, error: Exception) -> bool:
         """Whether it is the database's; a constraint is the statement's, which alone was undone."""
-        driver = self.driver
-        return isinstance(error, driver.Error) and not isinstance(error, driver.IntegrityError)
+        return isinstance(error, self.driver.Error) and primary_code(error) != CONSTRAINT
 
     def _joining_in(self, group: Group) -> Waiter | None:
         """Who joins next, if anybody may."""

@@ -58,6 +58,7 @@ class Disk:
         self.num_calls = 0
         self.fired: Fault | None = None  # the latest that came true
         self.on_fire: Callable[[Fault], None] = lambda fault: None
+        self.on_savepoint: Callable[[], None] = lambda: None
         self._between = between  # another thread's turn, while the store's waits for the disk
         self._shelf = shelf
         self._num_folders = 0
@@ -108,6 +109,8 @@ class Disk:
 
         class Connection(preferred_driver.Connection):  # type: ignore[misc]
             def execute(self, *arguments: Any) -> Any:
+                if arguments[0].startswith("SAVEPOINT"):
+                    disk.on_savepoint()
                 return disk.call(lambda: super(Connection, self).execute(*arguments))
 
         return preferred_driver.connect(*arguments, factory=Connection, **options)
