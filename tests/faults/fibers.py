@@ -78,14 +78,14 @@ class Fibers:
     def __init__(self, seed: int) -> None:
         self.has_died = False  # the process, before each of its threads knows it
         self.ready: list[Fiber] = []
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
 
     def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Fiber]:
         """All of them to their ends; ProcessDied if one of them met that."""
         fibers = [Fiber(self, job) for job in jobs]
         self.ready = list(fibers)
         while self.ready:
-            fiber = self.ready.pop(self._random.randrange(len(self.ready)))
+            fiber = self.ready.pop(self.random.randrange(len(self.ready)))
             fiber.resume()
             if self.has_died:
                 self.ready = [each for each in fibers if not each.has_ended]
@@ -97,7 +97,7 @@ class Fibers:
     def give_way(self) -> None:
         """Perhaps another fiber goes on; called by one of them, or by a thread that is alone."""
         fiber = _here.fiber
-        if fiber is not None and not self.has_died and self._random.random() < 0.3:
+        if fiber is not None and not self.has_died and self.random.random() < 0.3:
             self.ready.append(fiber)
             fiber.leave()
 

@@ -55,6 +55,7 @@ BY_ITSELF = (  # what comes of the shape and of the others
     "the context is full",
     "a turn is streamed",
     "calls share a commit",
+    "a shared commit meets a fault",
 )
 KINDS = (*BY_CALL, *BY_MOVE, *BY_ITSELF)
 ORDINARY = {"engine": 26, "pipe": 22, "store": 24, "client": 22, "time": 6}

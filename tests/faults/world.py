@@ -510,6 +510,10 @@ class World:
     def _joined(self) -> None:
         self.happened["calls share a commit"] += 1
         self.note("store", "a call joins the transaction of another")
+        process = self.process
+        if self._faulty and process is not None and process.fibers.random.random() < 0.3:
+            self.happened["a shared commit meets a fault"] += 1
+            self.disk.commit_fault = process.fibers.random.choice(STORE_FAULTS)
 
     def _between_statements(self) -> None:
         """Other threads go on while one of the store waits for the disk."""
