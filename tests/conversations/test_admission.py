@@ -167,7 +167,8 @@ def on_the_loop(rig: DaemonRig, act: Any, *args: Any) -> Any:
 
 
 def keep_the_store_busy(rig: DaemonRig, seconds: float) -> None:
-    on_the_loop(rig, rig.daemon.threads.spawn, rig.daemon.threads.in_store("", time.sleep, seconds))
+    for lane in rig.daemon.threads._lanes:
+        on_the_loop(rig, rig.daemon.threads.spawn, lane.run("", lambda: time.sleep(seconds)))
 
 
 def test_after_a_burst_nobody_is_refused_for_it(one_by_one: DaemonRig) -> None:
