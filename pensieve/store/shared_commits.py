@@ -79,22 +79,21 @@ class ConnectionTurns:
         self._joining: deque[Waiter] = deque()
         self._num_first = 0  # of those alone, that go before the next group
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """The connection between transactions; may be nested."""
-        if self._user == threading.get_ident():
-            yield
-            return
+    @property
+    def is_mine(self) -> bool:
+        return self._user == threading.get_ident()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread would join."""
+        return bool(self._joining)
+
+    def take_alone(self) -> None:
+        """The connection between transactions."""
         self._take(self._alone)
-        try:
-            yield
-        finally:
-            self.leave()
 
     def take(self) -> None:
         """The connection for a transaction: in the middle of one that others may join, or to begin one."""
-        if self._user == threading.get_ident():
-            raise RuntimeError("the history is being used by this thread already")
         self._take(self._joining)
 
     def leave(self, *, is_group: bool = False) -> None:
@@ -103,7 +102,7 @@ class ConnectionTurns:
             self._user = NOBODY
             if is_group:
                 self._num_first = len(self._alone)
-            waiter = self._next()
+            waiter = self._next() if self._alone or self._joining else None
             self._is_taken = waiter is not None
         if waiter is not None:
             waiter.wake()
@@ -123,11 +122,14 @@ class ConnectionTurns:
         waiter.wake()
 
     def _take(self, queue: deque[Waiter]) -> None:
+        me = threading.get_ident()
         with self._lock:
             if not self._is_taken:
                 self._is_taken = True
-                self.have()
+                self._user = me
                 return
+            if self._user == me:
+                raise RuntimeError("the history is being used by this thread already")
             waiter = Waiter()
             queue.append(waiter)
         waiter.wait()
@@ -164,33 +166,22 @@ class SharedCommits(WriterConnection):
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
         """One transaction, perhaps together with others: then it is committed with them."""
         if is_serializable:
-            with self._turns.alone(), super().writing(is_serializable) as conn:
+            with self._alone(), super().writing(is_serializable) as conn:
                 yield conn
             return
         self._turns.take()
-        group = self._group
-        with self._leading() if group is None else self._joining(group) as conn:
-            yield conn
-
-    @contextlib.contextmanager
-    def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
-        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
-        with self._turns.alone(), super().reading(is_snapshot) as conn:
-            yield conn
-
-    def truncate_journal(self) -> bool:
-        with self._turns.alone():
-            return super().truncate_journal()
-
-    @contextlib.contextmanager
-    def _leading(self) -> Iterator[Connection]:
+        if self._group is not None:
+            with self._joining(self._group) as conn:
+                yield conn
+            return
         group: Group | None = None
         try:
             with super().writing() as conn:
                 until = time.monotonic() + GROUP_SECONDS
                 yield conn  # where it fails nobody has joined
-                group = Group(conn, until)
-                self._let_join(group)
+                if self._turns.is_awaited:
+                    group = Group(conn, until)
+                    self._let_join(group)
         except BaseException as error:
             if group is not None:
                 group.failure = _like(error)
@@ -201,6 +192,32 @@ class SharedCommits(WriterConnection):
             self._turns.leave(is_group=True)
             for waiter in () if group is None else group.joined:
                 waiter.wake()
+
+    @contextlib.contextmanager
+    def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
+        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
+        if self._turns.is_mine:  # within `truncate_journal`, or by mistake
+            with super().reading(is_snapshot) as conn:
+                yield conn
+            return
+        self._turns.take_alone()
+        try:
+            with super().reading(is_snapshot) as conn:
+                yield conn
+        finally:
+            self._turns.leave()
+
+    def truncate_journal(self) -> bool:
+        with self._alone():
+            return super().truncate_journal()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._turns.take_alone()
+        try:
+            yield
+        finally:
+            self._turns.leave()
 
     def _let_join(self, group: Group) -> None:
         """Return when nobody joins any more; Conflict if the transaction is lost."""
