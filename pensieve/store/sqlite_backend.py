@@ -304,7 +304,7 @@ class Erasure(ErasureSteps):
 class Reserve:
     """A file that keeps a few MiB of the disk, so that conversations can be deleted when the disk is full.
 
-    A deletion writes to the write-ahead log before it gives any space back.  Used by the store thread.
+    A deletion writes to the write-ahead log before it gives any space back.
     """
 
     def __init__(self, path: Path, num_bytes: int = RESERVE_BYTES) -> None:
