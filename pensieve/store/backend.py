@@ -144,7 +144,7 @@ class Marks(Protocol):
 class Backend(Protocol):
     @property
     def num_lanes(self) -> int:
-        """How many threads may write at the same time."""
+        """How many threads may use it at the same time."""
 
     @property
     def writer(self) -> Transactions: ...
