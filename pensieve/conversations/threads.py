@@ -1,7 +1,7 @@
 """The event loop, the store threads and the text pool, and the order in which they exchange values.
 
     event loop     live turns, their readers, the pipe to the engine
-    store threads  the history, one job at a time in each: one thread with SQLite, several with PostgreSQL
+    store threads  the history, one job at a time in each; those that wait share a commit of SQLite
     read thread    what clients read of the history, on a connection of its own
     text pool      tokenizing long drafts; touches nothing shared
 

@@ -80,7 +80,10 @@ class ErasureSteps:
     Used outside of transactions, but for `prepare`.
     """
 
-    pending = False  # whether a deletion waits for its end
+    @property
+    def pending(self) -> bool:
+        """Whether a deletion waits for its end."""
+        return False
 
     @property
     def due(self) -> bool:
@@ -141,7 +144,7 @@ class Marks(Protocol):
 class Backend(Protocol):
     @property
     def num_lanes(self) -> int:
-        """How many threads may write at the same time."""
+        """How many threads may use it at the same time."""
 
     @property
     def writer(self) -> Transactions: ...

@@ -83,7 +83,7 @@ class Compaction:
 
     def step(self) -> bool:
         """Take one step, in one transaction; whether there is another one to take."""
-        with self._writer.writing() as conn:
+        with self._writer.writing(is_serializable=True) as conn:
             if not self._may_go_on(conn):
                 return False
             state = STEPS[self._state.phase](conn, self._state)

@@ -76,7 +76,7 @@ CORRUPT = {11: "the database is damaged", 26: "the file is not a database"}
 UNDECODABLE = "Could not decode to UTF-8"  # which the driver says, and SQLite has no code for
 REOPEN_AFTER = {8, 10, 14}
 READERS_MILLISECONDS = 100  # that readers of other daemons are waited for, while nobody writes
-FULL, IO_ERROR = 13, 10
+FULL, IO_ERROR, CONSTRAINT = 13, 10, 19
 
 
 class WriterConnection:
@@ -216,7 +216,7 @@ class WriterConnection:
             with self.limit.counting():
                 yield self._db
         except self.driver.Error as error:
-            if _primary_code(error) in REOPEN_AFTER:
+            if primary_code(error) in REOPEN_AFTER:
                 self._discard()
             raise self._explained(error) from error  # a local name would make it a cycle
         finally:
@@ -264,6 +264,8 @@ class WriterConnection:
             ):
                 conn.execute(f"PRAGMA {pragma}").fetchall()
             has_changed = self._on_open(db)
+            # What a savepoint or a statement keeps of pages, to undo it, is in no file outside of the folder.
+            conn.execute("PRAGMA temp_store = MEMORY").fetchall()
             self.limit.watch(conn)
         except BaseException:
             with contextlib.suppress(self.driver.Error):
@@ -285,7 +287,7 @@ class WriterConnection:
 
 def explained(error: Any, path: Path, noun: str = "the history") -> Exception:
     """The PensieveError for a driver's error; an error that should not happen is returned as it is."""
-    primary = _primary_code(error)
+    primary = primary_code(error)
     if primary == FULL or (primary == IO_ERROR and _has_no_space(path)):
         return DiskFull(f"{noun} {path}: {UNAVAILABLE[FULL]}")
     if primary in UNAVAILABLE:
@@ -306,7 +308,7 @@ def _has_no_space(path: Path) -> bool:
         return False
 
 
-def _primary_code(error: Any) -> int:
+def primary_code(error: Any) -> int:
     code: int = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF
 

@@ -22,8 +22,9 @@ Invariants, whatever happens to the process or the disk:
   after `delete_conversation` no byte of them is left in SQLite's files (PostgreSQL: postgres/backend.py).
   Until `erasure` has done what is `due`, the owner calls its `step` from time to time.
 
-The caller uses the store from `num_lanes` threads at a time: one with SQLite, several with PostgreSQL.  Calls
-about one conversation come from one thread at a time.  `verify`, `integrity_check` and what `reader` returns
+The caller uses the store from `num_lanes` threads at a time.  PostgreSQL has a connection for each; with
+SQLite they take turns at one, and share its commits (shared_commits.py).  Calls about one conversation come
+from one thread at a time.  `verify`, `integrity_check` and what `reader` returns
 open their own read-only connection and may run in another thread.
 """
 
@@ -88,7 +89,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
-LANES = 16  # threads that write to PostgreSQL at the same time
+LANES = 16  # threads that may use the store at the same time
 
 
 class ConversationStore:
@@ -112,7 +113,7 @@ class ConversationStore:
         Without it the history is in the folder, and nobody else has it.
 
         `replica` is the name of this daemon among those that share the history.  `num_lanes` is how many
-        threads may use the store at a time, if the history is in PostgreSQL.
+        threads may use the store at a time.
         """
         self.folder = folder
         self.now = now
@@ -690,4 +691,5 @@ def open_backend(
         housekeeper or Housekeeper(is_ours=True),
         open_shared(url, driver, folder.holder if is_exclusive else "") if url else None,
         lease_seconds,
+        num_lanes,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from pensieve.store.connection import WriterConnection, explained, open_read_onl
 from pensieve.store.folder import RESERVE_NAME, DataFolder
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.migrations import migrate, remove_copies
+from pensieve.store.shared_commits import SharedCommits
 from pensieve.store.shared_file import SharedFile
 from pensieve.store.verify import (
     BODIES_BYTES,
@@ -44,8 +46,6 @@ PENDING = "what was deleted is not yet erased from the files of the history, whi
 
 
 class SqliteBackend:
-    num_lanes = 1
-
     def __init__(
         self,
         folder: DataFolder,
@@ -56,8 +56,10 @@ class SqliteBackend:
         housekeeper: Housekeeper,
         shared: SharedFile | None = None,
         lease_seconds: float = math.inf,
+        num_lanes: int = 1,
     ) -> None:
         """`shared`: the database is that file, which other daemons have open, too."""
+        self.num_lanes = num_lanes
         # SQLite resolves a link, too: its log is beside the file itself.
         self.path = folder.database_path if shared is None else shared.path
         self.path = self.path.resolve() if self.path.is_symlink() else self.path
@@ -65,7 +67,8 @@ class SqliteBackend:
         # Half of the lease: a stopped writer is killed before the leases of those that wait have expired.
         self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds / 2}
         self._busy_timeout_seconds = busy_timeout_seconds
-        self.writer = WriterConnection(
+        kind = WriterConnection if num_lanes == 1 else SharedCommits
+        self.writer = kind(
             self.path,
             lambda db: migrate(
                 db, self.path, is_alone=shared.is_alone if shared is not None else True
@@ -214,7 +217,11 @@ class Erasure(ErasureSteps):
         reserve: Reserve,
         housekeeper: Housekeeper,
     ) -> None:
-        self.pending = writer.has_journal()
+        # Those that came, and of them those that were erased.  A deletion counts before its commit, in a
+        # transaction of its own, so what was counted when the log is truncated is no longer in the log.
+        self._num_deletions, self._num_erased = int(writer.has_journal()), 0
+        self._counting = threading.Lock()
+        self._deleting = threading.Lock()  # the reserve is for one deletion after the other
         self._writer = writer
         self._housekeeper = housekeeper
         self._reserve = reserve
@@ -222,22 +229,31 @@ class Erasure(ErasureSteps):
         self._compaction: Compaction | None = None  # while a pass goes on
 
     @property
+    def pending(self) -> bool:
+        return self._num_erased < self._num_deletions
+
+    @property
     def due(self) -> bool:
         return self.pending or self._compaction is not None
 
     def prepare(self) -> None:
         remove_copies(self._writer.path)
-        self.pending = True
+        self._count()
+
+    def _count(self) -> None:
+        with self._counting:
+            self._num_deletions += 1
 
     def in_reserve(self, delete: Callable[[], T]) -> T:
-        try:
+        with self._deleting:
+            try:
+                return delete()
+            except DiskFull:
+                if not self._reserve.release():
+                    raise
+            with contextlib.suppress(StoreUnavailable):
+                self._writer.truncate_journal()  # it may take as much again
             return delete()
-        except DiskFull:
-            if not self._reserve.release():
-                raise
-        with contextlib.suppress(StoreUnavailable):
-            self._writer.truncate_journal()  # it may take as much again
-        return delete()
 
     def has_room(self) -> bool:
         if not self._reserve.refill():
@@ -247,19 +263,21 @@ class Erasure(ErasureSteps):
         return True
 
     def tidy(self) -> None:
-        if self._writer.has_journal():  # never set it to False: another thread may set it to True
-            self.pending = True
+        if self._writer.has_journal():
+            self._count()
 
     def finish(self) -> None:
         if not self.pending:
             return
+        num_deletions = self._num_deletions
         try:
             is_empty = self._writer.truncate_journal()
         except StoreUnavailable as error:
             raise ErasurePending(f"{PENDING}: {error}") from error
         if not is_empty:
             raise ErasurePending(f"{PENDING}: another program reads them")
-        self.pending = False
+        with self._counting:
+            self._num_erased = max(self._num_erased, num_deletions)
         with contextlib.suppress(StoreUnavailable):  # the next deletion looks again
             self._look(is_urgent=not self._reserve.is_kept)
 
@@ -288,7 +306,7 @@ class Erasure(ErasureSteps):
 class Reserve:
     """A file that keeps a few MiB of the disk, so that conversations can be deleted when the disk is full.
 
-    A deletion writes to the write-ahead log before it gives any space back.  Used by the store thread.
+    A deletion writes to the write-ahead log before it gives any space back.
     """
 
     def __init__(self, path: Path, num_bytes: int = RESERVE_BYTES) -> None:

@@ -15,12 +15,14 @@ A turn of another daemon is dead for them if the daemon's session has ended or i
 A turn whose end was written is not live either, but a reader's snapshot may be older than the commit: there
 it runs.  So the last ENDED_MAX of those are remembered.
 
-**Lanes.**  Several threads may write at the same time, each in a transaction of its own (backend.py).  They
-share what is known of turns: a turn is live before its `running` row is committed, so no other thread takes
-it for dead, and while one thread interrupts what is dead, the others wait.
+**Lanes.**  Several threads may write at the same time, each in a transaction of its own (PostgreSQL), or in a
+savepoint of one that they commit together (shared_commits.py).  They share what is known of turns: a turn is
+live before its `running` row is committed, so no other thread takes it for dead, and while one thread
+interrupts what is dead, the others wait.
 
-**Conflicts.**  Where another transaction came first, nothing is committed, and `repeated` calls the public
-method again, at most CALLS_MAX times.  A turn that such a call was to end stays live meanwhile.
+**Conflicts.**  Where another transaction came first, or took this one with it when it failed, nothing is
+committed, and `repeated` calls the public method again, at most CALLS_MAX times.  A turn that such a call was
+to end stays live meanwhile.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from pensieve.errors import NotFound
@@ -53,13 +56,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _OfThread(threading.local):
-    """What belongs to the thread that calls."""
+class _Role(Enum):
+    """What the latest transaction of a thread is to its turn."""
 
-    begun: tuple[int, ...] = ()  # turns that the transaction that runs has begun
-    undecided = NOBODY  # a live turn whose end has lost a race
-    ours = NOBODY  # the turn that the transaction that runs may end
-    late = NOBODY  # a turn whose end came late: another attempt of ours runs
+    BEGINS = auto()
+    ENDS = auto()
+    LATE = auto()  # to end it came late: another attempt of ours runs
+    UNDECIDED = auto()  # its end has lost a race; it is live
+
+
+class _OfThread(threading.local):
+    turn: tuple[int, _Role] | None = None
 
 
 class StoreTransactions:
@@ -83,13 +90,14 @@ class StoreTransactions:
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
         """One transaction, in which every `running` row is live; `is_serializable` as in backend.py."""
         self.interrupt_dead()
-        self._here.begun = ()
+        self._here.turn = None
         try:
             with self._writer.writing(is_serializable) as conn:
                 yield conn
         except BaseException as error:
-            with self._lock:
-                self._live.difference_update(self._here.begun)
+            if self._here.turn is not None and self._here.turn[1] is _Role.BEGINS:
+                with self._lock:
+                    self._live.discard(self._here.turn[0])
             if not isinstance(error, Conflict):
                 self._note_failure()
             raise
@@ -110,26 +118,27 @@ class StoreTransactions:
         was_live, stays_live, was_written = turn_id in self._live, False, False
         with self._lock:
             self._live.add(turn_id)  # also when an earlier attempt to end it has failed
-        self._here.undecided = self._here.late = self._here.ours = NOBODY
+        self._here.turn = None
         try:
             with self.writing() as conn:
                 yield conn
             was_written = True
             with self._lock:
-                if self._here.ours == turn_id:
+                if self._here.turn == (turn_id, _Role.ENDS):
                     self._ended[turn_id] = None
                 if len(self._ended) > ENDED_MAX:
                     del self._ended[next(iter(self._ended))]
         except Conflict:
             stays_live = True
-            self._here.undecided = turn_id
+            self._here.turn = turn_id, _Role.UNDECIDED
             raise
         except BaseException:
             with self._lock:
                 self._ended.pop(turn_id, None)
             raise
         finally:
-            if not stays_live and not (self._here.late == turn_id and was_live):
+            is_late = self._here.turn == (turn_id, _Role.LATE)
+            if not stays_live and not (is_late and was_live):
                 with self._lock:
                     self._live.discard(turn_id)
                 if not was_written:
@@ -143,9 +152,9 @@ class StoreTransactions:
         if fence.owner != self.session:
             return False
         if attempt and attempt != fence.attempt:
-            self._here.late = turn_id
+            self._here.turn = turn_id, _Role.LATE
             raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
-        self._here.ours = turn_id
+        self._here.turn = turn_id, _Role.ENDS
         return True
 
     @contextlib.contextmanager
@@ -168,11 +177,11 @@ class StoreTransactions:
 
     def _give_up(self) -> None:
         """The turn that was to end is live no more, as after any other error."""
-        turn_id, self._here.undecided = self._here.undecided, NOBODY
-        if turn_id != NOBODY:
+        turn, self._here.turn = self._here.turn, None
+        if turn is not None and turn[1] is _Role.UNDECIDED:
             with self._lock:
-                self._live.discard(turn_id)
-                self._ended.pop(turn_id, None)
+                self._live.discard(turn[0])
+                self._ended.pop(turn[0], None)
             self._note_failure()
 
     def _note_failure(self) -> None:
@@ -183,7 +192,7 @@ class StoreTransactions:
 
     def add(self, turn_id: int) -> None:
         """The transaction that runs begins a turn, perhaps again; it is live unless that fails."""
-        self._here.begun += (turn_id,)
+        self._here.turn = turn_id, _Role.BEGINS
         self._make_live([turn_id])
 
     def _make_live(self, turn_ids: Iterable[int]) -> None:

@@ -1,10 +1,11 @@
-"""Measure how many turns daemons commit to one database, by the connections with which each of them writes.
+"""Measure how many turns daemons commit to one database, by the threads with which each of them writes.
 
-A daemon is a process with the real store and neither engine nor clients. Each of its threads has
-conversations of its own and says one turn after the other: look_up, begin_turn, finish_turn. So there are as
-many turns at the same time as threads. `--store` is a PostgreSQL database (docs/postgresql.md says how to
-have one without installing PostgreSQL) or a file of SQLite, which has one connection that writes. Compare
-figures of one run only: they share the disk.
+A daemon is a process with the real store and neither engine nor clients. Each talker has conversations of its
+own and says one turn after the other: look_up and begin_turn in one job of its lane, finish_turn in another.
+A lane is a thread. With one talker there is no lane: it calls the store itself. `--store` is a PostgreSQL
+database (docs/postgresql.md says how to have one without installing PostgreSQL) or a file of SQLite. Compare
+figures of one run only: they share the disk. `--sync-ms` makes each sync of this host's daemons slower, to
+see what a slow disk would do (SQLite alone; it needs a C compiler).
 
 Before a figure is printed, every conversation is read back: it must have the revision of its last turn.
 """
@@ -12,14 +13,17 @@ Before a figure is printed, every conversation is read back: it must have the re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
+import os
+import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pensieve.bench.report import percentile
 from pensieve.errors import Unavailable
@@ -31,14 +35,28 @@ CONVERSATIONS = 8  # of each thread
 TAIL_TOKENS = 32
 TOKENS_IN, TOKENS_OUT = 60, 60
 BEGIN_SECONDS = 10.0  # until turns count: in that time all processes have begun
+T = TypeVar("T")
 names = count(time.time_ns())  # so that a database can be measured again
+
+
+SLOW_SYNC = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+#define SLOW(name) int name(int file) {                         \\
+    int (*sync)(int) = (int (*)(int))dlsym(RTLD_NEXT, #name);   \\
+    usleep(MICROSECONDS);                                       \\
+    return sync(file); }
+SLOW(fsync)
+SLOW(fdatasync)
+"""
 
 
 class Talker:
     """Turns in conversations of its own, on a store of whatever kind."""
 
-    def __init__(self, store: ConversationStore, name: str) -> None:
-        self._store = store
+    def __init__(self, store: ConversationStore, name: str, lane: Executor | None = None) -> None:
+        self._store, self._lane = store, lane
         self._names = [f"{name}-{number}" for number in range(CONVERSATIONS)]
         self._revisions = dict.fromkeys(self._names, 0)
         for each in self._names:
@@ -54,19 +72,28 @@ class Talker:
             if began >= from_:
                 seconds.append(time.monotonic() - began)
             number += 1
-        self.check()
+        self._in_lane(self.check)
         return seconds
 
     def _turn(self, name: str, request_id: str) -> None:
+        turn_id = self._in_lane(lambda: self._begin(name, request_id))
+        self._revisions[name] = self._in_lane(lambda: self._finish(turn_id))
+
+    def _in_lane(self, job: Callable[[], T]) -> T:
+        return job() if self._lane is None else self._lane.submit(job).result()
+
+    def _begin(self, name: str, request_id: str) -> int:
         store = self._store
         found, known, _ = store.look_up(name, request_id, TAIL_TOKENS)
         if known is not None:
             raise Unavailable(f"{name} has had {request_id} before it was said")
         question = NewMessage("user", "q" * 4 * TOKENS_IN, range(TOKENS_IN))
         request = NewTurn(request_id, [question], expected_revision=found.revision)
-        turn = store.begin_turn(name, request).turn
+        return store.begin_turn(name, request).turn.turn_id
+
+    def _finish(self, turn_id: int) -> int:
         reply = NewMessage("assistant", "a" * 4 * TOKENS_OUT, range(TOKENS_OUT))
-        self._revisions[name] = store.finish_turn(turn.turn_id, reply, "stop", {})
+        return self._store.finish_turn(turn_id, reply, "stop", {})
 
     def check(self) -> None:
         for name, revision in self._revisions.items():
@@ -80,6 +107,7 @@ class Talker:
 class Found(NamedTuple):
     turns: list[float]  # the seconds of each
     commits: list[float]  # of the latest
+    num_commits: int
     cpu_seconds: float
 
 
@@ -90,31 +118,56 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--lanes", type=counts, default=(1, 16), metavar="N,N,…")
     parser.add_argument("--daemons", type=counts, default=(1, 3), metavar="N,N,…")
+    parser.add_argument("--talkers", type=int, help="of each daemon (default: as many as lanes)")
+    parser.add_argument("--sync-ms", type=int, default=0, help="by which each sync is slower")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each figure (default: 5)")
     parser.add_argument("--pairs", type=int, default=3, help="how often (default: 3)")
     arguments = parser.parse_args(given)
+    with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
+        if arguments.sync_ms:
+            slow_syncs(Path(folder), arguments.sync_ms)
+        measure(arguments)
+
+
+def slow_syncs(folder: Path, milliseconds: int) -> None:
+    """Let programs that begin from now on wait so long before each sync."""
+    source, library = folder / "slow.c", folder / "slow.so"
+    source.write_text(SLOW_SYNC)
+    command = ["cc", "-shared", "-fPIC", f"-DMICROSECONDS={1000 * milliseconds}"]
+    subprocess.run([*command, "-o", str(library), str(source), "-ldl"], check=True)
+    os.environ["LD_PRELOAD"] = str(library)
+
+
+def measure(arguments: argparse.Namespace) -> None:
     for _ in range(arguments.pairs):
         for num_daemons in arguments.daemons:
             for num_lanes in arguments.lanes:
-                found = measured(arguments.store, num_daemons, num_lanes, arguments.seconds)
-                turns, commits, cpu = found
+                num_talkers = arguments.talkers or num_lanes
+                turns, commits, num_commits, cpu = measured(
+                    arguments.store, num_daemons, num_lanes, arguments.seconds, num_talkers
+                )
                 print(
-                    f"{num_daemons} daemons of {num_lanes} connections: "
+                    f"{num_daemons} daemons of {num_lanes} lanes, {num_talkers} turns at once: "
                     f"{len(turns) / arguments.seconds:,.0f} turns/s, a turn p50 "
                     f"{percentile(turns, 0.5) * 1e3:.1f} ms, p99 {percentile(turns, 0.99) * 1e3:.1f} ms; a "
-                    f"commit p50 {percentile(commits, 0.5) * 1e3:.1f} ms; {cpu / len(turns) * 1e3:.2f} ms of "
-                    "CPU a turn beside the server's",
+                    f"commit p50 {percentile(commits, 0.5) * 1e3:.1f} ms, "
+                    f"{2 * len(turns) / num_commits:.1f} calls in each; "
+                    f"{cpu / len(turns) * 1e3:.2f} ms of CPU a turn beside the server's",
                     flush=True,
                 )
 
 
-def measured(url: str, num_daemons: int, num_lanes: int, seconds: float) -> Found:
+def measured(
+    url: str, num_daemons: int, num_lanes: int, seconds: float, num_talkers: int = 0
+) -> Found:
+    """Without `num_talkers` there are as many as lanes."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(num_daemons, context) as processes:
         from_ = time.monotonic() + BEGIN_SECONDS
         running = [
             processes.submit(
-                _daemon, url, f"bench-{next(names)}", num_lanes, from_, from_ + seconds
+                *(_daemon, url, f"bench-{next(names)}", num_lanes, num_talkers or num_lanes),
+                *(from_, from_ + seconds),
             )
             for _ in range(num_daemons)
         ]
@@ -122,25 +175,39 @@ def measured(url: str, num_daemons: int, num_lanes: int, seconds: float) -> Foun
     return Found(
         [turn for each in found for turn in each.turns],
         [commit for each in found for commit in each.commits],
+        sum(each.num_commits for each in found),
         sum(each.cpu_seconds for each in found),
     )
 
 
-def _daemon(url: str, name: str, num_lanes: int, from_: float, until: float) -> Found:
+def _daemon(
+    url: str, name: str, num_lanes: int, num_talkers: int, from_: float, until: float
+) -> Found:
     with (
         tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder,
         ConversationStore.open(
             Path(folder), "scripts/measure", url=url, num_lanes=num_lanes
         ) as store,
-        ThreadPoolExecutor(num_lanes) as threads,
+        contextlib.ExitStack() as stack,
+        ThreadPoolExecutor(num_talkers) as threads,
     ):
-        talkers = [threads.submit(Talker, store, f"{name}-{number}") for number in range(num_lanes)]
-        ready = [each.result() for each in talkers]
+        lanes: list[ThreadPoolExecutor | None] = [None]
+        if num_talkers > 1:
+            lanes = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(num_lanes)]
+        ready = [
+            (lanes[number % len(lanes)] or threads)
+            .submit(Talker, store, f"{name}-{number}", lanes[number % len(lanes)])
+            .result()
+            for number in range(num_talkers)
+        ]
         running = [threads.submit(each.talk, from_, until) for each in ready]
         time.sleep(max(from_ - time.monotonic(), 0.0))
-        cpu = time.process_time()
+        cpu, num_commits = time.process_time(), store.figures.num_commits
         turns = [turn for each in running for turn in each.result()]
-        return Found(turns, list(store.figures.commit_seconds), time.process_time() - cpu)
+        return Found(
+            *(turns, list(store.figures.commit_seconds), store.figures.num_commits - num_commits),
+            time.process_time() - cpu,
+        )
 
 
 if __name__ == "__main__":

@@ -183,18 +183,21 @@ class DaemonRig:
 
 @contextmanager
 def stopped_store(rig: DaemonRig) -> Iterator[None]:
-    """The store thread does nothing else meanwhile."""
-    began, gate = threading.Event(), threading.Event()
+    """The store threads do nothing else meanwhile."""
+    began, gate = threading.Semaphore(0), threading.Event()
+    threads = rig.daemon.threads
 
     def wait() -> None:
-        began.set()
+        began.release()
         gate.wait(60.0)
 
     async def stop() -> None:
-        rig.daemon.threads.spawn(rig.daemon.threads.in_store("another", wait))
+        for lane in threads._lanes:
+            threads.spawn(lane.run("another", wait))
 
     rig.call(stop())
-    assert began.wait(60.0)
+    for _ in threads._lanes:
+        assert began.acquire(timeout=60.0)
     try:
         yield
     finally:

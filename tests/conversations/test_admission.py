@@ -167,7 +167,8 @@ def on_the_loop(rig: DaemonRig, act: Any, *args: Any) -> Any:
 
 
 def keep_the_store_busy(rig: DaemonRig, seconds: float) -> None:
-    on_the_loop(rig, rig.daemon.threads.spawn, rig.daemon.threads.in_store("", time.sleep, seconds))
+    for lane in rig.daemon.threads._lanes:
+        on_the_loop(rig, rig.daemon.threads.spawn, lane.run("", lambda: time.sleep(seconds)))
 
 
 def test_after_a_burst_nobody_is_refused_for_it(one_by_one: DaemonRig) -> None:
@@ -278,7 +279,7 @@ def test_turns_about_to_begin_count_for_their_tenant(one_by_one: DaemonRig) -> N
     wait_for(lambda: rig.daemon.conversations.arriving.num_of_tenant("few") == 1)
     with pytest.raises(QueueFull, match="1 turns at once"):
         begin(rig, "d", "r2", "few")
-    wait_for(lambda: rig.num_live == 0 and not rig.daemon.conversations.arriving.num_turns)
+    wait_for(lambda: not rig.daemon.conversations.arriving.num_turns and rig.num_live == 0)
     begin(rig, "d", "r2", "few")
 
 
@@ -294,7 +295,7 @@ def test_turns_about_to_begin_are_ahead_of_the_next(one_by_one: DaemonRig) -> No
         wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 2)
         assert num_ahead() == 2
         assert num_ahead(priority=1) == 0
-    wait_for(lambda: rig.num_live == 0 and not rig.daemon.conversations.arriving.num_turns)
+    wait_for(lambda: not rig.daemon.conversations.arriving.num_turns and rig.num_live == 0)
     assert num_ahead() == 0
 
 

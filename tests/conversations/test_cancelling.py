@@ -142,7 +142,8 @@ def test_an_end_that_is_on_its_way_to_the_store_is_waited_for(rig: DaemonRig) ->
     next(stream)
     with ThreadPoolExecutor(1) as pool:
         with stopped_store(rig):
-            wait_for(lambda: rig.daemon.threads.store_waiting.num_jobs == 2)
+            num_lanes = rig.daemon.store.num_lanes
+            wait_for(lambda: rig.daemon.threads.store_waiting.num_jobs == num_lanes + 1)
             ended = pool.submit(cancel, rig, "c", request_id="r", keep_tokens=0)
             followers = rig.daemon.conversations.followers._followers
             wait_for(lambda: sum(map(len, followers.values())) == 2)  # the stream, and who cancels

@@ -28,7 +28,7 @@ from tests.conversations.rig_daemon import ServeProcess, wait_for
 from tests.scale import SCALE, SEED
 
 TOKENIZER = Tokenizer.load(MODEL_PATH)
-NUM_TALKERS = 12
+NUM_TALKERS = 16
 DAEMON_KILLS = 5 * SCALE
 ENGINE_KILLS = 11 * SCALE
 FULL_DISKS = 4 * SCALE

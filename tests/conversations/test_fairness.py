@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -251,17 +252,19 @@ def test_a_conversation_that_was_made_anew_gets_no_tokens_of_the_old_one(
 def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:
     """Behind a hundred jobs of somebody else a turn begins after one of them."""
     before: list[int] = []
-    done: list[int] = []
+    done = Counter[int]()  # by thread
     history = rig.daemon.conversations._history
     start = history.start
 
     def noted(*arguments: Any) -> Any:
-        before.append(len(done))
+        before.append(done[threading.get_ident()])
         return start(*arguments)
 
     async def flood() -> None:
-        for i in range(100):
-            rig.daemon.threads.spawn(rig.daemon.threads.in_store("noisy", done.append, i))
+        for lane in rig.daemon.threads._lanes:
+            for _ in range(100):
+                job = lane.run("noisy", lambda: done.update([threading.get_ident()]))
+                rig.daemon.threads.spawn(job)
 
     history.start = noted  # type: ignore[method-assign, assignment]
     with stopped_store(rig):

@@ -58,6 +58,8 @@ class Disk:
         self.num_calls = 0
         self.fired: Fault | None = None  # the latest that came true
         self.on_fire: Callable[[Fault], None] = lambda fault: None
+        self.on_savepoint: Callable[[], None] = lambda: None
+        self.commit_fault: Fault | None = None  # that the next COMMIT meets
         self._between = between  # another thread's turn, while the store's waits for the disk
         self._shelf = shelf
         self._num_folders = 0
@@ -72,7 +74,7 @@ class Disk:
         self._fault, self._countdown = fault, countdown
 
     def heal(self) -> None:
-        self._fault = None
+        self._fault = self.commit_fault = None
 
     def die(self) -> None:
         """The files as they are now go on in another folder; who still holds the old one is dead."""
@@ -108,6 +110,11 @@ class Disk:
 
         class Connection(preferred_driver.Connection):  # type: ignore[misc]
             def execute(self, *arguments: Any) -> Any:
+                if arguments[0].startswith("SAVEPOINT"):
+                    disk.on_savepoint()
+                elif arguments[0] == "COMMIT" and disk.commit_fault is not None:
+                    disk.arm(disk.commit_fault, 1)
+                    disk.commit_fault = None
                 return disk.call(lambda: super(Connection, self).execute(*arguments))
 
         return preferred_driver.connect(*arguments, factory=Connection, **options)

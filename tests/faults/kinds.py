@@ -54,6 +54,8 @@ BY_ITSELF = (  # what comes of the shape and of the others
     "a name is used again",
     "the context is full",
     "a turn is streamed",
+    "calls share a commit",
+    "a shared commit meets a fault",
 )
 KINDS = (*BY_CALL, *BY_MOVE, *BY_ITSELF)
 ORDINARY = {"engine": 26, "pipe": 22, "store": 24, "client": 22, "time": 6}
@@ -74,6 +76,7 @@ class Shape:
     iteration_seconds_max: float = 30.0
     short_characters: int = 4096  # 0: everything is tokenised beside the loop
     num_moves: int = 120
+    store_threads: int = 1  # that are at work at once
 
 
 def drawn_shape(choose: random.Random, seed: int) -> Shape:
@@ -81,6 +84,7 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
     scale = max(1, 4 // chunk_tokens)
     # Their own draws, so that older seeds stay what they were.
     places, streams = random.Random(seed), random.Random(~seed)
+    threads = random.Random(f"threads of {seed}")
     engine = EngineShape(
         policy=choose.choice(("lru", "value", "return")),
         device_pages=choose.randint(7, 14) * scale,
@@ -110,6 +114,7 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
         iteration_seconds_max=choose.choice((2.0, 2.0, 30.0)),
         short_characters=choose.choice((0, 4096)),
         num_moves=choose.choice((60, 150, 400)),
+        store_threads=threads.choice((1, 3, 16)) if seed not in KEPT else 1,
     )
 
 

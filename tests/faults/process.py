@@ -13,15 +13,22 @@ from pensieve.conversations.daemon import Daemon
 from pensieve.store.connection import preferred_driver
 from pensieve.store.conversation_store import ConversationStore
 from tests.conversations.owner_threads import OwnerThreads
+from tests.faults.fibers import Fibers, prepare, waiters
 from tests.faults.machine import Link, Machine
 from tests.faults.threads import Threads
 from tests.store.faulty import writer_of
 
 
 class Process:
-    def __init__(self, store: ConversationStore, loop: Threads) -> None:
+    def __init__(
+        self, store: ConversationStore, loop: Threads, fibers: Fibers, threads_max: int
+    ) -> None:
+        """`threads_max`: of the store, that are at work at once."""
         self.store = store
         self.loop = loop
+        self.fibers = fibers
+        self._threads_max = threads_max
+        prepare(store)
         self.looking = looking_at(store.folder.database_path)  # past the disk's faults
         self.daemon: Daemon | None = None  # until it has begun
         self.link: Link | None = None
@@ -44,14 +51,17 @@ class Process:
             self.link.deliver(num_frames)
 
     def work(self, other: bool) -> None:
-        """One job of the store's thread, or of another."""
+        """A job of each of some threads of the store, or one of another thread."""
         loop = self.loop
         if loop.other_jobs and (other or not loop.store_jobs):
             loop.work(loop.other_jobs)
         elif loop.store_jobs:
             self.in_job = True
             try:
-                loop.work(loop.store_jobs)
+                if self._threads_max > 1 and len(loop.store_jobs) > 1:
+                    loop.work_together(self._threads_max, self.fibers)
+                else:
+                    loop.work(loop.store_jobs)
             finally:
                 self.in_job = False
 
@@ -74,7 +84,9 @@ class Process:
 
 
 def looking_at(path: Any) -> Any:
-    return preferred_driver.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+    return preferred_driver.connect(
+        f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
+    )
 
 
 class _Errors(logging.Handler):
@@ -103,7 +115,8 @@ def quiet() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with waiters():
+            yield
     finally:
         gc_pause.freeze, gc_pause.collect, log.propagate = freeze, collect, propagate
         log.removeHandler(LOGGED)

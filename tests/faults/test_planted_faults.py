@@ -24,7 +24,9 @@ from pensieve.conversations.turns import Turns
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import TurnState
 from pensieve.engine import pipe as channel
+from pensieve.errors import StoreUnavailable
 from pensieve.store import conversation_store, message_rows, turn_rows
+from pensieve.store.shared_commits import Group, SharedCommits
 from tests.faults.disk import shelf
 from tests.faults.world import run
 
@@ -110,6 +112,25 @@ def keep_what_lies_behind_the_history(
     original(self, turn, now)
 
 
+@contextlib.contextmanager
+def go_on_before_the_commit(original: Any, self: SharedCommits, group: Group) -> Iterator[Any]:
+    try:
+        with self._savepoint(group):
+            yield group.conn
+    finally:
+        self._turns.give(self._joining_in(group) or group.leader)
+
+
+@contextlib.contextmanager
+def forget_that_the_commit_failed(
+    original: Any, self: SharedCommits, group: Group
+) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context(original(self, group))
+        with contextlib.suppress(StoreUnavailable):
+            stack.close()
+
+
 FAULTS: dict[str, Plant] = {
     "an answer is told before it is stored": around(TurnEnds, "_commit", tell_before_it_is_stored),
     "an answer is told although it was not stored": around(
@@ -137,6 +158,12 @@ FAULTS: dict[str, Plant] = {
         Scheduler, "_release", keep_what_lies_behind_the_history
     ),
     "an engine that hangs is not noticed": around(Heartbeat, "tick", never),
+    "a call goes on before the commit that it shares": around(
+        SharedCommits, "_joining", go_on_before_the_commit
+    ),
+    "a call does not hear that the commit has failed": around(
+        SharedCommits, "_joining", forget_that_the_commit_failed
+    ),
 }
 
 

@@ -1,8 +1,8 @@
 """Runs the service's threads one move at a time: nothing happens unless somebody makes it happen.
 
 `Threads` is an event loop on a virtual clock, without sockets.  `spin` runs what is ready in the loop
-until nothing is.  What the service hands to another thread (the store's, the text pool, a check) waits
-here until `work` carries it out; the store's jobs in their order, since it has one thread.
+until nothing is.  What the service hands to another thread (a store thread, the text pool, a check) waits
+here until `work` carries it out, or `work_together` where several store threads are at work at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pensieve.sim.executor import VirtualClock
+from tests.faults.fibers import Fibers
 
-Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+Job = tuple[Callable[[], Any], "asyncio.Future[Any]", object]  # the last is its thread
 SPINS_MAX = 10_000
 
 
@@ -74,12 +75,12 @@ class Threads(asyncio.BaseEventLoop):
         future = self.create_future()
         in_store = getattr(executor, "_thread_name_prefix", "") == "store"
         jobs = self.store_jobs if in_store else self.other_jobs
-        jobs.append((lambda: function(*arguments), future))
+        jobs.append((lambda: function(*arguments), future, executor))
         return future
 
     def work(self, jobs: deque[Job]) -> None:
         """Carry out the oldest of these, and tell the loop; a death of the process passes through."""
-        job, future = jobs.popleft()
+        job, future, _ = jobs.popleft()
         self.caller = "store" if jobs is self.store_jobs else "another thread"
         try:
             result = job()
@@ -91,6 +92,29 @@ class Threads(asyncio.BaseEventLoop):
                 future.set_result(result)
         finally:
             self.caller = "loop"
+
+    def work_together(self, num_jobs: int, fibers: Fibers) -> None:
+        """At most so many jobs of the store at once: the oldest one of each thread that has any."""
+        first: dict[object, Job] = {}
+        for job in self.store_jobs:
+            first.setdefault(job[2], job)
+        jobs = list(first.values())[:num_jobs]
+        for job in jobs:
+            self.store_jobs.remove(job)
+        self.caller = "store"
+        try:
+            ended = fibers.run([job for job, _, _ in jobs])
+        finally:
+            self.caller = "loop"
+        for fiber, (_, future, _) in zip(ended, jobs, strict=True):
+            if future.cancelled():
+                continue
+            if fiber.error is None:
+                future.set_result(fiber.result)
+            elif isinstance(fiber.error, Exception):
+                future.set_exception(fiber.error)
+            else:
+                raise fiber.error
 
     def abandon(self) -> None:
         """The process is gone: whatever still waits in here ends without a word."""

@@ -42,6 +42,7 @@ from pensieve.sim.executor import VirtualClock
 from pensieve.store import conversation_rows
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, begin_with
+from tests.faults.fibers import Fibers
 from tests.faults.kinds import BY_ITSELF, BY_MOVE, ORDINARY, Rates, Shape, drawn_rates, drawn_shape
 from tests.faults.machine import Link, Machine
 from tests.faults.people import People
@@ -85,6 +86,7 @@ class World:
         self._place = str(folder)
         self.disk = Disk(folder, self._between_statements)
         self.disk.on_fire = self._fired
+        self.disk.on_savepoint = self._joined
         begin_with(self.disk.folder, shelf)
 
     def run(self) -> None:
@@ -266,7 +268,10 @@ class World:
         interrupted = [turn.request_id for turn in store.interrupted_at_open]
         self.happened["a turn is interrupted by a restart"] += len(interrupted)
         self.note("service", f"starts; interrupted: {interrupted}")
-        process = self.process = self.people.process = Process(store, Threads(self.clock))
+        fibers = Fibers(self.seed + self._num_moves)
+        process = self.process = self.people.process = Process(
+            store, Threads(self.clock), fibers, self.shape.store_threads
+        )
         starting = process.loop.create_task(self._start(process))
         process.loop.spin()
         if (why := starting.exception()) is not None:
@@ -497,14 +502,25 @@ class World:
             self.process.check()
 
     def _fired(self, fault: Fault) -> None:
+        if fault.code is None and self.process is not None:
+            self.process.fibers.has_died = True
         self.happened[fault.kind] += 1
         self.note("disk", fault.kind)
 
+    def _joined(self) -> None:
+        self.happened["calls share a commit"] += 1
+        self.note("store", "a call joins the transaction of another")
+        process = self.process
+        if self._faulty and process is not None and process.fibers.random.random() < 0.3:
+            self.happened["a shared commit meets a fault"] += 1
+            self.disk.commit_fault = process.fibers.random.choice(STORE_FAULTS)
+
     def _between_statements(self) -> None:
-        """The loop and the engine's pipe go on while the store's thread waits for the disk."""
+        """Other threads go on while one of the store waits for the disk."""
         process = self.process
         if process is None or not process.in_job:
             return
+        process.fibers.give_way()
         if self.strikes("events overtake the store's thread"):
             self.note("world", "events overtake the store's thread")
             with process.loop.on_the_loop():

@@ -16,10 +16,11 @@ from tests.store.postgres_server import PostgresServer
 
 NUM_KILLS = 15 * SCALE
 
-# Turns on four conversations, forks, rewinds and deletions between; a line once each is durable.
+# In each thread: turns on four conversations, forks, rewinds and deletions between; a line once a turn is
+# durable.
 # One process imports and forks a worker for each number it reads.
 CHILD = """
-import os, sys
+import os, sys, threading
 from pathlib import Path
 from pensieve.store import ConversationStore
 from tests.store.talk import begin, create, reply, say, user
@@ -39,26 +40,32 @@ while True:
     tell("gone")
 round_number = int(line)
 store = ConversationStore.open(Path(sys.argv[1]), "pensieve test", url=sys.argv[2])
-names = [f"c{round_number}-{each}" for each in range(4)]
-fork = f"fork-{round_number}"
-for name in names:
-    create(store, name, user("head", 1))
-tell("ready")
-number = 0
-while True:
-    name = names[number % 4]
-    request_id = f"r{number}"
-    turn_id = begin(store, name, request_id, f"question {number}", number, number)
-    if number % 7 == 6:
-        store.interrupt_turn(turn_id)
-    else:
-        store.finish_turn(turn_id, reply(f"answer {number}" * 300, *[number] * 50), "stop", {})
-        tell(name, request_id, number)
-    if number % 5 == 4:
-        store.fork_conversation(name, store.get_conversation(name).revision, fork)
-        store.rewind_conversation(fork, 0)
-        store.delete_conversation(fork)
-    number += 1
+
+def talk(thread):
+    names = [f"c{round_number}-{4 * thread + each}" for each in range(4)]
+    fork = f"fork-{round_number}-{thread}"
+    for name in names:
+        create(store, name, user("head", 1))
+    tell("ready")
+    number = 0
+    while True:
+        name = names[number % 4]
+        request_id = f"r{number}"
+        turn_id = begin(store, name, request_id, f"question {number}", number, number)
+        if number % 7 == 6:
+            store.interrupt_turn(turn_id)
+        else:
+            store.finish_turn(turn_id, reply(f"answer {number}" * 300, *[number] * 50), "stop", {})
+            tell(name, request_id, number)
+        if number % 5 == 4:
+            store.fork_conversation(name, store.get_conversation(name).revision, fork)
+            store.rewind_conversation(fork, 0)
+            store.delete_conversation(fork)
+        number += 1
+
+for thread in range(1, int(sys.argv[3])):
+    threading.Thread(target=talk, args=(thread,), daemon=True).start()
+talk(0)
 """
 
 
@@ -87,27 +94,32 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
     campaign(tmp_path)
 
 
+def test_nor_where_calls_share_a_commit(tmp_path: Path) -> None:
+    campaign(tmp_path, num_threads=16)
+
+
 def test_nor_where_they_are_in_postgresql(tmp_path: Path, postgres: PostgresServer) -> None:
     campaign(tmp_path, postgres.new_database())
 
 
-def campaign(tmp_path: Path, url: str = "") -> None:
+def campaign(tmp_path: Path, url: str = "", num_threads: int = 1) -> None:
     seed = 20
     rng = random.Random(seed)
     acknowledged: list[tuple[str, str, int]] = []
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path), url],
+        [sys.executable, "-c", CHILD, str(tmp_path), url, str(num_threads)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as nursery:
         for kill in range(NUM_KILLS):
-            acknowledged += one_life(nursery, kill, rng.randrange(12), rng.uniform(0.0, 0.01))
+            num_lines = rng.randrange(12) + (num_threads - 1) * rng.randrange(8)
+            acknowledged += one_life(nursery, kill, num_lines, rng.uniform(0.0, 0.01))
             with ConversationStore.open(tmp_path, "pensieve test", url=url) as store:
                 assert store.integrity_check_due or kill % 5 == 0 or url
                 assert store.integrity_check() == []
                 assert store.verify() == []
-                assert len(store.interrupted_at_open) <= 1
+                assert len(store.interrupted_at_open) <= num_threads
     assert len(acknowledged) > 2 * NUM_KILLS
     with ConversationStore.open(tmp_path, "pensieve test", url=url) as store:
         assert not store.integrity_check_due

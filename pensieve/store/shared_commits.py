@@ -1,0 +1,281 @@
+"""A connection to SQLite for several threads, whose transactions share a commit.
+
+SQLite has one writer at a time, and a commit costs a sync of the disk.  So threads that wait for the
+connection join the transaction that is open, each in a savepoint of its own.  One COMMIT serves them all:
+
+    first thread     BEGIN, its statements ─┐                                  ┌─ COMMIT ─┬─ returns
+    second thread    waits                  └─ SAVEPOINT … RELEASE ─┐          │          ├─ returns
+    third thread     waits                                          └─ … ──────┘          └─ returns
+
+* The first thread leads.  If nobody waits, its transaction is like any other: no savepoint, no delay.
+* Only a thread that waits already may join, and only until GROUP_SECONDS after BEGIN.  Then another daemon
+  has its turn to write.
+* A call fails: its savepoint is rolled back.  The others are as they were.
+* The database fails at a statement: SQLite may have rolled back the whole transaction.  So the connection is
+  closed.  The call with that statement fails.  The others get Conflict, and the store makes them again
+  (transactions.py).
+* COMMIT fails: all of them fail with its error.
+
+`writing` returns when what its block wrote is on the disk.  So whatever a caller does behind the block
+(remember, answer, tell the event loop) comes after the commit.
+
+These never share a transaction:
+
+    reads               They come between transactions, so they see what is committed.  Reads that wait at the
+                        end of a group go before the next group, since most of them are the first half of a
+                        turn that then joins it.
+    `is_serializable`   Deletions, rewinds, forks, compaction and forgetting.  They are rare and may be large,
+                        so nobody should wait for them.  And a deletion on a full disk is tried again with the
+                        space of a reserve.
+    truncating the log  No transaction may be open.
+    leases              They have a connection of their own (`SqliteBackend.beside`).
+
+A claim joins: it calls `on_stale` before the commit, and owners.py says why that is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pensieve.store.backend import Conflict
+from pensieve.store.connection import CONSTRAINT, WriterConnection, primary_code
+from pensieve.store.shared_file import SLICE_SECONDS
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+GROUP_SECONDS = SLICE_SECONDS  # from BEGIN, until nobody may join any more
+LOST = "the transaction was lost with that of another call"
+NOBODY = 0
+
+
+class Waiter:
+    """A thread that waits until another one wakes it, once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wait(self) -> None:
+        self._lock.acquire()
+
+    def wake(self) -> None:
+        self._lock.release()
+
+
+class ConnectionTurns:
+    """Whose turn it is to use the connection: threads one after the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self._user = NOBODY  # the thread
+        self._alone: deque[Waiter] = deque()
+        self._joining: deque[Waiter] = deque()
+        self._num_first = 0  # of those alone, that go before the next group
+
+    @property
+    def is_mine(self) -> bool:
+        return self._user == threading.get_ident()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread would join."""
+        return bool(self._joining)
+
+    def take_alone(self) -> None:
+        """The connection between transactions."""
+        self._take(self._alone)
+
+    def take(self) -> None:
+        """The connection for a transaction: in the middle of one that others may join, or to begin one."""
+        self._take(self._joining)
+
+    def leave(self, *, is_group: bool = False) -> None:
+        """It is free; no transaction is open."""
+        with self._lock:
+            self._user = NOBODY
+            if is_group:
+                self._num_first = len(self._alone)
+            waiter = self._next() if self._alone or self._joining else None
+            self._is_taken = waiter is not None
+        if waiter is not None:
+            waiter.wake()
+
+    def joining(self) -> Waiter | None:
+        """Who is the next one to join; it has its turn once it is woken."""
+        with self._lock:
+            return self._joining.popleft() if self._joining else None
+
+    def have(self) -> None:
+        """The thread that calls was woken, and goes on with the connection."""
+        self._user = threading.get_ident()
+
+    def give(self, waiter: Waiter) -> None:
+        """In the middle of a transaction."""
+        self._user = NOBODY
+        waiter.wake()
+
+    def _take(self, queue: deque[Waiter]) -> None:
+        me = threading.get_ident()
+        with self._lock:
+            if not self._is_taken:
+                self._is_taken = True
+                self._user = me
+                return
+            if self._user == me:
+                raise RuntimeError("the history is being used by this thread already")
+            waiter = Waiter()
+            queue.append(waiter)
+        waiter.wait()
+        self.have()
+
+    def _next(self) -> Waiter | None:
+        if self._num_first or not self._joining:
+            self._num_first = max(self._num_first - 1, 0)
+            return self._alone.popleft() if self._alone else None
+        return self._joining.popleft()
+
+
+class Group:
+    """A transaction that several threads share, since its leader let others join."""
+
+    def __init__(self, conn: Connection, until: float) -> None:
+        self.conn = conn
+        self.until = until
+        self.leader = Waiter()
+        self.joined: list[Waiter] = []  # with statements that wait for the commit
+        self.is_lost = False  # the database has failed, and rolled back what it would
+        self.failure: BaseException | None = None  # why it is not committed; never raised itself
+
+
+class SharedCommits(WriterConnection):
+    """Used in any number of threads, each with a transaction or a read at a time."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._turns = ConnectionTurns()
+        self._group: Group | None = None  # that is open; belongs to the thread whose turn it is
+
+    @contextlib.contextmanager
+    def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
+        """One transaction, perhaps together with others: then it is committed with them."""
+        if is_serializable:
+            with self._alone(), super().writing(is_serializable) as conn:
+                yield conn
+            return
+        self._turns.take()
+        if self._group is not None:
+            with self._joining(self._group) as conn:
+                yield conn
+            return
+        group: Group | None = None
+        try:
+            with super().writing() as conn:
+                until = time.monotonic() + GROUP_SECONDS
+                yield conn  # where it fails nobody has joined
+                if self._turns.is_awaited:
+                    group = Group(conn, until)
+                    self._let_join(group)
+        except BaseException as error:
+            if group is not None:
+                group.failure = _like(error)
+            raise
+        finally:
+            if group is not None and group.is_lost:
+                self._discard()
+            self._turns.leave(is_group=True)
+            for waiter in () if group is None else group.joined:
+                waiter.wake()
+
+    @contextlib.contextmanager
+    def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
+        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
+        if self._turns.is_mine:  # within `truncate_journal`, or by mistake
+            with super().reading(is_snapshot) as conn:
+                yield conn
+            return
+        self._turns.take_alone()
+        try:
+            with super().reading(is_snapshot) as conn:
+                yield conn
+        finally:
+            self._turns.leave()
+
+    def truncate_journal(self) -> bool:
+        with self._alone():
+            return super().truncate_journal()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._turns.take_alone()
+        try:
+            yield
+        finally:
+            self._turns.leave()
+
+    def _let_join(self, group: Group) -> None:
+        """Return when nobody joins any more; Conflict if the transaction is lost."""
+        first = self._joining_in(group)
+        if first is None:
+            return
+        self._group = group
+        self._turns.give(first)
+        group.leader.wait()
+        self._turns.have()
+        self._group = None
+        if group.is_lost:
+            raise Conflict(LOST)
+
+    @contextlib.contextmanager
+    def _joining(self, group: Group) -> Iterator[Connection]:
+        me = Waiter()
+        try:
+            with self._savepoint(group):
+                yield group.conn
+            group.joined.append(me)
+        finally:
+            self._turns.give(self._joining_in(group) or group.leader)
+        me.wait()
+        if group.failure is not None:
+            raise _like(group.failure)
+
+    @contextlib.contextmanager
+    def _savepoint(self, group: Group) -> Iterator[None]:
+        conn = group.conn
+        group.is_lost = True  # but for what is known to be well
+        try:
+            with self.limit.counting():
+                conn.execute("SAVEPOINT call")
+                try:
+                    yield
+                except Exception as error:
+                    if not self._blames_database(error):
+                        conn.execute("ROLLBACK TO SAVEPOINT call")
+                        conn.execute("RELEASE SAVEPOINT call")
+                        group.is_lost = False
+                    raise
+                conn.execute("RELEASE SAVEPOINT call")
+                group.is_lost = False
+        except self.driver.Error as error:
+            raise self._explained(error) from error
+
+    def _blames_database(self, error: Exception) -> bool:
+        """Whether it is the database's; a constraint is the statement's, which alone was undone."""
+        return isinstance(error, self.driver.Error) and primary_code(error) != CONSTRAINT
+
+    def _joining_in(self, group: Group) -> Waiter | None:
+        """Who joins next, if anybody may."""
+        if group.is_lost or time.monotonic() >= group.until:
+            return None
+        return self._turns.joining()
+
+
+def _like(error: BaseException) -> BaseException:
+    """The same for another thread: what is raised in two would get the traceback of both."""
+    return type(error)(*error.args)

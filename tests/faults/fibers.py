@@ -1,0 +1,155 @@
+"""Threads of which one runs at a time, so that several calls of the store are the same in each world.
+
+`Fibers.run` begins its jobs in threads of their own.  One of them runs until it waits for another one, gives
+way or ends; then the next one is drawn.  What waits in the store while it uses the disk must be a `Waiter` or
+a `Lock` of these here: a real one would stand still for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pensieve.store import shared_commits
+from pensieve.store.conversation_store import ConversationStore
+from tests.faults.disk import ProcessDied
+
+WAIT_SECONDS = 60.0  # for a fiber; then it waits for something of the real world
+
+
+class Fiber:
+    def __init__(self, fibers: Fibers, job: Callable[[], Any]) -> None:
+        self.fibers = fibers
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.has_ended = False
+        self._job = job
+        self._resumed, self._left = threading.Lock(), threading.Lock()
+        self._resumed.acquire()
+        self._left.acquire()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Run it until it leaves."""
+        self._resumed.release()
+        assert self._left.acquire(timeout=WAIT_SECONDS), (
+            "a fiber waits for what is not of its world"
+        )
+        if self.has_ended:
+            self._thread.join()
+
+    def leave(self) -> None:
+        """Let the others run, until it is resumed."""
+        if self.fibers.has_died:
+            raise ProcessDied
+        self._left.release()
+        self._resumed.acquire()
+        if self.fibers.has_died:
+            raise ProcessDied
+
+    def _run(self) -> None:
+        _here.fiber = self
+        self._resumed.acquire()
+        try:
+            if self.fibers.has_died:
+                raise ProcessDied
+            self.result = self._job()
+        except BaseException as error:
+            self.error = error
+        self.has_ended = True
+        self._left.release()
+
+
+class _Here(threading.local):
+    fiber: Fiber | None = None
+
+
+_here = _Here()
+
+
+class Fibers:
+    """Of one process of a world."""
+
+    def __init__(self, seed: int) -> None:
+        self.has_died = False  # the process, before each of its threads knows it
+        self.ready: list[Fiber] = []
+        self.random = random.Random(seed)
+
+    def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Fiber]:
+        """All of them to their ends; ProcessDied if one of them met that."""
+        fibers = [Fiber(self, job) for job in jobs]
+        self.ready = list(fibers)
+        while self.ready:
+            fiber = self.ready.pop(self.random.randrange(len(self.ready)))
+            fiber.resume()
+            if self.has_died:
+                self.ready = [each for each in fibers if not each.has_ended]
+        assert all(each.has_ended for each in fibers), "they wait for each other"
+        if self.has_died:
+            raise ProcessDied
+        return fibers
+
+    def give_way(self) -> None:
+        """Perhaps another fiber goes on; called by one of them, or by a thread that is alone."""
+        fiber = _here.fiber
+        if fiber is not None and not self.has_died and self.random.random() < 0.3:
+            self.ready.append(fiber)
+            fiber.leave()
+
+
+class Waiter(shared_commits.Waiter):
+    def __init__(self) -> None:
+        self._is_woken = False
+        self._fiber: Fiber | None = None
+
+    def wait(self) -> None:
+        if not self._is_woken:
+            self._fiber = _here.fiber
+            assert self._fiber is not None, "the only thread waits for another one"
+            self._fiber.leave()
+
+    def wake(self) -> None:
+        self._is_woken = True
+        if self._fiber is not None and not self._fiber.fibers.has_died:
+            self._fiber.fibers.ready.append(self._fiber)
+
+
+class Lock:
+    """For `with`."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._waiting: deque[Waiter] = deque()
+
+    def __enter__(self) -> None:
+        while self._is_held:
+            waiter = Waiter()
+            self._waiting.append(waiter)
+            waiter.wait()
+        self._is_held = True
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_held = False
+        if self._waiting:
+            self._waiting.popleft().wake()
+
+
+def prepare(store: ConversationStore) -> None:
+    """Replace the locks that a thread holds while it uses the disk."""
+    vars(vars(store)["_transactions"])["_mending"] = Lock()
+    vars(store.erasure)["_deleting"] = Lock()
+
+
+@contextlib.contextmanager
+def waiters() -> Iterator[None]:
+    """The store's threads are fibers."""
+    before, shared_commits.Waiter = shared_commits.Waiter, Waiter  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        shared_commits.Waiter = before  # type: ignore[misc]

@@ -1,0 +1,375 @@
+"""Calls that wait for SQLite share a commit: each is whole or not at all, and answered behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.errors import (
+    AlreadyExists,
+    DiskFull,
+    NotFound,
+    PensieveError,
+    StoreUnavailable,
+)
+from pensieve.store import ConversationStore, StoredTurnState, shared_commits
+from pensieve.store.connection import preferred_driver
+from pensieve.store.shared_commits import SharedCommits
+from tests.scale import SCALE
+from tests.store.faulty import writer_of
+from tests.store.talk import begin, create, reply, say, user
+
+LANES = 8
+BUSY, IO_ERROR, FULL = 5, 10, 13
+
+
+class Recorder:
+    """A driver that keeps each statement, and fails at those that `fails` chooses."""
+
+    def __init__(self) -> None:
+        self.Error = preferred_driver.Error
+        self.sqlite_version = preferred_driver.sqlite_version
+        self.sqlite_version_info = preferred_driver.sqlite_version_info
+        self.connect = self._connect
+        self.statements: list[str] = []
+        self.fails: Callable[[str], int] = lambda statement: 0
+
+    def _connect(self, *arguments: Any, **options: Any) -> Any:
+        recorder = self
+
+        class Connection(preferred_driver.Connection):  # type: ignore[misc]
+            def execute(self, statement: str, *values: Any) -> Any:
+                recorder.statements.append(statement)
+                if code := recorder.fails(statement):
+                    error = preferred_driver.OperationalError("planted")
+                    error.sqlite_errorcode = code
+                    raise error
+                return super().execute(statement, *values)
+
+        return preferred_driver.connect(*arguments, factory=Connection, **options)
+
+    def num(self, word: str) -> int:
+        return sum(each.startswith(word) for each in self.statements)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def store(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ConversationStore]:
+    monkeypatch.setattr(shared_commits, "GROUP_SECONDS", 60.0)  # on a busy machine, too
+    path = tmp_path / "data"
+    with ConversationStore.open(path, "test", driver=recorder, num_lanes=LANES) as opened:
+        yield opened
+
+
+def commits(store: ConversationStore) -> SharedCommits:
+    writer = writer_of(store)
+    assert isinstance(writer, SharedCommits)
+    return writer
+
+
+def num_waiting(store: ConversationStore) -> int:
+    turns = vars(commits(store)._turns)
+    return len(turns["_joining"]) + len(turns["_alone"])
+
+
+def together(store: ConversationStore, *calls: Callable[[], Any]) -> list[Any]:
+    """Make the calls in this order, while all wait for the connection; their results or errors."""
+
+    def made(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        pending: list[Future[Any]] = []
+        with commits(store).reading():
+            for number, call in enumerate(calls, 1):
+                pending.append(pool.submit(made, call))
+                while num_waiting(store) < number:
+                    time.sleep(0.0005)
+        return [each.result() for each in pending]
+
+
+def begun(store: ConversationStore, *names: str) -> list[int]:
+    for name in names:
+        create(store, name)
+    return [begin(store, name, "r1", "hi", 1) for name in names]
+
+
+def finish(store: ConversationStore, turn_id: int) -> Callable[[], int]:
+    return lambda: store.finish_turn(turn_id, reply("hello", 2), "stop", {})
+
+
+def live(store: ConversationStore) -> set[int]:
+    found: set[int] = vars(vars(store)["_transactions"])["_live"]
+    return found
+
+
+def test_those_that_wait_share_a_commit(store: ConversationStore, recorder: Recorder) -> None:
+    names = [f"c{number}" for number in range(5)]
+    turns = begun(store, *names)
+    before = store.figures.num_commits
+    recorder.statements.clear()
+    assert together(store, *(finish(store, each) for each in turns)) == [1] * 5
+    assert store.figures.num_commits == before + 1
+    assert (recorder.num("BEGIN"), recorder.num("SAVEPOINT"), recorder.num("COMMIT")) == (1, 4, 1)
+    assert live(store) == set()
+    assert [list(store.log(name)) for name in names] == [[1, 2]] * 5
+    assert store.verify() == []
+
+
+def test_a_call_that_is_alone_has_a_transaction_of_its_own(
+    store: ConversationStore, recorder: Recorder
+) -> None:
+    create(store, "tea")
+    recorder.statements.clear()
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    assert recorder.num("SAVEPOINT") == recorder.num("RELEASE") == 0
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_a_call_that_fails_leaves_the_others(
+    store: ConversationStore, recorder: Recorder, failing: int
+) -> None:
+    turns = begun(store, "tea", "cup")
+    calls: list[Callable[[], object]] = [finish(store, each) for each in turns]
+    calls.insert(failing, lambda: store.changes.set_metadata("none", {"a": 1}))
+    recorder.statements.clear()
+    results = together(store, *calls)
+    assert isinstance(results.pop(failing), NotFound)
+    assert results == [1, 1]
+    assert recorder.num("ROLLBACK TO") == (failing > 0)
+    assert [list(store.log(name)) for name in ("tea", "cup")] == [[1, 2]] * 2
+    assert store.verify() == []
+
+
+def test_what_a_failing_call_wrote_is_undone(store: ConversationStore) -> None:
+    (turn_id,) = begun(store, "tea")
+
+    def half() -> None:
+        with vars(store)["_transactions"].writing() as conn:
+            conn.execute("UPDATE tenants SET stored_bytes = stored_bytes + 1000")
+            conn.execute("UPDATE conversations SET revision = 99")
+            raise AlreadyExists("half done")
+
+    def constraint() -> None:
+        with vars(store)["_transactions"].writing() as conn:
+            conn.execute("INSERT INTO owners SELECT * FROM owners")
+
+    results = together(
+        store, lambda: create(store, "pot"), half, constraint, finish(store, turn_id)
+    )
+    assert results[0] is None
+    assert isinstance(results[1], AlreadyExists)
+    assert isinstance(results[2], preferred_driver.IntegrityError)
+    assert results[3] == 1
+    assert store.get_conversation("pot").revision == 0
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize("code", [FULL, IO_ERROR, BUSY])
+def test_a_commit_that_fails_fails_all_and_nothing_is_remembered(
+    store: ConversationStore, recorder: Recorder, code: int
+) -> None:
+    names = ("tea", "cup", "pot")
+    for name in names:
+        create(store, name)
+    (ending,) = begun(store, "ends")
+    full: list[bool] = []
+    store.figures.watch(on_full=lambda: full.append(True))
+    recorder.fails = lambda statement: code if statement == "COMMIT" else 0
+    begins = [lambda n=name: begin(store, n, "r1", "hi", 1) for name in names]
+    results = together(store, *begins, finish(store, ending))
+    recorder.fails = lambda statement: 0
+    kind = DiskFull if code == FULL else StoreUnavailable
+    assert [type(each) for each in results] == [kind] * 4
+    assert len({str(each) for each in results}) == 1
+    assert full == [True] * (code == FULL)
+    assert live(store) == set()
+    assert all(store.get_conversation(name).running_turn_id is None for name in names)
+    assert store.get_turn(ending).state is StoredTurnState.INTERRUPTED
+    for name in names:
+        say(store, name, "r1", user("hi", 1), reply("hello", 2))
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize("code", [FULL, IO_ERROR, BUSY])
+@pytest.mark.parametrize("failing", range(4))
+def test_where_the_database_fails_one_call_the_others_are_made_again(
+    store: ConversationStore, recorder: Recorder, code: int, failing: int
+) -> None:
+    turns = begun(store, *(f"c{number}" for number in range(4)))
+    thread: list[int] = []
+    failed: list[str] = []
+
+    def fails(statement: str) -> int:
+        if statement.startswith("INSERT INTO history") and thread == [threading.get_ident()]:
+            thread.clear()
+            failed.append(statement)
+            return code
+        return 0
+
+    def unlucky() -> int:
+        thread.append(threading.get_ident())
+        return finish(store, turns[failing])()
+
+    recorder.fails = fails
+    calls = [finish(store, each) for each in turns]
+    calls[failing] = unlucky
+    results = together(store, *calls)
+    assert len(failed) == 1
+    assert isinstance(results.pop(failing), StoreUnavailable)
+    assert results == [1] * 3
+    assert store.get_turn(turns[failing]).state is StoredTurnState.INTERRUPTED
+    assert live(store) == set()
+    assert store.verify() == []
+
+
+def test_a_savepoint_that_cannot_be_undone_takes_the_others_with_it_and_they_come_again(
+    store: ConversationStore, recorder: Recorder
+) -> None:
+    turns = begun(store, "tea", "cup")
+    planted = [IO_ERROR]
+
+    def fails(statement: str) -> int:
+        return planted.pop() if planted and statement.startswith("ROLLBACK TO") else 0
+
+    recorder.fails = fails
+    calls: list[Callable[[], object]] = [finish(store, each) for each in turns]
+    calls.insert(1, lambda: store.changes.set_metadata("none", {"a": 1}))
+    first, second, third = together(store, *calls)
+    assert isinstance(second, PensieveError)
+    assert (first, third) == (1, 1)
+    assert store.verify() == []
+
+
+def test_a_read_sees_what_is_committed_and_goes_before_the_next_group(
+    store: ConversationStore, recorder: Recorder
+) -> None:
+    (turn_id,) = begun(store, "tea")
+    create(store, "cup")
+    recorder.statements.clear()
+    ended, revision, begun_then = together(
+        store,
+        finish(store, turn_id),
+        lambda: store.get_conversation("tea").revision,
+        lambda: begin(store, "cup", "r1", "hi", 1),
+    )
+    assert (ended, revision) == (1, 1)
+    assert begun_then > turn_id
+    assert recorder.num("COMMIT") == 1
+
+
+def test_a_deletion_is_alone(store: ConversationStore, recorder: Recorder) -> None:
+    (turn_id,) = begun(store, "tea")
+    create(store, "cup")
+    recorder.statements.clear()
+    results = together(
+        store, finish(store, turn_id), partial_delete(store), lambda: create(store, "pot")
+    )
+    assert results == [1, None, None]
+    assert recorder.num("COMMIT") == 2
+    assert not store.erasure.pending
+    assert store.verify() == []
+
+
+def partial_delete(store: ConversationStore) -> Callable[[], None]:
+    return lambda: store.delete_conversation("cup")
+
+
+def test_a_group_ends_when_its_time_is_over(
+    store: ConversationStore, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_commits, "GROUP_SECONDS", 0.0)
+    turns = begun(store, "tea", "cup", "pot")
+    recorder.statements.clear()
+    assert together(store, *(finish(store, each) for each in turns)) == [1] * 3
+    assert (recorder.num("SAVEPOINT"), recorder.num("COMMIT")) == (0, 3)
+
+
+def test_nobody_is_answered_before_the_commit(store: ConversationStore, recorder: Recorder) -> None:
+    turns = begun(store, "tea", "cup", "pot")
+    answered: list[int] = []
+    at_commit: list[int] = []
+
+    def fails(statement: str) -> int:
+        if statement == "COMMIT":
+            time.sleep(0.05)
+            at_commit.append(len(answered))
+        return 0
+
+    def told(turn_id: int) -> None:
+        finish(store, turn_id)()
+        answered.append(turn_id)
+
+    recorder.fails = fails
+    together(store, *(lambda t=each: told(t) for each in turns))
+    assert at_commit == [0]
+    assert sorted(answered) == sorted(turns)
+
+
+def test_a_thread_uses_it_once_at_a_time(store: ConversationStore) -> None:
+    writer = commits(store)
+    for outer in (writer.writing, writer.reading):
+        for inner in (writer.writing, writer.reading):
+            with (
+                outer(),
+                pytest.raises(RuntimeError, match="is being used by"),
+                contextlib.ExitStack() as stack,
+            ):
+                stack.enter_context(inner())
+    create(store, "tea")
+
+
+def test_threads_talk_and_delete_at_once_and_nothing_is_lost_or_miscounted(
+    tmp_path: Path,
+) -> None:
+    """With the times and the driver that a daemon has."""
+    num_turns = 15 * SCALE
+    failures: list[BaseException] = []
+
+    def talk(store: ConversationStore, name: str) -> None:
+        try:
+            for number in range(num_turns):
+                say(store, name, f"r{number}", user("hi", number), reply("hello", number))
+                create(store, f"{name}-{number}", user("a secret", 1))
+                store.fork_conversation(name, number + 1, f"{name}-fork-{number}")
+                for each in (f"{name}-{number}", f"{name}-fork-{number}"):
+                    with contextlib.suppress(PensieveError):  # another one reads
+                        store.delete_conversation(each)
+                    with contextlib.suppress(NotFound):
+                        store.get_conversation(each)
+        except BaseException as error:
+            failures.append(error)
+
+    names = [f"c{number}" for number in range(LANES)]
+    with ConversationStore.open(tmp_path / "own", "test", num_lanes=LANES) as store:
+        for name in names:
+            create(store, name)
+        threads = [threading.Thread(target=talk, args=(store, name)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        twice = [number for each in range(num_turns) for number in (each, each)]
+        assert [list(store.log(name)) for name in names] == [twice] * LANES
+        assert store.num_conversations() == LANES
+        assert store.verify() == []
+        assert live(store) == set()
+        store.erasure.finish()
+        assert b"a secret" not in (tmp_path / "own" / "conversations.db").read_bytes()
