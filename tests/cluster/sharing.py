@@ -33,13 +33,13 @@ def sharing(
 
     `each_listening` has more fields of one after the other.  The history keeps an owner log.
     """
-    owner_log.keep(folder / "history.db")
+    url = f"sqlite://{folder / 'history.db'}"
+    owner_log.keep(url, folder / "maker")
     with ExitStack() as stack:
         rigs = []
         for number, name in enumerate(names):
             data, more = folder / name, each_listening[number] if each_listening else {}
             places = Listening("127.0.0.1:0", data / "admin.sock", **{**listening, **more})
-            url = f"sqlite://{folder / 'history.db'}"
             rig = DaemonRig(data, listening=places, store=url, **daemon)
             rigs.append(stack.enter_context(rig))
         yield rigs
