@@ -8,6 +8,7 @@ are no case to be served.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -18,13 +19,14 @@ from pathlib import Path
 from pensieve.store.postgres.schema import SCHEMA
 from pensieve.store.shared_file import WriteTurn
 from tests.cluster.links import Link, Way
-from tests.cluster.world import Part, Replica, World
+from tests.cluster.world import CannotStart, Part, Replica, World
 
 DATABASE = -1  # as a target
 SHORT_SECONDS = (0.3, 4.0)
 LONG_LEASES = (1.2, 1.5)
 SLOW_SECONDS = 0.08
 EXIT_SECONDS = 1.0  # until a killed process has ended
+STARTS_MAX = 5
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,20 @@ class Fault:
         return f"{self.at:6.1f} {self.kind} {where} for {self.seconds:.1f} s"
 
 
+async def start(part: Part) -> None:
+    """As a supervisor does: again, if it could not open the history just then."""
+    for _ in range(STARTS_MAX - 1):
+        with contextlib.suppress(CannotStart):
+            await part.start()
+            return
+        await asyncio.sleep(EXIT_SECONDS)
+    await part.start()
+
+
 async def kill(part: Part, seconds: float) -> None:
     await part.kill()
     await asyncio.sleep(seconds)
-    await part.start()
+    await start(part)
 
 
 async def pause(part: Part, seconds: float) -> None:
@@ -54,13 +66,13 @@ async def pause(part: Part, seconds: float) -> None:
         part.go_on()
     await asyncio.sleep(EXIT_SECONDS)
     if not part.is_running:
-        await part.start()
+        await start(part)
 
 
 async def drain(part: Part, seconds: float) -> None:
     status = await part.terminate()
     assert status == 0, f"{part.name} ended with {status}: {part.log.read_text()[-2000:]}"
-    await part.start()
+    await start(part)
 
 
 @contextmanager

@@ -55,6 +55,10 @@ class Kind:
         return {**self.engine_variables, "PENSIEVE_LEASE": str(self.lease_seconds)}
 
 
+class CannotStart(AssertionError):
+    """The history could not be opened."""
+
+
 class Part:
     """A process of the cluster."""
 
@@ -94,7 +98,10 @@ class Part:
         async with asyncio.timeout(START_SECONDS):
             while not self._ready.exists():
                 if not self.is_running:
-                    raise AssertionError(f"{self.name} ended: {self.log.read_text()[-2000:]}")
+                    said = self.log.read_text()[-2000:]
+                    is_store = said.splitlines()[-1].startswith("pensieve: the history ")
+                    kind = CannotStart if is_store else AssertionError
+                    raise kind(f"{self.name} ended: {said}")
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def kill(self) -> None:

@@ -49,14 +49,22 @@ class PostgresBackend:
         statement_seconds: float,
         num_lanes: int,
         is_exclusive: bool,
+        patience_seconds: float,
     ) -> None:
+        """`patience_seconds`: as of PostgresLanes."""
         self.is_shared = not is_exclusive
         self._address = address
         self._holder = holder
         self._statement_seconds = statement_seconds
         self.num_lanes = num_lanes
         self.writer = PostgresLanes(
-            address, holder, busy_timeout_seconds, statement_seconds, num_lanes, is_exclusive
+            address,
+            holder,
+            busy_timeout_seconds,
+            statement_seconds,
+            num_lanes,
+            is_exclusive,
+            patience_seconds,
         )
         self.figures = self.writer.figures
         self.erasure = PostgresErasure(self.writer)
