@@ -6,13 +6,16 @@ many turns at the same time as threads. `--store` is a PostgreSQL database (docs
 have one without installing PostgreSQL) or a file of SQLite, which has one connection that writes. Compare
 figures of one run only: they share the disk.
 
-Before a figure is printed, every conversation is read back: it must have the revision of its last turn.
+Beside each figure is how long the disk took for a sync right before, and how long a transaction waited for
+its turn among the daemons that write (only one at a time writes to a file of SQLite). Before a figure is
+printed, every conversation is read back: it must have the revision of its last turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ from pensieve.store.records import NewConversation, NewMessage, NewTurn
 from scripts.measurements.processes import counts
 
 CONVERSATIONS = 8  # of each thread
+SYNCS = 50
 TAIL_TOKENS = 32
 TOKENS_IN, TOKENS_OUT = 60, 60
 BEGIN_SECONDS = 10.0  # until turns count: in that time all processes have begun
@@ -80,6 +84,7 @@ class Talker:
 class Found(NamedTuple):
     turns: list[float]  # the seconds of each
     commits: list[float]  # of the latest
+    waits: list[float]  # for the write lock of a shared file, of the latest transactions
     cpu_seconds: float
 
 
@@ -91,21 +96,50 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--lanes", type=counts, default=(1, 16), metavar="N,N,…")
     parser.add_argument("--daemons", type=counts, default=(1, 3), metavar="N,N,…")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each figure (default: 5)")
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        metavar="FOLDER",
+        help="where a sync is measured (default: beside the file of SQLite, or the temporary folder)",
+    )
     parser.add_argument("--pairs", type=int, default=3, help="how often (default: 3)")
     arguments = parser.parse_args(given)
+    scheme, _, path = arguments.store.partition("://")
+    in_file = Path(path).parent if scheme == "sqlite" else Path(tempfile.gettempdir())
+    disk = arguments.disk or in_file
     for _ in range(arguments.pairs):
         for num_daemons in arguments.daemons:
             for num_lanes in arguments.lanes:
+                syncs = sync_seconds(disk)
                 found = measured(arguments.store, num_daemons, num_lanes, arguments.seconds)
-                turns, commits, cpu = found
+                turns, commits, waits, cpu = found
+                wait = f"p99 {_quantile(waits, 0.99)}" if waits else "none"
                 print(
                     f"{num_daemons} daemons of {num_lanes} connections: "
-                    f"{len(turns) / arguments.seconds:,.0f} turns/s, a turn p50 "
-                    f"{percentile(turns, 0.5) * 1e3:.1f} ms, p99 {percentile(turns, 0.99) * 1e3:.1f} ms; a "
-                    f"commit p50 {percentile(commits, 0.5) * 1e3:.1f} ms; {cpu / len(turns) * 1e3:.2f} ms of "
-                    "CPU a turn beside the server's",
+                    f"{len(turns) / arguments.seconds:,.0f} turns/s, a turn p50 {_quantile(turns, 0.5)}, p99 "
+                    f"{_quantile(turns, 0.99)}; a commit p50 {_quantile(commits, 0.5)}, p99 "
+                    f"{_quantile(commits, 0.99)}; waiting for the write lock {wait}; a sync p50 "
+                    f"{_quantile(syncs, 0.5)}; {cpu / len(turns) * 1e3:.2f} ms of CPU a turn beside the "
+                    "server's",
                     flush=True,
                 )
+
+
+def _quantile(seconds: Sequence[float], share: float) -> str:
+    return f"{percentile(seconds, share) * 1e3:.1f} ms"
+
+
+def sync_seconds(disk: Path) -> list[float]:
+    """Return how long it takes to have a page on the disk, some times."""
+    found = []
+    with tempfile.TemporaryFile(dir=disk) as file:
+        for _ in range(SYNCS):
+            file.write(bytes(4096))
+            file.flush()
+            began = time.perf_counter()
+            os.fdatasync(file.fileno())
+            found.append(time.perf_counter() - began)
+    return found
 
 
 def measured(url: str, num_daemons: int, num_lanes: int, seconds: float) -> Found:
@@ -122,6 +156,7 @@ def measured(url: str, num_daemons: int, num_lanes: int, seconds: float) -> Foun
     return Found(
         [turn for each in found for turn in each.turns],
         [commit for each in found for commit in each.commits],
+        [wait for each in found for wait in each.waits],
         sum(each.cpu_seconds for each in found),
     )
 
@@ -140,7 +175,8 @@ def _daemon(url: str, name: str, num_lanes: int, from_: float, until: float) -> 
         time.sleep(max(from_ - time.monotonic(), 0.0))
         cpu = time.process_time()
         turns = [turn for each in running for turn in each.result()]
-        return Found(turns, list(store.figures.commit_seconds), time.process_time() - cpu)
+        figures, used = store.figures, time.process_time() - cpu
+        return Found(turns, list(figures.commit_seconds), list(figures.wait_seconds), used)
 
 
 if __name__ == "__main__":

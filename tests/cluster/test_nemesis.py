@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.nemesis import RECOVERY_SECONDS, Storm, run
-from tests.cluster.sharing import needs_sqlite
+from tests.cluster.sharing import history, on_both
 from tests.cluster.world import Kind
 from tests.scale import SCALE, SEED
-from tests.store.postgres_server import missing, serving
-
-on_both = pytest.mark.parametrize(
-    "name", [pytest.param("sqlite", marks=needs_sqlite), "postgresql"]
-)
 
 
 async def _weathered(folder: Path, storm: Storm) -> None:
@@ -30,19 +23,7 @@ async def _weathered(folder: Path, storm: Storm) -> None:
         assert outcome.recovery_seconds <= RECOVERY_SECONDS
 
 
-@contextmanager
-def history(name: str) -> Iterator[str]:
-    """The address of a new database; empty for a SQLite file."""
-    if name == "sqlite":
-        yield ""
-        return
-    if why := missing():
-        pytest.skip(why)
-    with serving(max_connections="200") as server:
-        yield server.new_database()
-
-
-@on_both
+@pytest.mark.parametrize("name", on_both)
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_or_doubled_and_nobody_owns_what_another_does(
     tmp_path: Path, name: str
@@ -53,7 +34,7 @@ def test_nothing_is_lost_or_doubled_and_nobody_owns_what_another_does(
         asyncio.run(_weathered(tmp_path, storm))
 
 
-@on_both
+@pytest.mark.parametrize("name", on_both)
 @pytest.mark.full
 @pytest.mark.timeout(1200 * SCALE)
 @pytest.mark.parametrize("lease_seconds", [2.0, 10.0])
