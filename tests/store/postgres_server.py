@@ -211,7 +211,7 @@ class PostgresServer:
 @contextlib.contextmanager
 def serving(**settings: str) -> Iterator[PostgresServer]:
     """A server as long as the block lasts."""
-    server = PostgresServer(**settings)
+    server = PostgresServer(None, None, **settings)
     try:
         server.initialise()
         server.start()
