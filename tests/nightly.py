@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -171,16 +172,17 @@ def real_model(night: Night, log: Path, outcome: Outcome) -> None:
 
 
 def nemesis(night: Night, log: Path, outcome: Outcome) -> None:
-    """Storms of three minutes over clusters, half of them with a short lease."""
+    """Storms of three minutes over clusters, half of them with a short lease, half on PostgreSQL."""
     number, folder = night.amount(8), log.with_suffix("")
-    for lease in ("2", "10"):
+    for store, lease in itertools.product(("", "postgresql"), ("2", "10")):
         first = 10_000 * (night.number + 1)
-        seeds = f"{first}..{first + (number + 1) // 2 - 1}"
+        seeds = f"{first}..{first + (number + 3) // 4 - 1}"
         seconds = str(180 if night.share >= 0.1 else 20)
-        command = [sys.executable, "-m", "tests.cluster.nemesis", str(folder / lease)]
-        more = ["--seeds", seeds, "--lease", lease, "--seconds", seconds]
-        status = run([*command, *more], log.with_suffix(f".{lease}.log"))
-        results = folder / lease / "results.jsonl"
+        name = f"{store or 'sqlite'}-{lease}"
+        command = [sys.executable, "-m", "tests.cluster.nemesis", str(folder / name)]
+        more = ["--seeds", seeds, "--lease", lease, "--seconds", seconds, "--store", store]
+        status = run([*command, *more], log.with_suffix(f".{name}.log"))
+        results = folder / name / "results.jsonl"
         lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
         found = [json.loads(line) for line in lines]
         outcome.counts["storms"] = outcome.counts.get("storms", 0) + len(found)
@@ -188,7 +190,9 @@ def nemesis(night: Night, log: Path, outcome: Outcome) -> None:
             e["num_turns"] for e in found
         )
         for each in found:
-            outcome.failures += [f"seed {each['seed']}: {text}" for text in each["problems"]]
+            outcome.failures += [
+                f"{name}, seed {each['seed']}: {text}" for text in each["problems"]
+            ]
         if status and not outcome.failures:
             outcome.failures.append(f"it ended with {status}: see the log")
 

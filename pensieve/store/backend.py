@@ -65,6 +65,13 @@ class Transactions(Protocol):
     def close(self) -> None: ...
 
 
+class LeaseTransactions(Transactions, Protocol):
+    """The connection that renews the lease."""
+
+    def end_stopped(self) -> None:
+        """End the transactions of other daemons that stand still and keep their locks."""
+
+
 class Reads(Protocol):
     """A connection that reads beside it."""
 
@@ -165,7 +172,7 @@ class Backend(Protocol):
     def share(self) -> None:
         """From now on they may: what only one of them may do is done."""
 
-    def beside(self) -> Transactions:
+    def beside(self) -> LeaseTransactions:
         """Another connection that writes, for another thread; what it commits may be lost with the power."""
 
     def close(self) -> None:

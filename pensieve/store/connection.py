@@ -143,6 +143,9 @@ class WriterConnection:
     def settle(self) -> None:
         """Nothing: the outcome of a COMMIT is on the disk when it returns."""
 
+    def end_stopped(self) -> None:
+        """Nothing: who waits for its turn to write does it (shared_file.py)."""
+
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
         """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
@@ -271,9 +274,7 @@ class WriterConnection:
             with contextlib.suppress(self.driver.Error):
                 conn.close()
             raise
-        if (
-            has_changed
-        ):  # each statement of a connection that has changed the schema is slower (measured)
+        if has_changed:  # after a change of the schema each statement is slower (measured)
             conn.close()
             return self._connect()
         return db

@@ -24,7 +24,7 @@ from pensieve.store import conversation_rows, message_rows
 from pensieve.store.backend import ErasureSteps
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.conversation_rows import refuse_running, refuse_stale, require_conversation
-from pensieve.store.owners import Owners, keep_owner
+from pensieve.store.owners import Owners
 from pensieve.store.records import NewMessage, StoredConversation, check_text
 from pensieve.store.transactions import StoreTransactions, repeated
 
@@ -117,7 +117,7 @@ class ConversationChanges:
         with self._transactions.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             refuse_running(self._transactions.as_read(conn, conversation))
-            keep_owner(conn, number)  # no turn begins meanwhile
+            self._owners.keep(conn, number, conversation)
             held = _held(conn, number, conversation)
             after = change(held.pending)
             is_deletion = any(each not in after.messages for each in held.pending.messages)

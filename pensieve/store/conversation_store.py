@@ -677,6 +677,7 @@ def open_backend(
             *(Address(url, driver), folder.holder, busy_timeout_seconds, statement_seconds),
             num_lanes,
             is_exclusive,
+            lease_seconds / 2,
         )
     from pensieve.store.connection import preferred_driver
     from pensieve.store.sqlite_backend import SqliteBackend

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from pensieve.errors import PensieveError
-from pensieve.store.backend import Conflict, Transactions
+from pensieve.store.backend import Conflict, LeaseTransactions
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.owners import Owners, next_number
 from pensieve.store.transactions import CALLS_MAX
@@ -26,7 +26,7 @@ TIDY_SECONDS = 60.0
 class Leases:
     def __init__(
         self,
-        transactions: Transactions,
+        transactions: LeaseTransactions,
         owners: Owners,
         housekeeper: Housekeeper,
         tidy: Callable[[], None],
@@ -76,6 +76,7 @@ class Leases:
 
     def _renew_and_tidy(self) -> None:
         try:
+            self._transactions.end_stopped()
             self.renew()
         except PensieveError as error:
             if not self._is_late:

@@ -36,7 +36,7 @@ from typing import Any
 
 from sqlite_utils import Migrations
 
-from pensieve.errors import StoreError, StoreTooNew, StoreUnavailable
+from pensieve.errors import StoreCorrupt, StoreError, StoreTooNew, StoreUnavailable
 from pensieve.store.bodies import ADDED_UP_BEFORE_LOGPROBS
 
 APPLICATION_ID = 0x50656E73  # "Pens"
@@ -258,6 +258,12 @@ def migrate(
     if version:
         _back_up(db, path, version)
     migrations.apply(db)
+    (reached,) = db.conn.execute("PRAGMA user_version").fetchone()
+    if reached != len(steps):
+        raise StoreCorrupt(
+            f"{path} is damaged: it has schema version {version}, but says that all"
+            f" {len(steps)} changes of its schema were made"
+        )
     return True
 
 

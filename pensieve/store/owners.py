@@ -244,6 +244,13 @@ class Owners:
                     self.came_from.popitem(last=False)
         return conversation if running is None else replace(conversation, running_turn_id=None)
 
+    def keep(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
+        """Let no turn of the conversation begin at the same time; one without an owner becomes ours."""
+        if isinstance(conn, ServerSession) and _owner_number(conn, number) is None:
+            self.hold(conn, number, conversation)
+        else:
+            keep_owner(conn, number)
+
     def made(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
         """A conversation is made here, and is ours; KV under its name is that of an earlier one.
 

@@ -7,7 +7,9 @@ database (docs/postgresql.md says how to have one without installing PostgreSQL)
 figures of one run only: they share the disk. `--sync-ms` makes each sync of this host's daemons slower, to
 see what a slow disk would do (SQLite alone; it needs a C compiler).
 
-Before a figure is printed, every conversation is read back: it must have the revision of its last turn.
+Beside each figure is how long the disk took for a sync right before, and how long a transaction waited for
+its turn among the daemons that write (only one at a time writes to a file of SQLite). Before a figure is
+printed, every conversation is read back: it must have the revision of its last turn.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from pensieve.store.records import NewConversation, NewMessage, NewTurn
 from scripts.measurements.processes import counts
 
 CONVERSATIONS = 8  # of each thread
+SYNCS = 50
 TAIL_TOKENS = 32
 TOKENS_IN, TOKENS_OUT = 60, 60
 BEGIN_SECONDS = 10.0  # until turns count: in that time all processes have begun
@@ -108,6 +111,7 @@ class Found(NamedTuple):
     turns: list[float]  # the seconds of each
     commits: list[float]  # of the latest
     num_commits: int
+    waits: list[float]  # for the write lock of a shared file, of the latest transactions
     cpu_seconds: float
 
 
@@ -121,6 +125,12 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--talkers", type=int, help="of each daemon (default: as many as lanes)")
     parser.add_argument("--sync-ms", type=int, default=0, help="by which each sync is slower")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each figure (default: 5)")
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        metavar="FOLDER",
+        help="where a sync is measured (default: beside the file of SQLite, or the temporary folder)",
+    )
     parser.add_argument("--pairs", type=int, default=3, help="how often (default: 3)")
     arguments = parser.parse_args(given)
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
@@ -139,22 +149,44 @@ def slow_syncs(folder: Path, milliseconds: int) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
+    scheme, _, path = arguments.store.partition("://")
+    in_file = Path(path).parent if scheme == "sqlite" else Path(tempfile.gettempdir())
+    disk = arguments.disk or in_file
     for _ in range(arguments.pairs):
         for num_daemons in arguments.daemons:
             for num_lanes in arguments.lanes:
                 num_talkers = arguments.talkers or num_lanes
-                turns, commits, num_commits, cpu = measured(
+                syncs = sync_seconds(disk)
+                turns, commits, num_commits, waits, cpu = measured(
                     arguments.store, num_daemons, num_lanes, arguments.seconds, num_talkers
                 )
+                wait = f"p99 {_quantile(waits, 0.99)}" if waits else "none"
                 print(
                     f"{num_daemons} daemons of {num_lanes} lanes, {num_talkers} turns at once: "
-                    f"{len(turns) / arguments.seconds:,.0f} turns/s, a turn p50 "
-                    f"{percentile(turns, 0.5) * 1e3:.1f} ms, p99 {percentile(turns, 0.99) * 1e3:.1f} ms; a "
-                    f"commit p50 {percentile(commits, 0.5) * 1e3:.1f} ms, "
-                    f"{2 * len(turns) / num_commits:.1f} calls in each; "
+                    f"{len(turns) / arguments.seconds:,.0f} turns/s, a turn p50 {_quantile(turns, 0.5)}, p99 "
+                    f"{_quantile(turns, 0.99)}; a commit p50 {_quantile(commits, 0.5)}, p99 "
+                    f"{_quantile(commits, 0.99)}, {2 * len(turns) / num_commits:.1f} calls in each; waiting "
+                    f"for the write lock {wait}; a sync p50 {_quantile(syncs, 0.5)}; "
                     f"{cpu / len(turns) * 1e3:.2f} ms of CPU a turn beside the server's",
                     flush=True,
                 )
+
+
+def _quantile(seconds: Sequence[float], share: float) -> str:
+    return f"{percentile(seconds, share) * 1e3:.1f} ms"
+
+
+def sync_seconds(disk: Path) -> list[float]:
+    """Return how long it takes to have a page on the disk, some times."""
+    found = []
+    with tempfile.TemporaryFile(dir=disk) as file:
+        for _ in range(SYNCS):
+            file.write(bytes(4096))
+            file.flush()
+            began = time.perf_counter()
+            os.fdatasync(file.fileno())
+            found.append(time.perf_counter() - began)
+    return found
 
 
 def measured(
@@ -166,8 +198,13 @@ def measured(
         from_ = time.monotonic() + BEGIN_SECONDS
         running = [
             processes.submit(
-                *(_daemon, url, f"bench-{next(names)}", num_lanes, num_talkers or num_lanes),
-                *(from_, from_ + seconds),
+                _daemon,
+                url,
+                f"bench-{next(names)}",
+                num_lanes,
+                num_talkers or num_lanes,
+                from_,
+                from_ + seconds,
             )
             for _ in range(num_daemons)
         ]
@@ -176,6 +213,7 @@ def measured(
         [turn for each in found for turn in each.turns],
         [commit for each in found for commit in each.commits],
         sum(each.num_commits for each in found),
+        [wait for each in found for wait in each.waits],
         sum(each.cpu_seconds for each in found),
     )
 
@@ -204,10 +242,9 @@ def _daemon(
         time.sleep(max(from_ - time.monotonic(), 0.0))
         cpu, num_commits = time.process_time(), store.figures.num_commits
         turns = [turn for each in running for turn in each.result()]
-        return Found(
-            *(turns, list(store.figures.commit_seconds), store.figures.num_commits - num_commits),
-            time.process_time() - cpu,
-        )
+        figures, used = store.figures, time.process_time() - cpu
+        committed = (list(figures.commit_seconds), figures.num_commits - num_commits)
+        return Found(turns, *committed, list(figures.wait_seconds), used)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ are no case to be served.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,15 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pensieve.store.postgres.schema import SCHEMA
 from pensieve.store.shared_file import WriteTurn
 from tests.cluster.links import Link, Way
-from tests.cluster.world import Part, Replica, World
+from tests.cluster.world import CannotStart, Part, Replica, World
 
-DATABASE = -1  # as a target: another process writes to it for so long
+DATABASE = -1  # as a target
 SHORT_SECONDS = (0.3, 4.0)
 LONG_LEASES = (1.2, 1.5)
 SLOW_SECONDS = 0.08
 EXIT_SECONDS = 1.0  # until a killed process has ended
+STARTS_MAX = 5
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,20 @@ class Fault:
         return f"{self.at:6.1f} {self.kind} {where} for {self.seconds:.1f} s"
 
 
+async def start(part: Part) -> None:
+    """As a supervisor does: again, if it could not open the history just then."""
+    for _ in range(STARTS_MAX - 1):
+        with contextlib.suppress(CannotStart):
+            await part.start()
+            return
+        await asyncio.sleep(EXIT_SECONDS)
+    await part.start()
+
+
 async def kill(part: Part, seconds: float) -> None:
     await part.kill()
     await asyncio.sleep(seconds)
-    await part.start()
+    await start(part)
 
 
 async def pause(part: Part, seconds: float) -> None:
@@ -53,13 +66,13 @@ async def pause(part: Part, seconds: float) -> None:
         part.go_on()
     await asyncio.sleep(EXIT_SECONDS)
     if not part.is_running:
-        await part.start()
+        await start(part)
 
 
 async def drain(part: Part, seconds: float) -> None:
     status = await part.terminate()
     assert status == 0, f"{part.name} ended with {status}: {part.log.read_text()[-2000:]}"
-    await part.start()
+    await start(part)
 
 
 @contextmanager
@@ -124,14 +137,30 @@ OF_REPLICAS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
     "reset": reset,
     "slow": slow,
 }
-WRITE = "write"
-MAY_BE_LONG = ("pause", "cut from peers", "cut from all", "kill")
+TO_SERVERS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
+    "cut from the server": cut("store"),
+    "cut back from the server": cut("store", ways=(Way.BACK,)),
+    "refused by the server": refused("store"),
+}
+WRITE = "write"  # another program keeps everybody from writing for so long
+END_SESSIONS = "end sessions"  # of a server, all of them
+MAY_BE_LONG = ("pause", "cut from peers", "cut from all", "kill", *list(TO_SERVERS)[:2])
 
 
 def schedule(
-    seed: int, seconds: float, every: float, num_replicas: int, lease: float
+    seed: int,
+    seconds: float,
+    every: float,
+    num_replicas: int,
+    lease: float,
+    has_server: bool = False,
 ) -> list[Fault]:
-    """A fault every so many seconds, with the targets that are free by then."""
+    """A fault every so many seconds, with the targets that are free by then.
+
+    `has_server`: the database is a server, to which each replica has a link.
+    """
+    of_replicas = [*OF_REPLICAS, *(TO_SERVERS if has_server else ())]
+    of_databases = [WRITE, END_SESSIONS] if has_server else [WRITE]
     choose = random.Random(seed)
     free_at = dict.fromkeys((DATABASE, *range(num_replicas)), 0.0)
     no_long_before = 0.0
@@ -141,7 +170,9 @@ def schedule(
         free = [target for target, until in free_at.items() if until <= at]
         if free:
             target = choose.choice(free)
-            kind = WRITE if target == DATABASE else choose.choice(list(OF_REPLICAS))
+            kind = WRITE
+            if target != DATABASE or has_server:
+                kind = choose.choice(of_databases if target == DATABASE else of_replicas)
             lasts = choose.uniform(*SHORT_SECONDS)
             if kind in MAY_BE_LONG and at >= no_long_before and choose.random() < 0.5:
                 lasts = lease * choose.uniform(*LONG_LEASES)
@@ -158,8 +189,25 @@ def _write(database: Path, seconds: float) -> None:
         time.sleep(seconds)
 
 
+def _at_server(store: str, kind: str, seconds: float) -> None:
+    import psycopg
+
+    with psycopg.connect(store) as conn:
+        if kind == WRITE:
+            conn.execute(f"LOCK TABLE {SCHEMA}.owners, {SCHEMA}.turns IN EXCLUSIVE MODE")
+            time.sleep(seconds)
+        else:
+            conn.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+
+
 async def befall(world: World, fault: Fault) -> None:
-    if fault.kind == WRITE:
-        await asyncio.to_thread(_write, world.database, fault.seconds)
+    if fault.target != DATABASE:
+        acts = {**OF_REPLICAS, **TO_SERVERS}
+        await acts[fault.kind](world.replicas[fault.target], fault.seconds)
+    elif world.kind.store:
+        await asyncio.to_thread(_at_server, world.store, fault.kind, fault.seconds)
     else:
-        await OF_REPLICAS[fault.kind](world.replicas[fault.target], fault.seconds)
+        await asyncio.to_thread(_write, world.database, fault.seconds)

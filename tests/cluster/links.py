@@ -1,6 +1,7 @@
 """TCP connections that can be held, slowed, reset and refused: the network between the parts of a cluster.
 
-A `Link` listens at an address of its own and passes bytes on to its target.  What can be done to it:
+A `Link` listens at an address of its own and passes bytes on to its target, which may be a Unix socket.  What
+can be done to it:
 
     hold      nothing arrives any more, in one direction or in both, and nobody is told: a partition.  What
               was sent meanwhile arrives afterwards, as TCP would send it again
@@ -31,8 +32,7 @@ class Way(Enum):
 
 class Link:
     def __init__(self, target: str, port: int = 0) -> None:
-        host, _, number = target.rpartition(":")
-        self.target = host, int(number)
+        self.target = target
         self.num_connections = 0
         self._port = port
         self._server: asyncio.Server | None = None
@@ -92,7 +92,7 @@ class Link:
         far: asyncio.StreamWriter | None = None
         try:
             await self._flows[Way.THERE].wait()
-            far_reader, far = await asyncio.open_connection(*self.target)
+            far_reader, far = await _connected_to(self.target)
             self._writers.add(far)
             ways = (
                 asyncio.create_task(self._pass(reader, far, Way.THERE)),
@@ -120,6 +120,14 @@ class Link:
                 await self._flows[way].wait()
                 sink.write(piece)
                 await sink.drain()
+
+
+async def _connected_to(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """`target` is HOST:PORT, or the path of a Unix socket."""
+    if target.startswith("/"):
+        return await asyncio.open_unix_connection(target)
+    host, _, port = target.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:

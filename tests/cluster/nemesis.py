@@ -3,6 +3,7 @@
     python -m tests.cluster.nemesis FOLDER --seed 7                   # 3 minutes, 50 conversations
     python -m tests.cluster.nemesis FOLDER --seeds 1..5 --lease 2
     python -m tests.cluster.nemesis FOLDER --seed 7 --engine model    # the built-in model
+    python -m tests.cluster.nemesis FOLDER --seed 7 --store postgresql    # a server of its own
     python -m tests.cluster.nemesis FOLDER --seed 7 --cluster ray --nodes 2   # on Ray Serve
 
 The faults and what the talkers say are drawn from the seed; which call meets which fault is not.  FOLDER
@@ -19,7 +20,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,10 @@ from tests.cluster.faults import Fault, befall, schedule
 from tests.cluster.ray_world import RayWorld
 from tests.cluster.talkers import Spoken, Talker
 from tests.cluster.world import Kind, World
+from tests.store.postgres_server import serving
 
 RECOVERY_SECONDS = 30.0  # after the last fault everybody can talk
+OWN_SERVER = "postgresql"  # as an address
 HANG_SECONDS = 150.0  # after which nothing will come any more
 
 
@@ -108,8 +112,8 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
         statuses = await world.stop()
         if any(statuses):
             outcome.problems.append(f"the processes ended with {statuses}")
-    if isinstance(world, World) and not storm.kind.store:
-        events = owner_log.events(world.database)
+    if isinstance(world, World):
+        events = owner_log.events(world.store)
         outcome.problems += wrong_owners(events)
         outcome.num_claims = sum(each.get("previous", 0) > 0 for each in events)
     outcome.problems += _stored_soundly(folder / "last", world.store)
@@ -125,7 +129,8 @@ def _schedule(world: World | RayWorld, storm: Storm) -> Sequence[Fault]:
     if isinstance(world, RayWorld):
         return world.schedule(storm.seed, storm.seconds, storm.every)
     kind = storm.kind
-    return schedule(storm.seed, storm.seconds, storm.every, kind.num_replicas, kind.lease_seconds)
+    amount = storm.seconds, storm.every, kind.num_replicas, kind.lease_seconds
+    return schedule(storm.seed, *amount, has_server=bool(kind.store))
 
 
 async def _befall_all(
@@ -221,6 +226,16 @@ def _count(talkers: Sequence[Talker], healed_at: float, outcome: Outcome) -> Non
     outcome.recovery_seconds = max((at - healed_at for at in firsts if at is not None), default=0.0)
 
 
+@contextmanager
+def _store_of(given: str) -> Iterator[str]:
+    """The address of a database that has no history yet, or none for a SQLite file."""
+    if given != OWN_SERVER:
+        yield given
+        return
+    with serving(max_connections="200") as server:
+        yield server.new_database()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -234,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--replicas", "--nodes", type=int, default=3, help="with Ray: nodes")
     parser.add_argument("--lease", type=float, default=10.0)
     parser.add_argument("--engine", choices=("echo", "model"), default="echo")
-    parser.add_argument("--store", default="", help="postgresql://… of the history")
+    parser.add_argument("--store", default="", help=f"{OWN_SERVER}, or postgresql://…")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started ends with it
     first, _, last = given.seeds.partition("..")
@@ -244,15 +259,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has_failed = False
     for seed in seeds:
         has_ray = given.cluster == "ray"
-        kind = Kind(given.replicas, given.lease, given.engine, store=given.store, has_ray=has_ray)
-        storm = Storm(seed, given.seconds, given.every, given.talkers, given.pause, kind)
-        print(f"seed {seed}: {storm}", flush=True)
-        outcome = asyncio.run(run(given.folder / f"seed-{seed}-{int(time.time())}", storm))
+        with _store_of(given.store) as store:
+            kind = Kind(given.replicas, given.lease, given.engine, store=store, has_ray=has_ray)
+            storm = Storm(seed, given.seconds, given.every, given.talkers, given.pause, kind)
+            print(f"seed {seed}: {storm}", flush=True)
+            outcome = asyncio.run(run(given.folder / f"seed-{seed}-{int(time.time())}", storm))
         if outcome.recovery_seconds > RECOVERY_SECONDS:
             outcome.problems.append(f"it took {outcome.recovery_seconds:.1f} s to recover")
         if outcome.whole_seconds > RECOVERY_SECONDS:
             outcome.problems.append(f"after {outcome.whole_seconds:.1f} s all parts were there")
         which = {"cluster": given.cluster, "lease": given.lease, "replicas": given.replicas}
+        which |= {"store": given.store.partition(":")[0] or "sqlite"}
         line = {**asdict(outcome), **which}
         with (given.folder / "results.jsonl").open("a") as results:
             results.write(json.dumps(line) + "\n")

@@ -1,24 +1,37 @@
-"""Who had which conversation: rows that triggers write, which a test adds to a SQLite file.
+"""Who had which conversation: rows that triggers write, which a test adds to a history.
 
     opened, closed    a session: a daemon has the history open
     claimed           a conversation is a session's from here on, in an epoch; `previous` had it before
     begun, ended      a turn, with the session and the epoch of its conversation; `how` is its new state
 
-The rows are in the order of the commits.
+The rows of a conversation are in the order of the commits: in PostgreSQL, two transactions that change one
+conversation never overlap. In SQLite all rows are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from pensieve.store import ConversationStore
 from pensieve.store.connection import preferred_driver
 from pensieve.store.conversation_rows import conversation_key
+from pensieve.store.postgres.schema import SCHEMA
 
-COLUMNS = ("event", "session", "replica", "key", "epoch", "previous", "turn_id", "how")
+SQLITE = "sqlite://"
+COLUMNS = {
+    "event": "TEXT",
+    "session": "BIGINT",
+    "replica": "TEXT",
+    "key": "BYTEA",
+    "epoch": "BIGINT",
+    "previous": "BIGINT",
+    "turn_id": "BIGINT",
+    "how": "TEXT",
+}
+NAMES = ", ".join(COLUMNS)
 WHOSE = """
     SELECT '{event}', o.session, NULL, c.key, o.epoch, NULL, new.turn_id, new.state
     FROM owners o JOIN conversations c USING (conversation) WHERE o.conversation = new.conversation
@@ -28,52 +41,74 @@ CLAIMED = """
     FROM conversations WHERE conversation = new.conversation
 """
 SESSION = "VALUES ('{event}', {row}.session, {row}.replica, NULL, NULL, NULL, NULL, NULL)"
+ROW = "FOR EACH ROW"
 TRIGGERS = {
-    "INSERT ON sessions": SESSION.format(event="opened", row="new"),
-    "DELETE ON sessions": SESSION.format(event="closed", row="old"),
-    "INSERT ON owners": CLAIMED.format(previous="0"),
-    "UPDATE ON owners WHEN old.epoch <> new.epoch OR old.session <> new.session": CLAIMED.format(
-        previous="old.session"
+    f"INSERT ON sessions {ROW}": SESSION.format(event="opened", row="new"),
+    f"DELETE ON sessions {ROW}": SESSION.format(event="closed", row="old"),
+    f"INSERT ON owners {ROW}": CLAIMED.format(previous="0"),
+    f"UPDATE ON owners {ROW} WHEN (old.epoch <> new.epoch OR old.session <> new.session)": (
+        CLAIMED.format(previous="old.session")
     ),
-    "INSERT ON turns WHEN new.state = 'running'": WHOSE.format(event="begun"),
-    "UPDATE ON turns WHEN old.state <> 'running' AND new.state = 'running'": WHOSE.format(
-        event="begun"
+    f"INSERT ON turns {ROW} WHEN (new.state = 'running')": WHOSE.format(event="begun"),
+    f"UPDATE ON turns {ROW} WHEN (old.state <> 'running' AND new.state = 'running')": (
+        WHOSE.format(event="begun")
     ),
-    "UPDATE ON turns WHEN old.state = 'running' AND new.state <> 'running'": WHOSE.format(
-        event="ended"
+    f"UPDATE ON turns {ROW} WHEN (old.state = 'running' AND new.state <> 'running')": (
+        WHOSE.format(event="ended")
     ),
 }
 
 
-def keep(database: Path) -> None:
-    """Create a history in the file, and have it keep the log from now on."""
-    url, folder = f"sqlite://{database}", database.with_name(f"{database.name}.maker")
-    ConversationStore.open(folder, "a test", url=url, replica="maker").close()
-    columns = ", ".join(COLUMNS)
-    with closing(preferred_driver.connect(str(database), isolation_level=None)) as conn:
-        conn.execute(
-            f"CREATE TABLE owner_log (number INTEGER PRIMARY KEY AUTOINCREMENT, {columns})"
-        )
-        for number, (when, row) in enumerate(TRIGGERS.items()):
-            conn.execute(
-                f"CREATE TRIGGER owner_log_{number} AFTER {when} BEGIN"
-                f" INSERT INTO owner_log ({columns}) {row}; END"
-            )
+def keep(store: str, maker: Path) -> None:
+    """Create a history at the address, and have it keep the log from now on; `maker` is a new folder."""
+    ConversationStore.open(maker, "a test", url=store, replica="maker").close()
+    is_sqlite = store.startswith(SQLITE)
+    number = (
+        "number INTEGER PRIMARY KEY AUTOINCREMENT"
+        if is_sqlite
+        else "number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
+    )
+    columns = NAMES if is_sqlite else ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+    with _connected(store) as execute:
+        execute(f"CREATE TABLE owner_log ({number}, {columns})")
+        for place, (when, row) in enumerate(TRIGGERS.items()):
+            name, insert = f"owner_log_{place}", f"INSERT INTO owner_log ({NAMES}) {row};"
+            action = f"BEGIN {insert} END"
+            if not is_sqlite:
+                execute(
+                    f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql"
+                    f" AS $$ BEGIN {insert} RETURN NULL; END $$"
+                )
+                action = f"EXECUTE FUNCTION {name}()"
+            execute(f"CREATE TRIGGER {name} AFTER {when} {action}")
 
 
-def events(database: Path, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
+def events(store: str, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
     """Those so far, of a kind and with such values; `conversation_id` stands for its key."""
     if (name := wanted.pop("conversation_id", None)) is not None:
         wanted["key"] = conversation_key(name, "")
     if event:
         wanted["event"] = event
-    return [each for each in _all(database) if wanted.items() <= each.items()]
+    return [each for each in _all(store) if wanted.items() <= each.items()]
 
 
-def _all(database: Path) -> Iterator[dict[str, Any]]:
-    with closing(preferred_driver.connect(str(database), timeout=60)) as conn:
-        rows = conn.execute(f"SELECT {', '.join(COLUMNS)} FROM owner_log ORDER BY number")
-        for row in rows.fetchall():
+def _all(store: str) -> Iterator[dict[str, Any]]:
+    with _connected(store) as execute:
+        for row in execute(f"SELECT {NAMES} FROM owner_log ORDER BY number").fetchall():
             yield {
                 name: value for name, value in zip(COLUMNS, row, strict=True) if value is not None
             }
+
+
+@contextmanager
+def _connected(store: str) -> Iterator[Callable[[str], Any]]:
+    """What executes a statement."""
+    if store.startswith(SQLITE):
+        path = store.removeprefix(SQLITE)
+        with closing(preferred_driver.connect(path, timeout=60, isolation_level=None)) as conn:
+            yield conn.execute
+        return
+    import psycopg
+
+    with psycopg.connect(store, autocommit=True, options=f"-c search_path={SCHEMA}") as conn:
+        yield conn.execute

@@ -1,4 +1,4 @@
-"""Daemons in threads of the test that share one SQLite file."""
+"""Databases that daemons share, and daemons in threads of the test that share a SQLite file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,24 @@ from pensieve.store.connection import preferred_driver
 from pensieve.store.shared_file import SHARED_SQLITE_MIN
 from tests.cluster import owner_log
 from tests.conversations.rig_daemon import DaemonRig
+from tests.store.postgres_server import missing, serving
 
 needs_sqlite = pytest.mark.skipif(
     preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN, reason="needs another SQLite"
 )
+on_both = [pytest.param("sqlite", marks=needs_sqlite), "postgresql"]
+
+
+@contextmanager
+def history(name: str) -> Iterator[str]:
+    """The address of a new database, by a name of `on_both`; empty for a SQLite file."""
+    if name == "sqlite":
+        yield ""
+        return
+    if why := missing():
+        pytest.skip(why)
+    with serving(max_connections="200") as server:
+        yield server.new_database()
 
 
 @contextmanager
@@ -33,13 +47,13 @@ def sharing(
 
     `each_listening` has more fields of one after the other.  The history keeps an owner log.
     """
-    owner_log.keep(folder / "history.db")
+    url = f"sqlite://{folder / 'history.db'}"
+    owner_log.keep(url, folder / "maker")
     with ExitStack() as stack:
         rigs = []
         for number, name in enumerate(names):
             data, more = folder / name, each_listening[number] if each_listening else {}
             places = Listening("127.0.0.1:0", data / "admin.sock", **{**listening, **more})
-            url = f"sqlite://{folder / 'history.db'}"
             rig = DaemonRig(data, listening=places, store=url, **daemon)
             rigs.append(stack.enter_context(rig))
         yield rigs

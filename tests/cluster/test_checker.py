@@ -12,7 +12,7 @@ from pensieve.builtin import MODEL_PATH
 from pensieve.launch.echo_engine import digest, next_token
 from pensieve.text import Tokenizer
 from tests.cluster.checker import Stored, wrong_owners, wrong_tokens, wrong_turns
-from tests.cluster.faults import DATABASE, MAY_BE_LONG, schedule
+from tests.cluster.faults import DATABASE, MAY_BE_LONG, TO_SERVERS, schedule
 from tests.cluster.talkers import Spoken
 
 Event = dict[str, Any]
@@ -169,14 +169,18 @@ def test_two_owners_at_a_time_and_late_writers_are_found(more: list[Event], prob
 # -- the schedule --
 
 
+@pytest.mark.parametrize("has_server", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_schedule_is_its_seeds_alone_and_has_one_long_fault_at_a_time(seed: int) -> None:
-    draw: Callable[[], Any] = lambda: schedule(seed, 180.0, 5.0, 3, 10.0)  # noqa: E731
+def test_a_schedule_is_its_seeds_alone_and_has_one_long_fault_at_a_time(
+    seed: int, has_server: bool
+) -> None:
+    draw: Callable[[], Any] = lambda: schedule(seed, 180.0, 5.0, 3, 10.0, has_server)  # noqa: E731
     faults = draw()
     assert faults == draw()
     assert 30 <= len(faults) <= 36
     assert all(-1 <= each.target < 3 for each in faults)
     assert any(each.target == DATABASE for each in faults)
+    assert has_server or not [each for each in faults if each.kind in TO_SERVERS]
     long = [each for each in faults if each.seconds > 10.0]
     assert all(each.kind in MAY_BE_LONG for each in long)
     ends = [each.at + each.seconds for each in long]

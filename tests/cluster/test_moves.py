@@ -74,9 +74,8 @@ def test_every_reply_is_what_plain_transformers_says_wherever_it_is_given(
                 for number in range(12)
             ]
             done += play(crowd)
-        num_moves = sum(
-            each["previous"] > 0 for each in owner_log.events(tmp_path / "history.db", "claimed")
-        )
+        claims = owner_log.events(f"sqlite://{tmp_path / 'history.db'}", "claimed")
+        num_moves = sum(each["previous"] > 0 for each in claims)
         moved = sum(each.num_tokens for each in pulls)
         reference = Reference(folder)
         counts = []

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nemesis import RECOVERY_SECONDS, Storm, run
-from tests.cluster.sharing import needs_sqlite
+from tests.cluster.sharing import history, on_both
 from tests.cluster.world import Kind
 from tests.scale import SCALE, SEED
-
-pytestmark = needs_sqlite
 
 
 async def _weathered(folder: Path, storm: Storm) -> None:
@@ -25,16 +23,24 @@ async def _weathered(folder: Path, storm: Storm) -> None:
         assert outcome.recovery_seconds <= RECOVERY_SECONDS
 
 
+@pytest.mark.parametrize("name", on_both)
 @pytest.mark.timeout(600)
-def test_nothing_is_lost_or_doubled_and_nobody_owns_what_another_does(tmp_path: Path) -> None:
-    storm = Storm(100 + SEED, seconds=16.0, every=2.0, num_talkers=12, kind=Kind(lease_seconds=2.0))
-    asyncio.run(_weathered(tmp_path, storm))
+def test_nothing_is_lost_or_doubled_and_nobody_owns_what_another_does(
+    tmp_path: Path, name: str
+) -> None:
+    with history(name) as store:
+        kind = Kind(lease_seconds=2.0, store=store)
+        storm = Storm(100 + SEED, seconds=16.0, every=2.0, num_talkers=12, kind=kind)
+        asyncio.run(_weathered(tmp_path, storm))
 
 
+@pytest.mark.parametrize("name", on_both)
 @pytest.mark.full
 @pytest.mark.timeout(1200 * SCALE)
 @pytest.mark.parametrize("lease_seconds", [2.0, 10.0])
-def test_three_minutes_with_fifty_people(tmp_path: Path, lease_seconds: float) -> None:
+def test_three_minutes_with_fifty_people(tmp_path: Path, lease_seconds: float, name: str) -> None:
     for number in range(SCALE):
-        storm = Storm(1000 * (1 + SEED) + number, kind=Kind(lease_seconds=lease_seconds))
-        asyncio.run(_weathered(tmp_path / str(number), storm))
+        with history(name) as store:
+            kind = Kind(lease_seconds=lease_seconds, store=store)
+            storm = Storm(1000 * (1 + SEED) + number, kind=kind)
+            asyncio.run(_weathered(tmp_path / str(number), storm))

@@ -14,7 +14,7 @@ from tests.cluster.ray_nodes import why_not
 from tests.cluster.ray_world import ALL, CUT, NEVER_CUT, PROXIES, deeds, schedule
 from tests.cluster.world import Kind
 from tests.scale import SCALE, SEED
-from tests.store.postgres_server import PostgresServer, missing
+from tests.store.postgres_server import missing, serving
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -34,13 +34,8 @@ def database() -> Iterator[Callable[[], str]]:
     """Makes new ones, on a server with room for the connections of all daemons."""
     if why := missing():
         pytest.skip(why)
-    server = PostgresServer(max_connections="200")
-    try:
-        server.initialise()
-        server.start()
+    with serving(max_connections="200") as server:
         yield server.new_database
-    finally:
-        server.close()
 
 
 def weathered(folder: Path, storm: Storm) -> None:

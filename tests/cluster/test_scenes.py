@@ -1,4 +1,4 @@
-"""Two daemons on one SQLite file: what the nemesis does at random, one thing at a time."""
+"""Two daemons on one database: what the nemesis does at random, one thing at a time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from pensieve.client import Client, Delta, Reply, Retry
 from pensieve.errors import OwnedElsewhere
 from pensieve.v1 import conversation_pb2 as pb
 from tests.cluster.checker import wrong_owners
-from tests.cluster.sharing import needs_sqlite
+from tests.cluster.sharing import history, on_both
 from tests.cluster.world import Kind, World
 from tests.loop_thread import LoopThread
 
-pytestmark = needs_sqlite
 LEASE_SECONDS = 3.0
 ECHO_MODEL = "echo (arithmetic instead of a model)"
 LASTING = 5000  # of one that lasts until it is ended
@@ -32,12 +31,10 @@ PATIENT = Retry(retries=1000, first_seconds=0.05, most_seconds=0.5)
 class Cluster:
     """A world whose loop runs in a thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, store: str) -> None:
         self._loop = LoopThread()
         self.run, self.do = self._loop.run, self._loop.do
-        self.world = World(
-            folder, Kind(num_replicas=2, lease_seconds=LEASE_SECONDS, echo_seconds=0.01)
-        )
+        self.world = World(folder, Kind(2, LEASE_SECONDS, echo_seconds=0.01, store=store))
         self.run(self.world.__aenter__())
         self.clients = [Client(each, retry=PATIENT) for each in self.world.addresses]
 
@@ -55,10 +52,13 @@ class Cluster:
         return [each.text for each in self.clients[0].conversation(name).messages()]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with tempfile.TemporaryDirectory(prefix="pensieve-test-") as folder:
-        found = Cluster(Path(folder))
+@pytest.fixture(scope="module", params=on_both)
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with (
+        tempfile.TemporaryDirectory(prefix="pensieve-test-") as folder,
+        history(request.param) as store,
+    ):
+        found = Cluster(Path(folder), store)
         yield found
         found.close()
         assert wrong_owners(found.world.events()) == []

@@ -1,7 +1,8 @@
 """A cluster of plain processes: several `pensieve serve` on one database, and what connects them.
 
     talker ──client link──> replica ──peer link──> another replica
-                               └──────> a SQLite file, with an owner log (owner_log.py)
+                               ├──────> a SQLite file
+                               └─store link──> or a PostgreSQL server; both with an owner log (owner_log.py)
 
 Every link can be cut by itself; every process can be killed, started again with the same folder and
 addresses, stopped (SIGSTOP) and continued.  Where the processes come from and how they end is all that a
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 from tests.cluster import owner_log
 from tests.cluster.links import Link
@@ -51,6 +53,10 @@ class Kind:
     def variables(self) -> dict[str, str]:
         """The same, and the lease."""
         return {**self.engine_variables, "PENSIEVE_LEASE": str(self.lease_seconds)}
+
+
+class CannotStart(AssertionError):
+    """The history could not be opened."""
 
 
 class Part:
@@ -92,7 +98,10 @@ class Part:
         async with asyncio.timeout(START_SECONDS):
             while not self._ready.exists():
                 if not self.is_running:
-                    raise AssertionError(f"{self.name} ended: {self.log.read_text()[-2000:]}")
+                    said = self.log.read_text()[-2000:]
+                    is_store = said.splitlines()[-1].startswith("pensieve: the history ")
+                    kind = CannotStart if is_store else AssertionError
+                    raise kind(f"{self.name} ended: {said}")
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def kill(self) -> None:
@@ -124,6 +133,9 @@ class Replica(Part):
         self.peer_link = Link(address, free_port())
         self.client_link = Link(address)
         self.http_address = f"127.0.0.1:{free_port()}"
+        self.store_link: Link | None = None
+        if kind.store:
+            self.store_link, store = behind_a_link(store)
         arguments = [
             *("serve", "--data", str(self.data), "--replica", f"replica-{number}"),
             *("--address", address, "--announce", self.peer_link.address),
@@ -131,19 +143,34 @@ class Replica(Part):
         ]
         super().__init__(f"replica-{number}", folder, arguments, kind.variables)
 
+    @property
+    def links(self) -> list[Link]:
+        found = [self.peer_link, self.client_link, self.store_link]
+        return [link for link in found if link is not None]
+
     async def open(self) -> None:
-        for link in (self.peer_link, self.client_link):
+        for link in self.links:
             await link.open()
 
     async def close(self) -> None:
-        for link in (self.peer_link, self.client_link):
+        for link in self.links:
             await link.close()
+
+
+def behind_a_link(store: str) -> tuple[Link, str]:
+    """A link to the server of a database, and the address of the database behind it."""
+    parts = urlsplit(store)
+    (folder,), port = parse_qs(parts.query).get("host", [""]), parts.port or 5432
+    link = Link(f"{folder}/.s.PGSQL.{port}" if folder else f"{parts.hostname}:{port}", free_port())
+    user, at, _ = parts.netloc.rpartition("@")
+    return link, urlunsplit(parts._replace(netloc=f"{user}{at}{link.address}", query=""))
 
 
 class World:
     def __init__(self, folder: Path, kind: Kind) -> None:
         self.kind = kind
-        self.database = folder / "history.db"
+        self._folder = folder
+        self.database = folder / "history.db"  # unless it is in PostgreSQL
         self.store = kind.store or f"sqlite://{self.database}"
         self.replicas = [
             Replica(number, folder, kind, self.store) for number in range(kind.num_replicas)
@@ -159,8 +186,7 @@ class World:
         return [f"unix:{replica.data / 'admin.sock'}" for replica in self.replicas]
 
     async def __aenter__(self) -> World:
-        if not self.kind.store:
-            await asyncio.to_thread(owner_log.keep, self.database)
+        await asyncio.to_thread(owner_log.keep, self.store, self._folder / "maker")
         try:
             for replica in self.replicas:
                 await replica.open()
@@ -184,7 +210,7 @@ class World:
 
     def events(self, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
         """Of the owner log."""
-        return owner_log.events(self.database, event, **wanted)
+        return owner_log.events(self.store, event, **wanted)
 
     async def _end(self) -> None:
         for replica in self.replicas:

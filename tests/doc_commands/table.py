@@ -354,5 +354,6 @@ NOT_RUN = {
     "python -m tests.faults --seeds 1000..20000": "hours: the part `faults` of the night",
     "python -m tests.cluster.nemesis FOLDER --seed 7": "minutes: the part `nemesis` of the night",
     "python -m tests.cluster.nemesis FOLDER --seeds 1..5 --lease 2": "the same, five times",
+    "python -m tests.cluster.nemesis FOLDER --seed 7 --store postgresql": "the same",
     "python -m tests.cluster.nemesis FOLDER --seed 7 --cluster ray --nodes 2 --store URL": "on Ray",
 }

@@ -21,6 +21,12 @@ TABLES_SINCE_SCHEMA_3 = tuple(
     f"DROP TABLE {table}"
     for table in ("owners", "sessions", "epochs", "responses", "chains", "prefixes")
 )
+TO_SCHEMA_9 = (
+    *FROM_SCHEMA_11,
+    *FROM_SCHEMA_10,
+    "DELETE FROM _sqlite_migrations WHERE name > 'm010'",
+    "PRAGMA user_version = 9",
+)
 TO_SCHEMA_8 = (
     *FROM_SCHEMA_11,
     *FROM_SCHEMA_10,
@@ -38,14 +44,18 @@ TO_SCHEMA_3 = (
     "DELETE FROM _sqlite_migrations WHERE name > 'm004'",
     "PRAGMA user_version = 3",
 )
-POSTGRES_TO_SCHEMA_8 = (
+POSTGRES_TO_SCHEMA_9 = (
     *FROM_SCHEMA_11,
     *FROM_SCHEMA_10,
-    *FROM_SCHEMA_9,
     "DROP SEQUENCE epoch_numbers",
     "DROP VIEW tenants",
     "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, stored_bytes BIGINT NOT NULL)",
     "INSERT INTO tenants SELECT tenant, sum(stored_bytes) FROM tenant_bytes GROUP BY tenant",
     "DROP TABLE tenant_bytes",
+    "DELETE FROM schema_versions WHERE version > 9",
+)
+POSTGRES_TO_SCHEMA_8 = (
+    *POSTGRES_TO_SCHEMA_9,
+    *FROM_SCHEMA_9,
     "DELETE FROM schema_versions WHERE version > 8",
 )

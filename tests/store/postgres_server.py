@@ -208,6 +208,18 @@ class PostgresServer:
             os.chown(path, who.pw_uid, who.pw_gid)
 
 
+@contextlib.contextmanager
+def serving(**settings: str) -> Iterator[PostgresServer]:
+    """A server as long as the block lasts."""
+    server = PostgresServer(None, None, **settings)
+    try:
+        server.initialise()
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
 def _as_user() -> dict[str, Any]:
     who = _user()
     if who is None:

@@ -21,6 +21,7 @@ from pensieve.store import ConversationStore, NewConversation, NewTurn
 from tests.store.talk import reply, user
 
 LEASE_SECONDS = 1.0  # of a daemon whose lease is to expire
+KEEP_OWNERS = "UPDATE owners SET epoch = epoch RETURNING 1"
 LONG_SECONDS = 60.0  # of one whose is not, however slow the machine is
 
 
@@ -79,9 +80,10 @@ class Worker:
     def keeps_house(self) -> bool:
         return self.store.keeps_house
 
-    def hold_write_lock(self) -> None:
+    def hold_write_lock(self, statement: str = KEEP_OWNERS) -> None:
         """And stop in the middle of a write, until somebody lets the process go on."""
-        with vars(self.store)["_writer"].writing():
+        with vars(self.store)["_writer"].writing() as conn:
+            conn.execute(statement).fetchall()
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def race(self, prefix: str, num: int, seed: int) -> list[list[Any]]:

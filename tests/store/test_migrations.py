@@ -210,6 +210,14 @@ def test_a_migration_that_fails_leaves_the_old_schema(path: Path, driver: Any) -
     conn.close()
 
 
+def test_a_record_of_migrations_that_contradicts_the_schema_is_refused(
+    path: Path, driver: Any, open_store: Open
+) -> None:
+    edit(path, driver, f"PRAGMA user_version = {NEWEST - 1}")
+    with pytest.raises(StoreCorrupt, match="has schema version 9, but says that all 10 changes"):
+        open_store()
+
+
 def first_schema(path: Path, driver: Any) -> None:
     """The database as version 1 made it."""
     conn = driver.connect(str(path), isolation_level=None)

@@ -10,10 +10,12 @@ import pytest
 
 from pensieve.errors import StoreCorrupt, Unavailable
 from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn, StoredTurnState
+from pensieve.store.conversation_changes import Pending
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.leases import Leases
-from pensieve.store.records import NewPrefix
-from tests.store.faulty import writer_of
+from pensieve.store.records import KeyedTurn, NewPrefix
+from tests.store.faulty import begun, history, world, writer_of
+from tests.store.older_schemas import POSTGRES_TO_SCHEMA_9, TO_SCHEMA_9
 from tests.store.talk import begin, create, reply, say, user
 
 Open = Callable[..., ConversationStore]
@@ -60,6 +62,49 @@ def test_each_opening_is_a_session_and_the_one_before_has_ended(open_store: Open
     assert now.session > first.session
 
 
+def test_a_history_of_the_schema_before_is_all_there_and_its_owners_keep_nobody_out(
+    open_store: Open, driver: Any
+) -> None:
+    """Its sessions were those of a history service, and only that service gave conversations owners."""
+    store = open_store()
+    world(store)
+    waits = Pending((NewMessage("user", "waits"),))
+    store.changes.change_pending("cup", lambda pending: waits)
+    keyed = NewTurn("key", [user("again", 7)], history_digest=b"digest")
+    keyed_id = store.begin_turn("pot", keyed).turn.turn_id
+    store.finish_turn(keyed_id, reply("so", 8), "stop", {})
+    running, before, num_bytes = begun(store), history(store), store.stored_bytes()
+    turns = [store.get_turn(number) for number in range(1, running)]
+    older = POSTGRES_TO_SCHEMA_9 if driver is None else TO_SCHEMA_9
+    is_of_pot = f"(SELECT conversation FROM turns WHERE turn_id = {keyed_id})"
+    with writer_of(store).writing() as conn:
+        for statement in (
+            *older,
+            "INSERT INTO sessions"
+            " (session, replica, address, http_address, metrics_address, last_call, opened_at)"
+            f" VALUES ({OTHER}, 'a', 'a:1', '', '', 0, 1.0)",
+            f"DELETE FROM owners WHERE conversation = {is_of_pot}",
+            f"UPDATE owners SET session = {OTHER}, epoch = {OTHER}",
+        ):
+            conn.execute(statement)
+    store.close()
+    with open_store(replica="b") as store:
+        assert [each.turn_id for each in store.interrupted_at_open] == [running]
+        assert history(store) == before
+        assert [store.get_turn(number) for number in range(1, running)] == turns
+        assert store.stored_bytes() == num_bytes
+        assert store.find_by_idempotency_key("key") == KeyedTurn("pot", 1)
+        again = store.begin_turn("tea", NewTurn("r2", [user("more" * 500, 30)]))
+        assert not again.must_run
+        assert again.turn.turn_id == turns[1].turn_id
+        for name in ("tea", "cup", "pot"):
+            say(store, name, "next", user("hi", 1), reply("hello", 2))
+            found = store.owners.owner(name)
+            assert found is not None
+            assert (found.is_ours, found.epoch > OTHER) == (True, True)
+        assert store.verify() == store.integrity_check() == []
+
+
 def test_a_turn_of_another_daemon_that_is_left_running_is_not_taken_for_ended(
     store: ConversationStore,
 ) -> None:
@@ -78,6 +123,9 @@ def test_an_unexpected_error_does_not_end_the_lease_thread(
 
     class Transactions:
         calls = 0
+
+        def end_stopped(self) -> None:
+            pass
 
         def writing(self, is_serializable: bool = False) -> Any:
             self.calls += 1

@@ -88,7 +88,7 @@ def end_sessions(postgres: PostgresServer, url: str) -> None:
 
 def alone(url: str) -> PostgresLanes:
     """As a copy opens the database."""
-    return PostgresLanes(Address(url), "alone", 0.05, 10.0, 1, is_exclusive=True)
+    return PostgresLanes(Address(url), "alone", 0.05, 10.0, 1, True, 5.0)
 
 
 def test_who_needs_the_history_alone_is_refused_and_learns_who_has_it(

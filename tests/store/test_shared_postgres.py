@@ -17,10 +17,16 @@ from typing import Any
 
 import pytest
 
-from pensieve.store import ConversationStore
+from pensieve.errors import OwnedElsewhere, PensieveError
+from pensieve.store import ConversationStore, NewMessage
+from pensieve.store.conversation_changes import Pending
+from pensieve.store.owners import EPOCHS_LOCK_KEY
+from pensieve.store.shared_file import is_stopped
 from tests.scale import SCALE
 from tests.store.postgres_server import PostgresServer
 from tests.store.sharing_process import LEASE_SECONDS, Process
+from tests.store.talk import begin, create
+from tests.store.test_postgres import name_of
 from tests.store.test_shared_file import (  # noqa: F401  these are the same on both databases
     NUM_CONVERSATIONS,
     check_epochs,
@@ -163,6 +169,66 @@ def test_a_daemon_that_was_cut_off_ends_no_turn_that_another_one_has_claimed(
     assert a("finish", kept, 1, 8) == 1  # nobody has claimed it
     assert b("log", "tea") == [1, 2, 7]
     assert b("log", "cup") == [1, 3, 8]
+
+
+def test_a_daemon_that_stops_in_the_middle_of_a_transaction_keeps_no_locks(start: Start) -> None:
+    a, b = (start(name, lease_seconds=LEASE_SECONDS) for name in "ab")
+    a("create", "tea")
+    b("create", "cup")
+    a.put("hold_write_lock")
+    wait_until(lambda: is_stopped(a.child.pid))
+    began = time.monotonic()
+    assert b("say", "cup", "r1", 2) == 1
+    wait_until(lambda: took(b, "begin", "tea", "r1", 2))
+    assert time.monotonic() - began < LEASE_SECONDS + 2
+    a.go_on()
+    assert a.answer()[:2] == ["error", "StoreUnavailable"]
+    assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"
+
+
+def test_a_daemon_that_stops_while_it_has_what_every_opening_needs_is_not_waited_for(
+    start: Start,
+) -> None:
+    a = start("a", lease_seconds=LEASE_SECONDS)
+    a("create", "tea")
+    a.put(
+        "hold_write_lock", f"SELECT pg_advisory_xact_lock({EPOCHS_LOCK_KEY}) FROM owners FOR UPDATE"
+    )
+    wait_until(lambda: is_stopped(a.child.pid))
+    time.sleep(LEASE_SECONDS)
+    b = start("b", lease_seconds=LEASE_SECONDS)
+    assert b("say", "tea", "r1", 2) == 1
+
+
+def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_the_conversation(
+    tmp_path: Path, url: str, postgres: PostgresServer
+) -> None:
+    """As in a history of an older version, whose conversations have no owners."""
+    with (
+        ConversationStore.open(tmp_path / "a", "test", url=url) as a,
+        ConversationStore.open(tmp_path / "b", "test", url=url) as b,
+    ):
+        create(a, "tea")
+        postgres.execute("DELETE FROM pensieve.owners", name_of(url))
+        refused: list[PensieveError] = []
+
+        def begin_at_b() -> None:
+            try:
+                begin(b, "tea", "r1", "hi", 1)
+            except PensieveError as error:
+                refused.append(error)
+
+        thread = threading.Thread(target=begin_at_b)
+
+        def change(pending: Pending) -> Pending:
+            thread.start()
+            thread.join(0.5)
+            return Pending((*pending.messages, NewMessage("user", "more")))
+
+        changed = a.changes.change_pending("tea", change)
+        thread.join()
+        assert len(changed.after.messages) == 1
+        assert [type(each) for each in refused] == [OwnedElsewhere]
 
 
 def test_in_a_random_world_nothing_is_lost_or_doubled(

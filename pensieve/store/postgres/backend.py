@@ -49,7 +49,9 @@ class PostgresBackend:
         statement_seconds: float,
         num_lanes: int,
         is_exclusive: bool,
+        patience_seconds: float,
     ) -> None:
+        """`patience_seconds`: as of PostgresLanes."""
         self.path = None
         self.is_shared = not is_exclusive
         self._address = address
@@ -57,7 +59,13 @@ class PostgresBackend:
         self._statement_seconds = statement_seconds
         self.num_lanes = num_lanes
         self.writer = PostgresLanes(
-            address, holder, busy_timeout_seconds, statement_seconds, num_lanes, is_exclusive
+            address,
+            holder,
+            busy_timeout_seconds,
+            statement_seconds,
+            num_lanes,
+            is_exclusive,
+            patience_seconds,
         )
         self.figures = self.writer.figures
         self.erasure = PostgresErasure(self.writer)

@@ -33,6 +33,11 @@ connection, which first gets the slot of the old session.  That is free only whe
 so the new one reads how the commit ended.
 
 A job has the time of its TimeLimit, looked at before each statement, and no statement takes longer.
+
+Standing still.  A daemon that is stopped or cut off in the middle of a transaction keeps its locks, and the
+server has no limit for that: within a pipeline a session is never idle.  So each daemon that shares the
+database ends such sessions of the others, if they have written something and nothing came for the time of its
+patience.  They may be ended if both daemons use the same role.
 """
 
 from __future__ import annotations
@@ -63,6 +68,7 @@ from pensieve.store.postgres.session import ReservedNumbers, SqlSession
 from pensieve.store.postgres.wire import Wire
 
 VERSION_MIN = 14_00_00
+log = logging.getLogger("pensieve")
 LOCK_KEY = 0x50656E7300000001  # "Pens"
 SLOTS_KEY = (
     LOCK_KEY >> 32
@@ -84,6 +90,16 @@ KNOWN_TO_STANDBY = (
     "INSERT INTO tenant_bytes (tenant, slot, stored_bytes) VALUES ('', %s, 0)"
     " ON CONFLICT (tenant, slot) DO UPDATE SET stored_bytes = tenant_bytes.stored_bytes"
 )
+# Sessions of daemons that share the database, in a transaction that has written something.
+STOPPED = (
+    "WITH stopped AS MATERIALIZED (SELECT pid, application_name"
+    " FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE datname = current_database()"
+    " AND locktype = 'advisory' AND mode = 'ShareLock' AND objsubid = 1"
+    f" AND classid::bigint = {LOCK_KEY >> 32} AND objid::bigint = {LOCK_KEY & 0xFFFFFFFF}"
+    " AND backend_xid IS NOT NULL AND wait_event = 'ClientRead'"
+    " AND state_change < clock_timestamp() - interval '{seconds:.3f} s')"
+    " SELECT application_name FROM stopped WHERE pg_terminate_backend(pid)"
+)
 SAME_BACKEND = "FROM pg_stat_activity WHERE pid = %s AND backend_start::text = %s"
 # libpq's own names; an address that sets one keeps its own.
 CONNECTING = {
@@ -98,7 +114,7 @@ SESSION = {
     "client_encoding": "UTF8",
     "search_path": SCHEMA,
     "default_transaction_isolation": "repeatable read",
-    "idle_in_transaction_session_timeout": "10s",  # a lease: a daemon that stands still has lost it, too
+    "idle_in_transaction_session_timeout": "10s",  # outside of a pipeline
     "idle_session_timeout": "0",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
@@ -188,15 +204,19 @@ class PostgresLanes:
         busy_timeout_seconds: float,
         statement_seconds: float,
         num_lanes: int,
-        is_exclusive: bool = False,
+        is_exclusive: bool,
+        patience_seconds: float,
     ) -> None:
-        """`is_exclusive`: no other process may have the database meanwhile."""
+        """`is_exclusive`: no other process may have the database meanwhile.
+
+        `patience_seconds`: how long a transaction of another daemon may stand still.
+        """
         self.address = address
         self.figures = WriteFigures()
         self.num_lanes = num_lanes
         self.has_wiped = False
         name = f"{holder}, pid {os.getpid()} on {socket.gethostname()}"
-        self._claim = _DatabaseClaim(name, is_exclusive)
+        self._claim = _DatabaseClaim(name, is_exclusive, patience_seconds)
         self._seconds = busy_timeout_seconds, statement_seconds
         self._freed = threading.Condition()
         self._here = threading.local()
@@ -245,9 +265,15 @@ class PostgresLanes:
 
     def beside(self) -> PostgresWriter:
         """Another connection, for another thread; its commits may be lost with the server's power."""
-        figures = WriteFigures()
+        busy, statement = self._seconds
         return PostgresWriter(
-            self.address, self._claim, *self._seconds, figures, self.note_wiped, is_durable=False
+            self.address,
+            self._claim,
+            min(busy, self._claim.patience_seconds),
+            statement,
+            WriteFigures(),
+            self.note_wiped,
+            is_durable=False,
         )
 
     def note_wiped(self) -> None:
@@ -288,8 +314,9 @@ class PostgresLanes:
 class _DatabaseClaim:
     """That this process has the database, perhaps beside others; its connections share it."""
 
-    def __init__(self, name: str, is_exclusive: bool) -> None:
+    def __init__(self, name: str, is_exclusive: bool, patience_seconds: float) -> None:
         self.name, self.is_exclusive = name, is_exclusive
+        self.patience_seconds = patience_seconds
         self.token = secrets.token_hex(16)
         self.is_made = False  # it was, once
         self.opening = threading.Lock()  # until one connection has made it, the others wait
@@ -362,6 +389,16 @@ class PostgresWriter:
         if self.is_lost:
             with self._operation():
                 pass
+
+    def end_stopped(self) -> None:
+        """Those of the daemons that share the database."""
+        with self.reading() as session:
+            self._end_stopped(session)
+
+    def _end_stopped(self, conn: Any) -> None:
+        stopped = STOPPED.format(seconds=self._claim.patience_seconds)
+        for (name,) in conn.execute(stopped).fetchall():
+            log.warning("the history: %s stood still in a transaction, which was ended", name)
 
     def _explained(self, error: Any) -> Exception:
         failure = explained(error, self.address.shown)
@@ -453,6 +490,7 @@ class PostgresWriter:
         if claim.is_exclusive:
             self._lock(conn, "pg_try_advisory_lock", OUTDATED if needs_step(conn) else "is ")
         else:
+            self._end_stopped(conn)  # it may keep what we need now
             has_it_alone = self._lock(conn, "pg_try_advisory_lock", OUTDATED, needs_step)
             self._lock(conn, "pg_try_advisory_lock_shared")
         migrate(conn, self.address.shown)
