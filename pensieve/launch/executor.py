@@ -54,7 +54,7 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
         report("measuring what is left of the GPU's memory")
         if leader is not None:
             leader.start_measuring(*sizes)
-        device_bytes = free_for_kv(model, *sizes, device, sampler)
+        device_bytes = free_for_kv(model, *sizes, device, sampler, with_graphs=leader is None)
         if leader is not None:
             measured = zip((device_bytes, *leader.measured_bytes()), leader.num_layers, strict=True)
             of_a_layer = min(num_bytes // num_layers for num_bytes, num_layers in measured)

@@ -136,6 +136,7 @@ class TorchExecutor:
                 drawn = self._draw(computed, rows)
         elif copies is not None:
             self._forward.copy_pages(copies)
+        self._copier.launch_rest()
         has_slices = bool(iteration.slices)
         self._launched.append(_Launched(has_slices, sampled, drawn, iteration.groups, failures))
 

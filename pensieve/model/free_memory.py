@@ -2,9 +2,9 @@
 
 The weights are loaded already.  What else needs memory is run once: the largest batch there can be (the
 budget of tokens, a row of logits for every turn), with every option of sampling, and the batch of a decode
-iteration.  Captured graphs keep the memory of both once more.  What they need is the most that torch's
-allocator held, less the KV of these trials.  A margin is left for what torch does not allocate (the graphs'
-nodes, what a library loads later, fragments).
+iteration.  Captured graphs keep at most the memory of both once more.  What they need is the most that
+torch's allocator held, less the KV of these trials.  A margin is left for what torch does not allocate (the
+graphs' nodes, what a library loads later, fragments).
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def free_for_kv(
     chunk_tokens: int,
     device: torch.device,
     sampler: Sampler | None = None,
+    *,
+    with_graphs: bool = False,
 ) -> int:
     """Bytes of the device that KV can take; all ranks have to call it at the same time."""
     torch.cuda.synchronize(device)
@@ -58,7 +60,8 @@ def free_for_kv(
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)  # what was loaded by the trials is counted now
     kept = torch.cuda.memory_reserved(device) - held
-    graphs = sum(most) + 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
+    logits = 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
+    graphs = sum(most) + logits if with_graphs else 0
     needed = max(most) - kept + graphs + MARGIN_BYTES + int(MARGIN_SHARE * total)
     return max(free - needed, 0)
 

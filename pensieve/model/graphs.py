@@ -305,6 +305,7 @@ class CudaCapture:
             finally:
                 torch.cuda.set_sync_debug_mode(before)
             torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # of this stream: captured graphs have memory of their own
 
     def record(self, compute: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()

@@ -122,10 +122,12 @@ class PiecewiseGraphs:
         return [self._capture.record(partial(compute, index)) for index in range(len(self._layers))]
 
     def takes(self, num_tokens: int, forward_pass: ForwardPass) -> bool:
+        paged_rows = forward_pass.paged_rows
         return (
             bool(self._pieces)
             and num_tokens <= self._sizes[-1]
-            and isinstance(forward_pass.paged_rows, CudaPagedRows)
+            and isinstance(paged_rows, CudaPagedRows)
+            and paged_rows.arena is self._memory.device_arena  # which the pieces write to
         )
 
     def run(

@@ -135,14 +135,15 @@ def executor_of(
     filled: bool = False,
 ) -> TorchExecutor:
     """With `filled` its device pages hold numbers, as if whoever decodes had computed a history."""
+    if isinstance(model.flat.whole, FusedModel) and model.flat.whole.graphs is not None:
+        model.flat.whole.graphs = None  # of an executor before, which keep its memory
+        torch.cuda.empty_cache()
     memory = KVMemory(model.shape, device_pages, host_pages, PAGE, device)
     if filled:
         draw = torch.Generator(device).manual_seed(0)
         for layer in memory.device_arena:  # the same numbers in every format
             layer.copy_(torch.randn(layer.shape, generator=draw, device=device))
     captured = None
-    if isinstance(model.flat.whole, FusedModel):
-        model.flat.whole.graphs = None  # of an executor before
     if device.type == "cuda" and graphs:
         captured = DecodeGraphs(model.flat, memory, turns_max)
         captured.capture()

@@ -255,14 +255,16 @@ def _of_iterations(found: Sequence[Figures]) -> list[str]:
                 f"the sampler takes {each['seconds'] * 1e3:.2f} ms ({each['kind']}): it is first"
             )
     for each in of(found, "iteration", "host_seconds", "seconds"):
+        if each["kind"].startswith("eager"):  # which graphs replace
+            continue
         if each["host_seconds"] > each["seconds"] - each["host_seconds"]:
             sentences.append(
-                f"{each['kind']} at {each['rows']} rows: the host is most of an iteration: arguments "
-                "kept per layer, then graphs of pieces"
+                f"{each['kind']} at {each['rows']} rows: the host is most of an iteration: fewer "
+                "launches between the pieces"
             )
     for each in of(found, "hidden", "ratio"):
         if each["ratio"] > 1.05:
             sentences.append(
-                f"a history from the host costs {each['ratio']:.2f} x: earlier swap-ins"
+                f"a history from the host costs {each['ratio']:.2f} x: see who waits for whom"
             )
     return sentences

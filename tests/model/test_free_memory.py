@@ -36,9 +36,10 @@ def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
     model: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=1000))
     found = free_for_kv(model, 512, 8, 32, device)
-    assert ran == [8, 512]
+    margin = MARGIN_BYTES + int(MARGIN_SHARE * 80 * GIB)
+    assert found == 60 * GIB - 3 * GIB - margin
+    found = free_for_kv(model, 512, 8, 32, device, with_graphs=True)
+    assert ran == 2 * [8, 512]
     logits = 4 * 8 * 1000  # of decode batches
     graphs = (1 + 3) * GIB  # of decode batches, and of the largest
-    assert found == 60 * GIB - 3 * GIB - graphs - logits - MARGIN_BYTES - int(
-        MARGIN_SHARE * 80 * GIB
-    )
+    assert found == 60 * GIB - 3 * GIB - graphs - logits - margin

@@ -41,7 +41,7 @@ MULTIPROCESSOR_KIB = {
 BLOCKS_MAX = 2  # of a multiprocessor: its registers hold no more
 ROWS_OF_A_MERGE = 4  # that one block of merge_parts does
 # Of copy_pages: more blocks move nothing faster over the bus, and take multiprocessors from the computation.
-COPY_BLOCKS_MAX, COPY_THREADS = 4, 1024
+BUS_COPY_BLOCKS, DEVICE_COPY_BLOCKS, COPY_THREADS = 4, 32, 1024
 
 
 def takes(dtype: torch.dtype, page_slots: int, head_size: int, *, stored: torch.dtype) -> bool:
@@ -349,9 +349,11 @@ def copy_pages_launch(
     num_slots: torch.Tensor,
 ) -> Launch:
     _, two, num_kv_heads, _, head_size = source_arena.shape
+    crosses = source_arena.device != target_arena.device
+    most_blocks = BUS_COPY_BLOCKS if crosses else DEVICE_COPY_BLOCKS
     return Launch(
         Kernel("copy_pages.cu", "copy_pages"),
-        min(len(source_pages), COPY_BLOCKS_MAX),
+        min(len(source_pages), most_blocks),
         COPY_THREADS,
         (
             *pointers(source_arena, source_pages, target_pages, num_slots),

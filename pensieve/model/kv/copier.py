@@ -12,9 +12,9 @@ Swap-outs free pages that nobody needs at once; they go on only while no swap-in
 A copy is *finished* when all of its layers have arrived.  `poll` and `wait_any` report each finished copy
 once, and the core moves neither of its pages before.  Copies may finish in any order.
 
-The thread that computes calls `submit`, `wait_layer` and `arriving`.  `poll` and `wait_any` may be called by
-another thread, one at a time.  After an error in a copy the worker ends, and whatever waits, then and later,
-raises DeviceError.
+The thread that computes calls `submit`, `wait_layer`, `launch_rest` and `arriving`.  `poll` and `wait_any`
+may be called by another thread, one at a time.  After an error in a copy the worker ends, and whatever waits,
+then and later, raises DeviceError.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ class Copier(ABC):
     @abstractmethod
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
         """Begin these copies; whatever earlier iterations write was launched before this call."""
+
+    @abstractmethod
+    def launch_rest(self) -> None:
+        """Begin what no forward has waited for; called when an iteration is launched as a whole."""
 
     @abstractmethod
     def wait_layer(self, layer: int) -> None:
@@ -161,6 +165,9 @@ class CpuCopier(Copier):
                 )
             )
             self._raise_error()
+
+    def launch_rest(self) -> None:
+        """The worker has begun, or will."""
 
     @property
     def arriving(self) -> bool:
@@ -288,26 +295,25 @@ class CudaCopier(Copier):
         swap-out               ├ some layers ┤    ├ some layers ┤     unit by unit, by the worker
 
     Swap-ins have a stream, with an event behind each layer. `submit` launches the first `LAYERS_AHEAD`
-    layers, `wait_layer(n)` those up to `LAYERS_AHEAD` behind n: launched all at once, they would keep the
-    host from launching the first layer's compute. What no forward has asked for, `poll`, `wait_any` and
-    the next `submit` launch. `wait_layer(n)` makes the computing stream wait for the events of layer n,
-    and the host for nothing. Swap-outs are not urgent, so a worker thread launches them a unit at a time
-    (some layers, about `UNIT_BYTES`) and only while no swap-in is outstanding: they yield after at most
-    one unit. A swap-in also waits, on the device, for the unit that is under way, so the two directions
-    do not compete for the bus.
+    layers, `wait_layer(n)` those up to `LAYERS_AHEAD` behind n, and `launch_rest` what is left once the
+    forward is launched: launched all at once, they would keep the host from launching the first layer's
+    compute. `wait_layer(n)` makes the computing stream wait for the events of layer n, and the host for
+    nothing. Swap-outs are not urgent, so a worker thread launches them a unit at a time (some layers, about
+    `UNIT_BYTES`) and only while no swap-in is outstanding: they yield after at most one unit. A swap-in
+    also waits, on the device, for the unit that is under way, so the two directions do not compete for the
+    bus.
 
     Why no page is read or written wrongly:
 
-    * A swap-in reads host pages whose swap-out was reported, that is, after the host saw its event.  It
-    writes
-      device pages that a launched iteration may still read or write: one that samples nothing is committed
-      before the device has finished it.  So the swap-in waits for an event that `submit` records on the
-      computing stream, behind all launched iterations.  A layer that reads the pages later waits for its
-      event.
-    * A swap-out reads slots that iterations before this one wrote.  Their forwards may still run, so the
-    first
-      unit waits for an event that `submit` records on the computing stream, behind all of them.  Those slots
-      are not written again: full chunks never change, and of a partly filled one only `num_slots` are copied.
+    * A swap-in reads host pages whose swap-out was reported, that is, after the host saw its event. It
+      writes device pages that a launched iteration may still read or write: one that samples nothing is
+      committed before the device has finished it. So the swap-in waits for an event that `submit` records
+      on the computing stream, behind all launched iterations. A layer that reads the pages later waits for
+      its event.
+    * A swap-out reads slots that iterations before this one wrote. Their forwards may still run, so the
+      first unit waits for an event that `submit` records on the computing stream, behind all of them. Those
+      slots are not written again: full chunks never change, and of a partly filled one only `num_slots` are
+      copied.
     * The core moves neither page of a copy before that copy is reported, and it is reported when the host
       has seen the event behind its last layer.
     * A job keeps its tensors of page numbers, which may lie on the device, until then.
@@ -330,7 +336,6 @@ class CudaCopier(Copier):
             job = _SwapInJob(tuple(each.copy_id for each in swap_ins), moves, [])
             with self._changed:
                 self._raise_error()
-                self._launch_swap_ins(self._num_layers)  # of iterations before
                 stream = self._streams.swap_in
                 stream.wait_event(ready)
                 if self._unit is not None:
@@ -354,6 +359,11 @@ class CudaCopier(Copier):
         for event in events:
             self._streams.compute.wait_event(event)
 
+    def launch_rest(self) -> None:
+        if self._swap_ins:
+            with self._changed:
+                self._launch_swap_ins(self._num_layers)
+
     @property
     def arriving(self) -> bool:
         with self._changed:
@@ -363,19 +373,19 @@ class CudaCopier(Copier):
     def wait_any(self) -> tuple[int, ...]:
         while True:
             with self._changed:
-                self._launch_swap_ins(self._num_layers)
                 self._sweep()
-                if not self._swap_ins:
-                    self._changed.wait_for(
-                        lambda: (
-                            self._finished or self._error or self._swap_ins or not self._swap_outs
-                        )
+                self._changed.wait_for(
+                    lambda: (
+                        self._finished
+                        or self._error
+                        or (self._swap_ins and self._is_launched(self._swap_ins[0]))
+                        or not (self._swap_ins or self._swap_outs)
                     )
+                )
                 if self._finished or self._error or not (self._swap_ins or self._swap_outs):
                     return self._report()
-                event = self._swap_ins[0].events[-1] if self._swap_ins else None
-            if event is not None:
-                event.synchronize()
+                event = self._swap_ins[0].events[-1]
+            event.synchronize()
 
     def close(self) -> None:
         super().close()
@@ -386,14 +396,18 @@ class CudaCopier(Copier):
     def _launch_swap_ins(self, num_layers: int) -> None:
         """Launch the first layers of every swap-in, as far as they are not launched."""
         stream, num_layers = self._streams.swap_in, min(num_layers, self._num_layers)
-        for job in self._swap_ins:
-            if len(job.events) >= num_layers:
-                continue
-            with self._streams.on(stream):
-                for layer in range(len(job.events), num_layers):
-                    self._memory.swap_in(layer, job.moves)
-                    job.events.append(self._streams.record(stream))
-            self._changed.notify_all()
+        try:
+            for job in self._swap_ins:
+                if len(job.events) >= num_layers:
+                    continue
+                with self._streams.on(stream):
+                    for layer in range(len(job.events), num_layers):
+                        self._memory.swap_in(layer, job.moves)
+                        job.events.append(self._streams.record(stream))
+        except BaseException as error:
+            self._error = error
+        self._changed.notify_all()
+        self._raise_error()
 
     def _is_launched(self, job: _SwapInJob) -> bool:
         return len(job.events) == self._num_layers
@@ -407,7 +421,6 @@ class CudaCopier(Copier):
             self._changed.notify_all()
 
     def _report(self) -> tuple[int, ...]:
-        self._launch_swap_ins(self._num_layers)
         self._sweep()
         return super()._report()
 

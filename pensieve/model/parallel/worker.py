@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from pensieve.core.iteration import Iteration
-from pensieve.errors import DeviceError, ModelError, PensieveError, one_line, whole_line
+from pensieve.errors import DeviceError, ModelError, one_line, whole_line
 from pensieve.model.forward import Forward
 from pensieve.model.free_memory import free_for_kv
 from pensieve.model.kv.checksums import PageChecksums
@@ -176,6 +176,7 @@ class WorkerExecutor:
                 self._checksums.stored(iteration.groups)
         elif copies is not None:
             self._forward.copy_pages(copies)
+        self._copier.launch_rest()
 
     def _submit(self, iteration: Iteration) -> None:
         num_copies = len(iteration.swap_ins) + len(iteration.swap_outs)
@@ -205,8 +206,8 @@ class WorkerExecutor:
                 self._pipe.send("finished", copy_ids=copy_ids)
                 with self._submitted:
                     self._num_outstanding -= len(copy_ids)
-        except PensieveError as error:
-            self._pipe.send("failed", text=whole_line(error))
-            os._exit(1)
         except OSError:
             os._exit(0)  # rank 0 is gone
+        except Exception as error:
+            self._pipe.send("failed", text=whole_line(error))
+            os._exit(1)

@@ -63,6 +63,8 @@ class StreamedMemory(KVMemory):
 
 
 def collect(copier: CudaCopier, count: int) -> list[int]:
+    """What finishes, once the iteration is launched as a whole."""
+    copier.launch_rest()
     found: list[int] = []
     while len(found) < count:
         found += copier.wait_any()
@@ -77,6 +79,7 @@ def test_pages_go_out_and_come_back_whatever_the_order(
     """Each iteration writes pages, sends those of the one before out, and brings others in to be read."""
     layer_bytes = 2 * SIZE * 4 * 4  # of one page
     monkeypatch.setattr("pensieve.model.kv.copier.UNIT_BYTES", unit_layers * layer_bytes * 2)
+    monkeypatch.setattr("pensieve.model.kv.copier.LAYERS_AHEAD", 1 + seed % 3)
     draw = random.Random(seed)
     streams = FakeStreams(seed)
     memory = StreamedMemory(streams)
@@ -111,11 +114,16 @@ def test_pages_go_out_and_come_back_whatever_the_order(
             if free_device and not written:
                 fresh[free_device.pop(0)] = float(step + 1)
         for layer in range(SHAPE.num_layers):
+            if not copier.arriving:
+                for page, value in arriving.items():
+                    moved = memory.device_arena[:, page]
+                    assert bool((moved == value).all()), "arrived before it was there"
             copier.wait_layer(layer)
             for page, value in fresh.items():
                 memory.write(layer, page, value)
             for page, value in arriving.items():
                 memory.expect(layer, page, value, wrong)
+        copier.launch_rest()
         written.update(fresh)
         told = copier.wait_any() if draw.random() < 0.3 else copier.poll()
         for copy_id in told:
@@ -195,10 +203,29 @@ def test_swap_ins_are_launched_a_little_ahead_of_the_compute(
     assert launched == [0]
     copier.wait_layer(0)
     assert launched == [0, 1]
-    assert collect(copier, 2), (
-        "what no forward has asked for is launched, and the swap-out after it"
-    )
+    assert copier.arriving
+    assert collect(copier, 2) == [1, 2], "the swap-out after the swap-in"
     assert launched == [*range(SHAPE.num_layers)]
+    assert [kind for kind, _ in memory.told] == ["in"] * 3 + ["out"] * 3
+    copier.close()
+
+
+def test_a_swap_in_that_cannot_be_launched_is_told_to_whoever_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copier_module, "LAYERS_AHEAD", 1)
+    streams = FakeStreams(0)
+    memory = StreamedMemory(streams)
+    copier = CudaCopier(memory, streams)
+    copier.submit([SwapIn(1, 2, 3, SIZE)], [])
+
+    def refuse(layer: int, moves: PageMoves) -> None:
+        raise RuntimeError("the bus is gone")
+
+    monkeypatch.setattr(memory, "swap_in", refuse)
+    for wait in (copier.launch_rest, copier.wait_any, copier.poll, lambda: copier.wait_layer(0)):
+        with pytest.raises(DeviceError, match="the bus is gone"):
+            wait()
     copier.close()
 
 
