@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from pensieve.errors import PensieveError
+from pensieve.errors import PensieveError, one_line
 from pensieve.store.backend import Conflict, LeaseTransactions
 from pensieve.store.housekeeper import Housekeeper
 from pensieve.store.owners import Owners, next_number
@@ -36,6 +36,7 @@ class Leases:
         self._tidy = tidy
         self._tidied_at = time.monotonic()
         self._is_late = False  # and the log says so
+        self._is_end_refused = False  # likewise, of transactions that stand still
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
@@ -76,16 +77,29 @@ class Leases:
 
     def _renew_and_tidy(self) -> None:
         try:
-            self._transactions.end_stopped()
             self.renew()
         except PensieveError as error:
             if not self._is_late:
                 log.warning("the lease of this daemon could not be renewed: %s", error)
             self._is_late = True
-            return
+        else:
+            if self._is_late:
+                log.warning("the lease of this daemon is renewed again")
+            self._is_late = False
+        self._end_stopped()
         if self._is_late:
-            log.warning("the lease of this daemon is renewed again")
-        self._is_late = False
+            return
         if self._housekeeper.is_ours and time.monotonic() >= self._tidied_at + TIDY_SECONDS:
             self._tidied_at = time.monotonic()
             self._tidy()
+
+    def _end_stopped(self) -> None:
+        """Also if the lease could not be renewed: they may keep what that needs."""
+        try:
+            self._transactions.end_stopped()
+        except Exception as error:  # whatever it is, the lease has to be renewed
+            if not self._is_late and not self._is_end_refused:
+                log.warning("no transaction that stands still could be ended: %s", one_line(error))
+                self._is_end_refused = True
+        else:
+            self._is_end_refused = False

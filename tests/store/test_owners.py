@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.errors import StoreCorrupt, Unavailable
+from pensieve.errors import StoreCorrupt, StoreUnavailable, Unavailable
 from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn, StoredTurnState
 from pensieve.store.conversation_changes import Pending
 from pensieve.store.housekeeper import Housekeeper
@@ -144,6 +144,45 @@ def test_an_unexpected_error_does_not_end_the_lease_thread(
     assert lives.wait(10)
     leases.close()
     assert "the lease thread goes on after an unexpected error" in caplog.text
+
+
+def test_a_lease_is_renewed_though_transactions_that_stand_still_cannot_be_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done: list[str] = []
+    both = threading.Event()
+
+    class Transactions:
+        def end_stopped(self) -> None:
+            done.append("end")
+            if len(done) > 8:
+                both.set()
+            raise StoreUnavailable("another role has them")
+
+        def close(self) -> None:
+            pass
+
+    class Owners:
+        lease_seconds = 0.01
+
+    leases = Leases(Transactions(), Owners(), Housekeeper(is_ours=False), lambda: None)  # type: ignore[arg-type]
+    refused = iter([True])
+
+    def renew() -> None:
+        done.append("renew")
+        if next(refused, False):
+            raise StoreUnavailable("a row is locked")
+
+    leases.renew = renew  # type: ignore[method-assign]
+    leases._thread.start()
+    assert both.wait(10)
+    leases.close()
+    assert done[:6] == ["renew", "end"] * 3
+    assert [each.getMessage() for each in caplog.records] == [
+        "the lease of this daemon could not be renewed: a row is locked",
+        "the lease of this daemon is renewed again",
+        "no transaction that stands still could be ended: another role has them",
+    ]
 
 
 def test_who_makes_a_conversation_has_it(store: ConversationStore) -> None:

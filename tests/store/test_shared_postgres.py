@@ -20,11 +20,14 @@ import pytest
 from pensieve.errors import OwnedElsewhere, PensieveError
 from pensieve.store import ConversationStore, NewMessage
 from pensieve.store.conversation_changes import Pending
-from pensieve.store.owners import EPOCHS_LOCK_KEY
+from pensieve.store.owners import EPOCHS_LOCK_KEY, Session
+from pensieve.store.postgres import connection
+from pensieve.store.postgres.connection import LOCK_KEY
 from pensieve.store.shared_file import is_stopped
 from tests.scale import SCALE
-from tests.store.postgres_server import PostgresServer
-from tests.store.sharing_process import LEASE_SECONDS, Process
+from tests.store.faulty import writer_of
+from tests.store.postgres_server import USER, PostgresServer
+from tests.store.sharing_process import KEEP_OWNERS, LEASE_SECONDS, Process
 from tests.store.talk import begin, create
 from tests.store.test_postgres import name_of
 from tests.store.test_shared_file import (  # noqa: F401  these are the same on both databases
@@ -198,6 +201,67 @@ def test_a_daemon_that_stops_while_it_has_what_every_opening_needs_is_not_waited
     time.sleep(LEASE_SECONDS)
     b = start("b", lease_seconds=LEASE_SECONDS)
     assert b("say", "tea", "r1", 2) == 1
+
+
+def test_a_daemon_does_not_end_its_own_transactions(tmp_path: Path, url: str) -> None:
+    """However long its thread computes between two statements."""
+    with ConversationStore.open(
+        tmp_path / "a", "test", url=url, replica="a", lease_seconds=LEASE_SECONDS, num_lanes=2
+    ) as store:
+        create(store, "tea")
+        with writer_of(store).writing() as conn:
+            conn.execute(KEEP_OWNERS).fetchall()
+            time.sleep(1.5 * LEASE_SECONDS)
+            conn.execute(KEEP_OWNERS).fetchall()
+
+
+def sessions(store: ConversationStore) -> list[Session]:
+    reader = store.reader()
+    try:
+        return reader.sessions()
+    finally:
+        reader.close()
+
+
+@pytest.fixture
+def modest_url(postgres: PostgresServer, url: str) -> Iterator[str]:
+    """The same database for a role that sees the sessions of all, and may not end those of a superuser."""
+    postgres.execute("CREATE ROLE modest LOGIN IN ROLE pg_monitor")
+    postgres.execute(f"GRANT CREATE ON DATABASE {name_of(url)} TO modest")
+    yield url.replace(f"{USER}@", "modest@")
+    for database in (name_of(url), "postgres"):
+        postgres.execute("DROP OWNED BY modest", database)
+    postgres.execute("DROP ROLE modest")
+
+
+def test_a_session_of_another_role_that_stands_still_hinders_nobody(
+    tmp_path: Path, url: str, modest_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import psycopg
+
+    options: dict[str, Any] = {"url": modest_url, "lease_seconds": LEASE_SECONDS}
+    with (
+        psycopg.connect(url, autocommit=True) as other,
+        ConversationStore.open(tmp_path / "a", "test", replica="a", **options) as a,
+    ):
+        other.execute("SELECT pg_advisory_lock_shared(%s)", [LOCK_KEY])
+        other.execute("BEGIN")
+        other.execute("SELECT txid_current()")
+        time.sleep(1.5 * LEASE_SECONDS)
+        with ConversationStore.open(tmp_path / "b", "test", replica="b", **options):
+            assert [each.is_alive for each in sessions(a)] == [True, True]
+        other.execute("COMMIT")
+    assert caplog.text == ""
+
+
+def test_a_daemon_starts_though_it_cannot_end_what_stands_still(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "STOPPED", "SELECT 1 / 0")
+    options: dict[str, Any] = {"url": url, "lease_seconds": LEASE_SECONDS}
+    with ConversationStore.open(tmp_path / "a", "test", replica="a", **options) as store:
+        create(store, "tea")
+    assert "no transaction that stands still could be ended: division by zero" in caplog.text
 
 
 def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_the_conversation(

@@ -37,7 +37,7 @@ A job has the time of its TimeLimit, looked at before each statement, and no sta
 Standing still.  A daemon that is stopped or cut off in the middle of a transaction keeps its locks, and the
 server has no limit for that: within a pipeline a session is never idle.  So each daemon that shares the
 database ends such sessions of the others, if they have written something and nothing came for the time of its
-patience.  They may be ended if both daemons use the same role.
+patience.  A daemon may do that to sessions of its own role, and leaves those of other roles alone.
 """
 
 from __future__ import annotations
@@ -90,16 +90,19 @@ KNOWN_TO_STANDBY = (
     "INSERT INTO tenant_bytes (tenant, slot, stored_bytes) VALUES ('', %s, 0)"
     " ON CONFLICT (tenant, slot) DO UPDATE SET stored_bytes = tenant_bytes.stored_bytes"
 )
-# Sessions of daemons that share the database, in a transaction that has written something.
+# Sessions of other daemons that share the database, in a transaction that has written something. A session of
+# another role is left out: to end it may be refused, and would fail the whole statement.
 STOPPED = (
     "WITH stopped AS MATERIALIZED (SELECT pid, application_name"
     " FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE datname = current_database()"
+    " AND usename = current_user AND (pid, backend_start::text) NOT IN ({ours})"
     " AND locktype = 'advisory' AND mode = 'ShareLock' AND objsubid = 1"
     f" AND classid::bigint = {LOCK_KEY >> 32} AND objid::bigint = {LOCK_KEY & 0xFFFFFFFF}"
     " AND backend_xid IS NOT NULL AND wait_event = 'ClientRead'"
     " AND state_change < clock_timestamp() - interval '{seconds:.3f} s')"
     " SELECT application_name FROM stopped WHERE pg_terminate_backend(pid)"
 )
+OWN_BACKEND = "SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()"
 SAME_BACKEND = "FROM pg_stat_activity WHERE pid = %s AND backend_start::text = %s"
 # libpq's own names; an address that sets one keeps its own.
 CONNECTING = {
@@ -319,6 +322,7 @@ class _DatabaseClaim:
         self.patience_seconds = patience_seconds
         self.token = secrets.token_hex(16)
         self.is_made = False  # it was, once
+        self.backends: set[tuple[int, str]] = set()  # of the connections that are open
         self.opening = threading.Lock()  # until one connection has made it, the others wait
 
 
@@ -378,6 +382,8 @@ class PostgresWriter:
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
+            if self._backend is not None:
+                self._claim.backends.discard(self._backend)
 
     @property
     def is_lost(self) -> bool:
@@ -396,7 +402,8 @@ class PostgresWriter:
             self._end_stopped(session)
 
     def _end_stopped(self, conn: Any) -> None:
-        stopped = STOPPED.format(seconds=self._claim.patience_seconds)
+        ours = ", ".join(f"({pid}, '{start}')" for pid, start in list(self._claim.backends))
+        stopped = STOPPED.format(seconds=self._claim.patience_seconds, ours=ours)
         for (name,) in conn.execute(stopped).fetchall():
             log.warning("the history: %s stood still in a transaction, which was ended", name)
 
@@ -426,19 +433,23 @@ class PostgresWriter:
     def _open(self) -> Wire:
         seconds = self.limit.seconds, self._busy_timeout_seconds
         conn = self.address.connect(self._claim.name, *seconds)
+        backend: tuple[int, str] | None = None
         try:
+            backend = conn.execute(OWN_BACKEND).fetchone()
+            assert backend is not None
+            self._claim.backends.add(backend)  # before it has anything that `_end_stopped` ends
             self._check(conn)
             self._take_slot(conn)
             with self._claim.opening:
                 self._take_database(conn)
-            self._backend = conn.execute(
-                "SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()"
-            ).fetchone()
+            self._backend = backend
             conn.add_notice_handler(self._notice)
             self._reserve = ReservedNumbers()
             return Wire(conn, self.address.driver)
         except BaseException:
             conn.close()
+            if backend is not None:
+                self._claim.backends.discard(backend)
             raise
 
     def _notice(self, notice: Any) -> None:
@@ -490,7 +501,10 @@ class PostgresWriter:
         if claim.is_exclusive:
             self._lock(conn, "pg_try_advisory_lock", OUTDATED if needs_step(conn) else "is ")
         else:
-            self._end_stopped(conn)  # it may keep what we need now
+            try:
+                self._end_stopped(conn)  # it may keep what we need now
+            except self.address.driver.Error as error:
+                log.warning("no transaction that stands still could be ended: %s", one_line(error))
             has_it_alone = self._lock(conn, "pg_try_advisory_lock", OUTDATED, needs_step)
             self._lock(conn, "pg_try_advisory_lock_shared")
         migrate(conn, self.address.shown)
