@@ -345,7 +345,9 @@ class BatchJobs:
             try:
                 since = self._now()
                 jobs = await self._store.call("", self._store.jobs.list_jobs)
-                await self.homes.keep({job.key for job in jobs} | set(self._incoming), since)
+                keys = {job.key for job in jobs} | set(self._incoming)
+                keep = self._config.keep_seconds
+                await self.homes.keep(keys, since, since - keep if keep else None)
             except Exception as error:
                 log.warning("the other daemons cannot be told which jobs are here", exc_info=error)
                 seconds = RETRY_SECONDS

@@ -55,9 +55,15 @@ class JobHomes:
         except PensieveError as error:
             log.warning("it could not be written that a job is gone: %s", whole_line(error))
 
-    async def keep(self, keys: Collection[JobKey], since: float) -> None:
-        """These are the jobs that are here; others were added after `since`."""
-        await self._threads.in_store("", self._store.job_owners.keep, keys, since)
+    async def keep(
+        self, keys: Collection[JobKey], since: float, forget_before: float | None
+    ) -> None:
+        """These are the jobs that are here; others were added after `since`.
+
+        Jobs of a home that was last there before `forget_before` are forgotten.
+        """
+        keep = self._store.job_owners.keep
+        await self._threads.in_store("", keep, keys, since, forget_before)
 
     async def refuse(self, key: JobKey) -> None:
         """Raise OwnedElsewhere if another daemon has the job, or Unavailable if that daemon is away."""

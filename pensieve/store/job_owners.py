@@ -6,6 +6,9 @@ a session of this folder is open (owners.py).
 
 A job is known by a digest of its tenant and id. A row that is left without a job does no harm: the owner says
 that there is no such job, and removes the row when it next calls `keep`.
+
+`keep` also sets `created_at` of the rows that stay. So the other daemons can tell how long ago the owner was
+last there, and forget the rows of a folder that does not come back.
 """
 
 from __future__ import annotations
@@ -55,8 +58,13 @@ class JobOwners:
             )
 
     @repeated
-    def keep(self, jobs: Iterable[tuple[str, str]], since: float) -> None:
-        """Make our rows those of `jobs` (tenant and id), but for rows that were written after `since`."""
+    def keep(
+        self, jobs: Iterable[tuple[str, str]], since: float, forget_before: float | None = None
+    ) -> None:
+        """Make our rows those of `jobs` (tenant and id), but for rows that were written after `since`.
+
+        `forget_before`: remove the rows of folders that no daemon has open, or had open since.
+        """
         keys = {_key(*each) for each in jobs}
         with self._transactions.writing() as conn:
             rows = conn.execute(
@@ -68,8 +76,18 @@ class JobOwners:
                     keys.discard(bytes(key))
                 elif bytes(key) in keys or created_at < since:
                     conn.execute("DELETE FROM job_owners WHERE key = ?", (key,))
+            conn.execute(
+                "UPDATE job_owners SET created_at = ? WHERE folder = ? AND created_at < ?",
+                (since, self._owners.folder, since),
+            )
             for key in sorted(keys):
                 self._insert(conn, key, since)
+            if forget_before is not None:
+                conn.execute(
+                    "DELETE FROM job_owners WHERE created_at < ? AND folder NOT IN"
+                    f" (SELECT s.folder FROM sessions s WHERE {is_alive(conn)})",
+                    (forget_before,),
+                )
 
     def find(self, tenant: str, job_id: str) -> JobOwner | None:
         with self._transactions.reading() as conn:

@@ -14,7 +14,7 @@ import pytest
 from pensieve.api.grpc import forwarding
 from pensieve.guard.callers import Token
 from pensieve.guard.exposure import Listening
-from pensieve.jobs import job_homes
+from pensieve.jobs import batch_jobs, job_homes
 from pensieve.jobs.job_records import JobKey
 from pensieve.jobs.worker import JobsConfig
 from pensieve.launch.sharing import Sharing
@@ -210,11 +210,11 @@ def code(failed: pytest.ExceptionInfo[grpc.RpcError]) -> str:
     return str(failed.value.code().name)
 
 
-def one_more(folder: Path, name: str) -> DaemonRig:
+def one_more(folder: Path, name: str, **config: Any) -> DaemonRig:
     data = folder / name
     listening = Listening("127.0.0.1:0", data / "admin.sock", http="127.0.0.1:0")
     url = f"sqlite://{folder / 'history.db'}"
-    return DaemonRig(data, listening=listening, store=url, batch_jobs=JobsConfig())
+    return DaemonRig(data, listening=listening, store=url, batch_jobs=JobsConfig(**config))
 
 
 def test_the_error_names_a_daemon_that_is_away_and_its_jobs_return_with_it(tmp_path: Path) -> None:
@@ -237,6 +237,18 @@ def test_the_error_names_a_daemon_that_is_away_and_its_jobs_return_with_it(tmp_p
             both = Both([one, two])
             assert both.ask(TWO, "GET", f"/v1/files/{file_id}/content").body == FILE
             assert both.ids(TWO, "/v1/files") == [file_id]
+
+
+def test_jobs_of_a_home_that_does_not_come_back_are_forgotten_when_jobs_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_jobs, "FORGET_SECONDS", 0.05)
+    with one_more(tmp_path, "two", keep_seconds=0.5) as two:
+        with one_more(tmp_path, "one") as one:
+            file_id = Both([one, two]).upload(ONE)
+        both = Both([one, two])
+        assert both.ask(TWO, "GET", f"/v1/files/{file_id}").status == 503
+        wait_for(lambda: both.ask(TWO, "GET", f"/v1/files/{file_id}").status == 404)
 
 
 def test_a_home_that_was_killed_is_named_when_its_lease_is_over(

@@ -12,6 +12,7 @@ from pensieve.store import ConversationStore
 from pensieve.store.connection import preferred_driver
 from pensieve.store.job_owners import JobOwner
 from pensieve.store.shared_file import SHARED_SQLITE_MIN
+from tests.store.faulty import writer_of
 from tests.store.postgres_server import PostgresServer
 
 Open = Callable[..., ConversationStore]
@@ -96,3 +97,36 @@ def test_the_rows_become_those_of_the_jobs_that_are_there(start: Open) -> None:
     renamed.close()
     owner = b.job_owners.find("", "kept")
     assert owner == JobOwner("new-name", "", is_ours=False)
+
+
+def test_rows_of_a_folder_that_does_not_come_back_are_forgotten(start: Open) -> None:
+    a, b = start("a"), start("b")
+    for job_id in ("nightly", "weekly"):
+        a.job_owners.take("", job_id, 1.0)
+    b.job_owners.keep([], 100.0, 50.0)  # its daemon is there
+    assert a.job_owners.find("", "nightly") is not None
+    jobs = [("", "nightly"), ("", "weekly")]
+    a.job_owners.keep(jobs, 100.0, 50.0)
+    a.close()
+    b.job_owners.keep([], 200.0)
+    b.job_owners.keep([], 200.0, 100.0)
+    assert b.job_owners.find("", "nightly") is not None
+    b.job_owners.keep([], 200.0, 101.0)
+    assert b.job_owners.find("", "nightly") is None
+    b.job_owners.take("", "nightly", 201.0)
+    a = start("a")
+    a.job_owners.keep(jobs, 300.0, 101.0)
+    assert [b.job_owners.find(*each) for each in jobs] == [
+        JobOwner("b", "b:1", is_ours=True),
+        JobOwner("a", "a:1", is_ours=False),
+    ]
+
+
+def test_rows_of_a_daemon_that_was_killed_are_forgotten(start: Open) -> None:
+    a, b = start("a"), start("b")
+    a.job_owners.take("", "nightly", 1.0)
+    vars(a)["_leases"].close()
+    with writer_of(a).writing() as conn:
+        conn.execute("UPDATE sessions SET lease_until = 1 WHERE folder = ?", (a.owners.folder,))
+    b.job_owners.keep([], 200.0, 100.0)
+    assert b.job_owners.find("", "nightly") is None
