@@ -14,10 +14,11 @@ The id of an upload is `file-` and hexadecimal digits, so no id stands for two t
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from pensieve.api.forwarded import FORWARDED
 from pensieve.api.grpc.http_forwarding import tokens_of
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.api.http.requests import ApiRequests
+from pensieve.api.http.routes import not_here
 from pensieve.api.http.uploads import Upload
 from pensieve.api.json_fields import Fields, Refusal
 from pensieve.api.openai.request import RequestKind
@@ -124,9 +126,25 @@ class Files(_OfJobs):
         ids = [str(file_id) for _, file_id in found]
         first = _place(ids, after)
         shown = found[first : first + limit]
-        data = [await self._shown(exchange, by, view, file_id) for view, file_id in shown]
-        known = [each for each in data if each is not None]
-        return listed(known, has_more=first + limit < len(found))
+        elsewhere = await self._sizes_elsewhere(exchange, shown)
+        data = [
+            await self._object(by, view, file_id, elsewhere.get((view.home, view.job_id)))
+            for view, file_id in shown
+            if not _is_result_elsewhere(view, file_id) or (view.home, view.job_id) in elsewhere
+        ]
+        return listed(data, has_more=first + limit < len(found))
+
+    async def sizes(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        """Tell another daemon, which makes a list, how long the results of jobs are."""
+        if FORWARDED not in exchange.scope:
+            return await not_here(exchange, by)
+        await exchange.no_body()  # from now on it is seen when the daemon has given up
+        asked, sizes = set(exchange.scope["query_string"].decode("latin-1").split(",")), {}
+        for view in await self._jobs.list(by.tenant):
+            if view.job_id in asked:
+                with contextlib.suppress(NotFound):
+                    sizes[view.job_id] = await self._result_bytes(by, view)
+        return {"sizes": sizes}
 
     async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         return await self._object(by, *await self._file(exchange, by))
@@ -162,19 +180,22 @@ class Files(_OfJobs):
             raise NotFound("there is no such file")
         return view, file_id
 
-    async def _shown(
-        self, exchange: Exchange, by: Caller, view: JobView, file_id: FileId
-    ) -> Mapping[str, Any] | None:
-        """Return the object in a list; None if the daemon that has the job does not answer any more."""
-        if view.home and self._lists is not None and file_id.content is not Content.UPLOAD:
-            given = tokens_of(exchange.scope["headers"])
-            return await self._lists.file(view, str(file_id), given)
-        return await self._object(by, view, file_id)
+    async def _sizes_elsewhere(
+        self, exchange: Exchange, shown: Iterable[tuple[JobView, FileId]]
+    ) -> Mapping[tuple[str, str], ResultBytes]:
+        """The sizes of results that other daemons have, by home and job_id."""
+        views = [view for view, file_id in shown if _is_result_elsewhere(view, file_id)]
+        if self._lists is None or not views:
+            return {}
+        return await self._lists.sizes(views, tokens_of(exchange.scope["headers"]))
 
-    async def _object(self, by: Caller, view: JobView, file_id: FileId) -> Mapping[str, Any]:
+    async def _object(
+        self, by: Caller, view: JobView, file_id: FileId, found: ResultBytes | None = None
+    ) -> Mapping[str, Any]:
+        """`found`: the sizes of the job's results, if they are known."""
         num_bytes = view.num_bytes
-        if file_id.content in (Content.OUTPUT, Content.ERRORS):
-            found = await self._result_bytes(by, view)
+        if _is_result(file_id):
+            found = found or await self._result_bytes(by, view)
             num_bytes = found.answers if file_id.content is Content.OUTPUT else found.errors
         return file_object(view, file_id, num_bytes)
 
@@ -345,6 +366,14 @@ def is_file(view: JobView) -> bool:
     return view.check_only and UPLOADED.fullmatch(view.job_id) is not None
 
 
+def _is_result(file_id: FileId) -> bool:
+    return file_id.content in (Content.OUTPUT, Content.ERRORS)
+
+
+def _is_result_elsewhere(view: JobView, file_id: FileId) -> bool:
+    return bool(view.home) and _is_result(file_id)
+
+
 def result_files(view: JobView) -> list[FileId]:
     if view.state is not JobState.ENDED:
         return []
@@ -353,7 +382,7 @@ def result_files(view: JobView) -> list[FileId]:
 
 
 def file_object(view: JobView, file_id: FileId, num_bytes: int) -> dict[str, Any]:
-    is_result = file_id.content in (Content.OUTPUT, Content.ERRORS)
+    is_result = _is_result(file_id)
     created_at = view.ended_at if is_result and view.ended_at is not None else view.created_at
     name = f"{view.job_id}_{file_id.content}.jsonl" if is_result else view.name
     return {

@@ -5,7 +5,8 @@ with OwnedElsewhere, and the doors forward it to the home (api/grpc/forwarding.p
 daemon can answer: the call fails with Unavailable, which names the home.
 
 A list has the jobs of every daemon that answers within LIST_SECONDS. The daemons ask each other for LIST_PATH
-over ForwardHttp, in the name of the caller.
+over ForwardHttp, in the name of the caller. The sizes of the results in a list of files have another
+path, SIZES_PATH. A daemon that does not tell them within LIST_SECONDS makes the list fail.
 
 All of it runs on the event loop.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,14 +24,16 @@ from pensieve.api.grpc.http_forwarding import fetched
 from pensieve.api.grpc.peers import Peers
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, Unavailable, whole_line
-from pensieve.jobs.job_records import JobKey, JobOutcome, JobState
+from pensieve.jobs.job_records import JobKey, JobOutcome, JobState, ResultBytes
 from pensieve.jobs.values import DaemonJobs, JobView
 from pensieve.store.job_owners import JobOwner
 
 log = logging.getLogger("pensieve")
 LIST_PATH = "/pensieve/jobs"
+SIZES_PATH = "/pensieve/jobs/sizes"  # of results; the query has the ids of the jobs
 ALL_TENANTS = "all_tenants"  # the query of an operator
 LIST_SECONDS = 5.0
+SIZES_AT_ONCE = 1000  # ids in a query, which has a limit (api/grpc/sizes.py)
 Given = Iterable[tuple[str, str | bytes]]  # metadata of a client's call, with its token
 
 
@@ -76,11 +79,12 @@ class JobHomes:
             )
         raise _elsewhere(key.job_id, owner)
 
-    async def other_addresses(self) -> list[str]:
-        """Of the daemons that share the history now."""
+    async def others(self) -> dict[str, str]:
+        """The names of the other daemons that share the history now, by address."""
         found = await self._threads.in_reader("", self._reader.sessions)
-        others = {each.address for each in found if each.is_alive and each.address}
-        return sorted(others - {self.address})
+        names = {each.address: each.replica for each in found if each.is_alive and each.address}
+        names.pop(self.address, None)
+        return dict(sorted(names.items()))
 
     # -- claims --
 
@@ -121,7 +125,7 @@ class JobLists:
         Their numbers are comparable: they count microseconds.
         """
         query = ALL_TENANTS if tenant is None else ""
-        asked = [self._of(address, query, given) for address in await self._homes.other_addresses()]
+        asked = [self._of(address, query, given) for address in await self._homes.others()]
         found = [*await self._jobs.list(tenant)]
         for views in await asyncio.gather(*asked):
             found += views
@@ -135,15 +139,39 @@ class JobLists:
             log.warning("a list is without the jobs of %s: %s", address, whole_line(error))
             return []
 
-    async def file(self, view: JobView, file_id: str, given: Given) -> Mapping[str, Any] | None:
-        """The object of a file of such a job; None if its home does not answer any more."""
+    async def sizes(
+        self, views: Iterable[JobView], given: Given
+    ) -> Mapping[tuple[str, str], ResultBytes]:
+        """The sizes of the results of other daemons' jobs, by home and job_id, without jobs that are gone.
+
+        Unavailable if a home does not answer any more.
+        """
+        ids: dict[str, set[str]] = {}
+        for view in views:
+            ids.setdefault(view.home, set()).add(view.job_id)
+        asked = [self._sizes_of(home, sorted(each), given) for home, each in ids.items()]
+        found: dict[tuple[str, str], ResultBytes] = {}
+        for sizes in await asyncio.gather(*asked):
+            found |= sizes
+        return found
+
+    async def _sizes_of(
+        self, home: str, ids: Sequence[str], given: Given
+    ) -> Mapping[tuple[str, str], ResultBytes]:
+        found: dict[tuple[str, str], ResultBytes] = {}
         try:
-            found: dict[str, Any] = json.loads(
-                await self._fetched(view.home, f"/v1/files/{file_id}", "", given)
-            )
-        except PensieveError as error:
-            log.warning("a list is without a file of %s: %s", view.home, whole_line(error))
-            return None
+            async with asyncio.timeout(LIST_SECONDS):
+                for first in range(0, len(ids), SIZES_AT_ONCE):
+                    query = ",".join(ids[first : first + SIZES_AT_ONCE])
+                    answer = json.loads(await self._fetched(home, SIZES_PATH, query, given))
+                    for job_id, sizes in answer["sizes"].items():
+                        found[home, job_id] = ResultBytes(*sizes)
+        except (PensieveError, TimeoutError, ValueError, TypeError, KeyError) as error:
+            name = (await self._homes.others()).get(home, "a daemon")
+            why = whole_line(error) or f"no answer within {LIST_SECONDS:g} s"
+            raise Unavailable(
+                f"{name} at {home} does not say how long its files are: {why}"
+            ) from error
         return found
 
     async def _fetched(self, address: str, path: str, query: str, given: Given) -> bytes:

@@ -17,7 +17,14 @@ from pensieve.api.http.routes import DELETION, Route, not_here
 from pensieve.api.metrics.families import GAUGE, MetricFamily, Samples
 from pensieve.guard.callers import Caller
 from pensieve.jobs.batch_endpoints import Batches, Files
-from pensieve.jobs.job_homes import ALL_TENANTS, LIST_PATH, JobHomes, JobLists, listed_here
+from pensieve.jobs.job_homes import (
+    ALL_TENANTS,
+    LIST_PATH,
+    SIZES_PATH,
+    JobHomes,
+    JobLists,
+    listed_here,
+)
 from pensieve.jobs.job_records import JobState
 from pensieve.jobs.job_service import ForwardingJobService, JobService
 from pensieve.jobs.values import DaemonJobs, JobView
@@ -74,7 +81,10 @@ class JobsPlugin:
             ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
         ]
         if self._lists is not None:
-            routes.append(("GET", LIST_PATH, self._listed_here, {}))
+            routes += [
+                ("GET", LIST_PATH, self._listed_here, {}),
+                ("GET", SIZES_PATH, files.sizes, {}),
+            ]
         return [
             (method, path, handler, {**settings, "forward": self._forward})
             for method, path, handler, settings in routes

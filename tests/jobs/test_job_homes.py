@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import grpc
 import pytest
 
 from pensieve.api.grpc import forwarding
+from pensieve.api.grpc.http_forwarding import fetched
 from pensieve.guard.callers import Token
 from pensieve.guard.exposure import Listening
 from pensieve.jobs import batch_jobs, job_homes
-from pensieve.jobs.job_records import JobKey
+from pensieve.jobs.job_records import JobKey, ResultBytes
 from pensieve.jobs.worker import JobsConfig
 from pensieve.launch.sharing import Sharing
 from pensieve.v1 import jobs_pb2 as pb
@@ -168,8 +170,62 @@ def test_a_daemon_that_does_not_answer_is_left_out_of_a_list(
     assert both.ids(TWO, "/v1/files") == [other, file_id]
 
 
-def test_what_daemons_list_for_each_other_is_not_for_clients(both: Both) -> None:
-    assert both.ask(ONE, "GET", job_homes.LIST_PATH).status == 404
+def test_a_list_asks_each_daemon_once_for_the_sizes_of_its_files(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [both.batch(ONE, both.upload(ONE, BROKEN)) for _ in range(3)]
+    for each in ids:
+        both.ended(ONE, each)
+    asked: list[str] = []
+
+    async def seen(channel: Any, metadata: Any, path: str, query: str, seconds: float) -> bytes:
+        asked.append(path)
+        return await fetched(channel, metadata, path, query, seconds)
+
+    monkeypatch.setattr(job_homes, "fetched", seen)
+    for order in ("asc", "desc"):
+        path = f"/v1/files?purpose=batch_output&order={order}"
+        assert len(both.ids(TWO, path)) == 2 * len(ids)
+    assert asked == [job_homes.LIST_PATH, job_homes.SIZES_PATH] * 2
+    monkeypatch.setattr(job_homes, "SIZES_AT_ONCE", 2)
+    assert len(both.ids(TWO, path)) == 2 * len(ids)
+    assert asked[4:] == [job_homes.LIST_PATH, *[job_homes.SIZES_PATH] * 2]
+
+
+def test_a_list_without_the_sizes_of_files_fails_and_names_the_daemon(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_id = both.batch(ONE, both.upload(ONE, BROKEN))
+    both.ended(ONE, batch_id)
+    store, goes_on = both.rigs[ONE].job_store, threading.Event()
+    result_bytes = store.result_bytes
+
+    def stuck(key: JobKey) -> ResultBytes:
+        assert goes_on.wait(60)
+        return result_bytes(key)
+
+    async def impatient(
+        channel: Any, metadata: Any, path: str, query: str, seconds: float
+    ) -> bytes:
+        seconds = 0.2 if path == job_homes.SIZES_PATH else seconds
+        return await fetched(channel, metadata, path, query, seconds)
+
+    monkeypatch.setattr(store, "result_bytes", stuck)
+    monkeypatch.setattr(job_homes, "fetched", impatient)
+    try:
+        answer = both.ask(TWO, "GET", "/v1/files")
+    finally:
+        goes_on.set()
+        monkeypatch.undo()
+    assert answer.status == 503
+    assert "one at 127.0.0.1:" in answer.value["error"]["message"]
+    assert "does not say how long its files are" in answer.value["error"]["message"]
+    assert len(both.ids(TWO, "/v1/files")) == 3
+
+
+@pytest.mark.parametrize("path", [job_homes.LIST_PATH, job_homes.SIZES_PATH])
+def test_what_daemons_list_for_each_other_is_not_for_clients(both: Both, path: str) -> None:
+    assert both.ask(ONE, "GET", path).status == 404
 
 
 def test_jobs_are_controlled_over_grpc_at_any_daemon(both: Both) -> None:
