@@ -19,8 +19,8 @@ class Plugin(Protocol):
     def add_service(self, server: Any, forwarder_of: Callable[[Any], Any] | None) -> None:
         """Add the service to a gRPC server.
 
-        `forwarder_of` makes a `Forwarder` of `Claims` (api/grpc/forwarding.py). It is None where no other
-        daemon shares the history.
+        `forwarder_of` makes a `Forwarder` of an `OwnerLookup` (api/grpc/forwarding.py). It is None where no
+        other daemon shares the history.
         """
         ...
 

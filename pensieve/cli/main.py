@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 from pensieve import __version__
 from pensieve.cli import (
@@ -33,13 +34,31 @@ from pensieve.launch.cpu_threads import prepare_threads
 
 
 class Command(argparse.ArgumentParser):
-    """A parser whose own usage is printed with its errors, and not that of the command above it."""
+    """A parser that says what is wrong, what may have been meant, and where to read on."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            flag = unknown[0].partition("=")[0]
+            meant = _meant(flag, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(
+                action, f"{error.message}{_meant(str(value), map(str, action.choices or ()))}"
+            ) from None
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists what it takes\n")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given, list(known), 1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def parser() -> argparse.ArgumentParser:

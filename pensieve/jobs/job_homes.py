@@ -40,7 +40,7 @@ Given = Iterable[tuple[str, str | bytes]]  # metadata of a client's call, with i
 class JobHomes:
     """Tells the other daemons which jobs are here, and finds the homes of theirs.
 
-    For a Forwarder it is the `Claims` of jobs: a job never moves.
+    For a Forwarder it is the `OwnerLookup` of jobs: a job never moves.
     """
 
     def __init__(self, daemon: Daemon) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -50,7 +51,12 @@ def resolve_model(
             "safetensors"
         )
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(f"there is no model folder {name}")
+        meant = difflib.get_close_matches(name, [smollm2.NAME], 1)
+        raise ModelError(
+            f'unknown model "{name}". Did you mean "{meant[0]}"?'
+            if meant
+            else f"there is no model folder {name}"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

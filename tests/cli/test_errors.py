@@ -27,16 +27,45 @@ def pensieve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_an_unknown_flag_prints_the_usage_of_its_own_command(
+def told_about(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def test_an_unknown_flag_is_the_first_thing_that_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for command in (["serve"], ["admin", "stats"], ["bench", "chat"]):
-        with pytest.raises(SystemExit) as ended:
-            main([*command, "--prot", "50051"])
-        assert ended.value.code == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"usage: pensieve {' '.join(command)} ")
-        assert "unrecognized arguments: --prot" in told
+        name = f"pensieve {' '.join(command)}"
+        first, second = told_about([*command, "--prot", "50051"], capsys)
+        assert first.startswith(f"{name}: unrecognized arguments: --prot")
+        assert second.startswith(f"`{name} --help`")
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["serve", "--devise", "cpu"], "Did you mean --device?"),
+        (["serve", "--adress=0.0.0.0:1"], "Did you mean --address?"),
+        (["srve"], "Did you mean serve?"),
+        (["bench", "chat", "--shape", "shrt"], "Did you mean short?"),
+    ],
+)
+def test_what_may_have_been_meant(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told_about(words, capsys)[0].endswith(meant)
+
+
+def test_what_nothing_is_like_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean" not in "".join(told_about(["serve", "--xyzzy"], capsys))
+
+
+def test_a_model_that_is_nearly_the_name_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "smolm2"]) == 4
+    assert 'unknown model "smolm2". Did you mean "smollm2"?' in capsys.readouterr().err
 
 
 def test_a_trace_of_which_nothing_can_be_read_is_an_error(

@@ -41,7 +41,7 @@ OWNERS_MAX = 3  # that a call is forwarded to, one after the other
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
-class Claims(Protocol):
+class OwnerLookup(Protocol):
     """Finds out who has a conversation or a job, by its id and tenant."""
 
     @property
@@ -109,7 +109,7 @@ class NotOwner(Exception):
 class Forwarder:
     """Forwards calls to the owners of conversations. Runs on the event loop."""
 
-    def __init__(self, claims: Claims, peers: Peers) -> None:
+    def __init__(self, claims: OwnerLookup, peers: Peers) -> None:
         self.peers = peers
         self.num_forwarded = 0
         self.num_taken = 0

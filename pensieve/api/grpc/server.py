@@ -26,9 +26,9 @@ from pensieve.api.grpc.admin import AdminService, ServerFacts
 from pensieve.api.grpc.admin_socket import socket_address
 from pensieve.api.grpc.conversation import ConversationService
 from pensieve.api.grpc.forwarding import (
-    Claims,
     Forwarder,
     ForwardingService,
+    OwnerLookup,
     SharedConversationService,
 )
 from pensieve.api.grpc.http_forwarding import HttpAnswers, HttpForwarder
@@ -236,7 +236,7 @@ class Server:
         daemon.events.failed.subscribe(self._fail)
         self._server.add_generic_rpc_handlers(Reflection(more).handlers())
 
-    def _forwarder_of(self, claims: Claims) -> Forwarder:
+    def _forwarder_of(self, claims: OwnerLookup) -> Forwarder:
         self._forwarders.append(Forwarder(claims, self._peers))
         return self._forwarders[-1]
 
