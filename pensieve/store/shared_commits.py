@@ -10,11 +10,13 @@ connection join the transaction that is open, each in a savepoint of its own.  O
 * The first thread leads.  If nobody waits, its transaction is like any other: no savepoint, no delay.
 * Only a thread that waits already may join, and only until GROUP_SECONDS after BEGIN.  Then another daemon
   has its turn to write.
-* A call fails: its savepoint is rolled back.  The others are as they were.
+* A call fails: its savepoint is rolled back.  The others are as they were.  The error may come from a row
+  that the group has not committed yet.  So the call returns its error after the commit.  If the commit
+  fails, the call gets Conflict, and the store makes it again.
 * The database fails at a statement: SQLite may have rolled back the whole transaction.  So the connection is
   closed.  The call with that statement fails.  The others get Conflict, and the store makes them again
   (transactions.py).
-* COMMIT fails: all of them fail with its error.
+* COMMIT fails: all that succeeded so far fail with its error.
 
 `writing` returns when what its block wrote is on the disk.  So whatever a caller does behind the block
 (remember, answer, tell the event loop) comes after the commit.
@@ -39,9 +41,10 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from pensieve.errors import StoreUnavailable
 from pensieve.store.backend import Conflict
 from pensieve.store.connection import CONSTRAINT, WriterConnection, primary_code
 from pensieve.store.shared_file import SLICE_SECONDS
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 
 GROUP_SECONDS = SLICE_SECONDS  # from BEGIN, until nobody may join any more
 LOST = "the transaction was lost with that of another call"
+INTERRUPTED = "the call that was to commit this one was interrupted"
 NOBODY = 0
 
 
@@ -62,7 +66,9 @@ class Waiter:
         self._lock.acquire()
 
     def wait(self) -> None:
-        self._lock.acquire()
+        """Returns at once when it is woken already."""
+        with self._lock:
+            pass
 
     def wake(self) -> None:
         self._lock.release()
@@ -71,8 +77,10 @@ class Waiter:
 class ConnectionTurns:
     """Whose turn it is to use the connection: threads one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, pass_on: Callable[[], None]) -> None:
+        """`pass_on` is called by a thread that was interrupted when its turn had come."""
         self._lock = threading.Lock()
+        self._pass_on = pass_on
         self._is_taken = False
         self._user = NOBODY  # the thread
         self._alone: deque[Waiter] = deque()
@@ -132,8 +140,23 @@ class ConnectionTurns:
                 raise RuntimeError("the history is being used by this thread already")
             waiter = Waiter()
             queue.append(waiter)
+        try:
+            waiter.wait()
+            self.have()
+        except BaseException:  # a signal's, for one
+            self._withdraw(queue, waiter)
+            raise
+
+    def _withdraw(self, queue: deque[Waiter], waiter: Waiter) -> None:
+        """The thread that calls wants its turn no more, which may have come already."""
+        with self._lock:
+            if waiter in queue:
+                queue.remove(waiter)
+                self._num_first = min(self._num_first, len(self._alone))
+                return
         waiter.wait()
         self.have()
+        self._pass_on()
 
     def _next(self) -> Waiter | None:
         if self._num_first or not self._joining:
@@ -149,9 +172,9 @@ class Group:
         self.conn = conn
         self.until = until
         self.leader = Waiter()
-        self.joined: list[Waiter] = []  # with statements that wait for the commit
+        self.joined: list[Waiter] = []  # that wait for the commit
         self.is_lost = False  # the database has failed, and rolled back what it would
-        self.failure: BaseException | None = None  # why it is not committed; never raised itself
+        self.failure: Exception | None = None  # why it is not committed; never raised itself
 
 
 class SharedCommits(WriterConnection):
@@ -159,7 +182,7 @@ class SharedCommits(WriterConnection):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._turns = ConnectionTurns()
+        self._turns = ConnectionTurns(self._pass_on)
         self._group: Group | None = None  # that is open; belongs to the thread whose turn it is
 
     @contextlib.contextmanager
@@ -184,7 +207,7 @@ class SharedCommits(WriterConnection):
                     self._let_join(group)
         except BaseException as error:
             if group is not None:
-                group.failure = _like(error)
+                group.failure = _of_group(error)
             raise
         finally:
             if group is not None and group.is_lost:
@@ -226,9 +249,15 @@ class SharedCommits(WriterConnection):
             return
         self._group = group
         self._turns.give(first)
-        group.leader.wait()
-        self._turns.have()
-        self._group = None
+        try:
+            group.leader.wait()
+        except BaseException:  # a signal's, for one; the others use the connection
+            group.until = time.monotonic()
+            group.leader.wait()
+            raise
+        finally:
+            self._turns.have()
+            self._group = None
         if group.is_lost:
             raise Conflict(LOST)
 
@@ -236,14 +265,30 @@ class SharedCommits(WriterConnection):
     def _joining(self, group: Group) -> Iterator[Connection]:
         me = Waiter()
         try:
-            with self._savepoint(group):
-                yield group.conn
-            group.joined.append(me)
-        finally:
-            self._turns.give(self._joining_in(group) or group.leader)
+            try:
+                with self._savepoint(group):
+                    yield group.conn
+            finally:
+                if not group.is_lost:
+                    group.joined.append(me)
+                self._pass_on()
+        except Exception:
+            if me in group.joined:
+                me.wait()
+                if group.failure is not None:
+                    raise Conflict(LOST) from None
+            raise
         me.wait()
         if group.failure is not None:
             raise _like(group.failure)
+
+    def _pass_on(self) -> None:
+        """The turn of this thread is over, perhaps in the middle of a transaction."""
+        group = self._group
+        if group is None:
+            self._turns.leave()
+        else:
+            self._turns.give(self._joining_in(group) or group.leader)
 
     @contextlib.contextmanager
     def _savepoint(self, group: Group) -> Iterator[None]:
@@ -276,6 +321,11 @@ class SharedCommits(WriterConnection):
         return self._turns.joining()
 
 
-def _like(error: BaseException) -> BaseException:
+def _of_group(error: BaseException) -> Exception:
+    """What the others get for what the leader got."""
+    return error if isinstance(error, Exception) else StoreUnavailable(INTERRUPTED)
+
+
+def _like(error: Exception) -> Exception:
     """The same for another thread: what is raised in two would get the traceback of both."""
     return type(error)(*error.args)

@@ -6,7 +6,8 @@ that died left `running` rows behind: the transaction that opens a session mends
 failed may or may not have been committed (an error at COMMIT does not say).  Then the store is *unsure*:
 there may be `running` rows of ours that are not live, here called *dead*.  So before the next transaction
 no COMMIT may be under way any more (`settle` of backend.py) and every dead row on the disk becomes
-`interrupted`, and only once that is committed is the store sure again.
+`interrupted`, and only once that is committed is the store sure again.  A call that is refused (NotFound,
+StaleRevision) tries no COMMIT, so the store stays sure.
 Turns in conversations of other daemons are left alone.
 
 Reads come before that transaction and cannot wait for one, because a client that learns that a turn is
@@ -20,6 +21,10 @@ savepoint of one that they commit together (shared_commits.py).  They share what
 live before its `running` row is committed, so no other thread takes it for dead, and while one thread
 interrupts what is dead, the others wait.
 
+SQLite gives the id of a turn that was rolled back to the next turn.  So another thread may begin a turn with
+that id before the first thread hears of the rollback.  `_live` therefore keeps a token of the call that began
+the turn, and a call that fails removes only its own token.
+
 **Conflicts.**  Where another transaction came first, or took this one with it when it failed, nothing is
 committed, and `repeated` calls the public method again, at most CALLS_MAX times.  A turn that such a call was
 to end stays live meanwhile.
@@ -32,12 +37,12 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from pensieve.errors import NotFound
+from pensieve.errors import NotFound, PensieveError
 from pensieve.store import turn_rows
 from pensieve.store.backend import Conflict, Transactions
 from pensieve.store.records import StoredConversation, StoredTurn, StoredTurnState
@@ -65,8 +70,14 @@ class _Role(Enum):
     UNDECIDED = auto()  # its end has lost a race; it is live
 
 
+class _TurnOfThread(NamedTuple):
+    turn_id: int
+    role: _Role
+    token: object = None  # of a turn that BEGINS or is UNDECIDED
+
+
 class _OfThread(threading.local):
-    turn: tuple[int, _Role] | None = None
+    turn: _TurnOfThread | None = None
 
 
 class StoreTransactions:
@@ -75,7 +86,7 @@ class StoreTransactions:
     def __init__(self, writer: Transactions, now: Callable[[], float]) -> None:
         self._writer = writer
         self._now = now
-        self._live: set[int] = set()
+        self._live: dict[int, object] = {}  # the token of each
         self._ended: dict[int, None] = {}  # turns whose end was written, the oldest first
         self._lock = threading.Lock()  # of these two
         self._here = _OfThread()
@@ -91,14 +102,19 @@ class StoreTransactions:
         """One transaction, in which every `running` row is live; `is_serializable` as in backend.py."""
         self.interrupt_dead()
         self._here.turn = None
+        is_refused = False
         try:
             with self._writer.writing(is_serializable) as conn:
-                yield conn
+                try:
+                    yield conn
+                except PensieveError:
+                    is_refused = True
+                    raise
         except BaseException as error:
-            if self._here.turn is not None and self._here.turn[1] is _Role.BEGINS:
-                with self._lock:
-                    self._live.discard(self._here.turn[0])
-            if not isinstance(error, Conflict):
+            turn = self._here.turn
+            if turn is not None and turn.role is _Role.BEGINS:
+                self._end_life(turn.turn_id, turn.token)
+            if not is_refused and not isinstance(error, Conflict):
                 self._note_failure()
             raise
 
@@ -115,32 +131,34 @@ class StoreTransactions:
 
         It asks `may_end`.
         """
-        was_live, stays_live, was_written = turn_id in self._live, False, False
-        with self._lock:
-            self._live.add(turn_id)  # also when an earlier attempt to end it has failed
+        stays_live, was_written = False, False
+        new = object()
+        with self._lock:  # an earlier attempt to end it may have failed; then it is live again
+            token = self._live.setdefault(turn_id, new)
+        was_live = token is not new
         self._here.turn = None
         try:
             with self.writing() as conn:
                 yield conn
             was_written = True
             with self._lock:
-                if self._here.turn == (turn_id, _Role.ENDS):
+                if self._here.turn == _TurnOfThread(turn_id, _Role.ENDS):
                     self._ended[turn_id] = None
                 if len(self._ended) > ENDED_MAX:
                     del self._ended[next(iter(self._ended))]
         except Conflict:
-            stays_live = True
-            self._here.turn = turn_id, _Role.UNDECIDED
+            if self._here.turn != _TurnOfThread(turn_id, _Role.LATE):
+                stays_live = True
+                self._here.turn = _TurnOfThread(turn_id, _Role.UNDECIDED, token)
             raise
         except BaseException:
             with self._lock:
                 self._ended.pop(turn_id, None)
             raise
         finally:
-            is_late = self._here.turn == (turn_id, _Role.LATE)
+            is_late = self._here.turn == _TurnOfThread(turn_id, _Role.LATE)
             if not stays_live and not (is_late and was_live):
-                with self._lock:
-                    self._live.discard(turn_id)
+                self._end_life(turn_id, token)
                 if not was_written:
                     self._note_failure()  # after it is not live any more
 
@@ -152,9 +170,9 @@ class StoreTransactions:
         if fence.owner != self.session:
             return False
         if attempt and attempt != fence.attempt:
-            self._here.turn = turn_id, _Role.LATE
+            self._here.turn = _TurnOfThread(turn_id, _Role.LATE)
             raise NotFound(f"turn {turn_id} was begun again since its attempt {attempt}")
-        self._here.turn = turn_id, _Role.ENDS
+        self._here.turn = _TurnOfThread(turn_id, _Role.ENDS)
         return True
 
     @contextlib.contextmanager
@@ -178,10 +196,10 @@ class StoreTransactions:
     def _give_up(self) -> None:
         """The turn that was to end is live no more, as after any other error."""
         turn, self._here.turn = self._here.turn, None
-        if turn is not None and turn[1] is _Role.UNDECIDED:
+        if turn is not None and turn.role is _Role.UNDECIDED:
+            self._end_life(turn.turn_id, turn.token)
             with self._lock:
-                self._live.discard(turn[0])
-                self._ended.pop(turn[0], None)
+                self._ended.pop(turn.turn_id, None)
             self._note_failure()
 
     def _note_failure(self) -> None:
@@ -192,14 +210,17 @@ class StoreTransactions:
 
     def add(self, turn_id: int) -> None:
         """The transaction that runs begins a turn, perhaps again; it is live unless that fails."""
-        self._here.turn = turn_id, _Role.BEGINS
-        self._make_live([turn_id])
-
-    def _make_live(self, turn_ids: Iterable[int]) -> None:
+        token = object()
+        self._here.turn = _TurnOfThread(turn_id, _Role.BEGINS, token)
         with self._lock:
-            for turn_id in turn_ids:
-                self._live.add(turn_id)
-                self._ended.pop(turn_id, None)
+            self._live[turn_id] = token
+            self._ended.pop(turn_id, None)
+
+    def _end_life(self, turn_id: int, token: object) -> None:
+        """The turn is live no more, unless another call has begun it since."""
+        with self._lock:
+            if self._live.get(turn_id) is token:
+                del self._live[turn_id]
 
     def is_dead(self, conn: Connection, turn_id: int) -> bool:
         """Whether nobody computes this turn, if its row is `running`."""

@@ -15,13 +15,16 @@ import pytest
 from pensieve.errors import (
     AlreadyExists,
     DiskFull,
+    InvalidArgument,
     NotFound,
     PensieveError,
     StoreUnavailable,
 )
 from pensieve.store import ConversationStore, StoredTurnState, shared_commits
+from pensieve.store.backend import Conflict
 from pensieve.store.connection import preferred_driver
 from pensieve.store.shared_commits import SharedCommits
+from pensieve.store.transactions import StoreTransactions
 from tests.scale import SCALE
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
@@ -114,9 +117,13 @@ def finish(store: ConversationStore, turn_id: int) -> Callable[[], int]:
     return lambda: store.finish_turn(turn_id, reply("hello", 2), "stop", {})
 
 
-def live(store: ConversationStore) -> set[int]:
-    found: set[int] = vars(vars(store)["_transactions"])["_live"]
+def transactions(store: ConversationStore) -> StoreTransactions:
+    found: StoreTransactions = vars(store)["_transactions"]
     return found
+
+
+def live(store: ConversationStore) -> set[int]:
+    return set(vars(vars(store)["_transactions"])["_live"])
 
 
 def test_those_that_wait_share_a_commit(store: ConversationStore, recorder: Recorder) -> None:
@@ -320,6 +327,188 @@ def test_nobody_is_answered_before_the_commit(store: ConversationStore, recorder
     together(store, *(lambda t=each: told(t) for each in turns))
     assert at_commit == [0]
     assert sorted(answered) == sorted(turns)
+
+
+def test_a_lost_turn_does_not_end_the_turn_that_has_its_id(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite gives an id that was rolled back to the next turn, before the loser hears of its loss."""
+    for name in ("loses", "wins"):
+        create(store, name)
+    writing = commits(store).writing
+    losers: list[int] = []
+    lost_ids: list[int] = []
+    has_won = threading.Event()
+
+    @contextlib.contextmanager
+    def hears_late(is_serializable: bool = False) -> Iterator[Any]:
+        try:
+            with writing(is_serializable) as conn:
+                yield conn
+                lost_ids.extend(live(store))
+        except Conflict:
+            if losers == [threading.get_ident()]:
+                losers.clear()
+                assert has_won.wait(60)
+            raise
+
+    def loses() -> int:
+        losers.append(threading.get_ident())
+        return begin(store, "loses", "r1", "hi", 1)
+
+    def wins() -> int:
+        turn_id = begin(store, "wins", "r1", "hi", 1)
+        has_won.set()
+        return turn_id
+
+    def fails() -> None:
+        with transactions(store).writing() as conn:
+            conn.execute("SELECT * FROM no_such_table")
+
+    monkeypatch.setattr(commits(store), "writing", hears_late)
+    _, lost, failure, won = together(store, lambda: create(store, "leads"), loses, fails, wins)
+    monkeypatch.undo()
+    assert isinstance(failure, preferred_driver.OperationalError)
+    assert won in lost_ids[:1]
+    assert lost != won
+    assert live(store) == {lost, won}
+    transactions(store)._note_failure()
+    create(store, "next")
+    assert finish(store, won)() == finish(store, lost)() == 1
+
+
+def test_a_refusal_leaves_the_store_sure(store: ConversationStore, recorder: Recorder) -> None:
+    (turn_id,) = begun(store, "tea")
+    for call in (
+        lambda: create(store, "tea"),
+        lambda: begin(store, "none", "r1", "hi", 1),
+        lambda: begin(store, "tea", "r2", "hi", 1),
+    ):
+        with pytest.raises(PensieveError):
+            call()
+    recorder.statements.clear()
+    create(store, "cup")
+    assert recorder.num("COMMIT") == 1
+    with pytest.raises(InvalidArgument):  # but to end a turn was tried
+        store.finish_turn(turn_id, reply("\ud800", 2), "stop", {})
+    recorder.statements.clear()
+    create(store, "pot")
+    assert recorder.num("COMMIT") == 2
+    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
+
+
+def test_a_refusal_by_a_row_that_is_not_committed_is_not_told(
+    store: ConversationStore, recorder: Recorder
+) -> None:
+    planted = [FULL]
+    recorder.fails = lambda statement: planted.pop() if planted and statement == "COMMIT" else 0
+    leader, made, refused = together(
+        store, *(lambda n=name: create(store, n) for name in ("pot", "tea", "tea"))
+    )
+    assert (type(leader), type(made), refused) == (DiskFull, DiskFull, None)
+    assert store.get_conversation("tea").revision == 0
+    assert store.num_conversations() == 1
+
+
+def test_the_late_end_of_a_dead_turn_does_not_keep_it_alive(
+    store: ConversationStore, recorder: Recorder
+) -> None:
+    """Whatever becomes of the commit that it waits for."""
+    (turn_id,) = begun(store, "tea")
+    store.interrupt_turn(turn_id)
+    assert begin(store, "tea", "r1", "hi", 1) == turn_id
+    transactions(store)._live.clear()
+    planted = [FULL]
+    recorder.fails = lambda statement: planted.pop() if planted and statement == "COMMIT" else 0
+    _, refused = together(
+        store,
+        lambda: create(store, "pot"),
+        lambda: store.finish_turn(turn_id, reply("hello", 2), "stop", {}, attempt=1),
+    )
+    assert isinstance(refused, NotFound)
+    assert live(store) == set()
+    create(store, "cup")
+    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED
+
+
+class Interrupted(shared_commits.Waiter):
+    """Some waits end with KeyboardInterrupt."""
+
+    plans: dict[int, list[str]]  # for the next waits of a thread
+
+    def wait(self) -> None:
+        plan = self.plans.get(threading.get_ident())
+        when = plan.pop(0) if plan else ""
+        if when != "before it is woken":
+            super().wait()
+        if when:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
+    Interrupted.plans = {}
+    monkeypatch.setattr(shared_commits, "Waiter", Interrupted)
+    return Interrupted.plans
+
+
+def interrupted(
+    plans: dict[int, list[str]], call: Callable[[], object], *whens: str
+) -> Callable[[], object]:
+    def made() -> object:
+        plans[threading.get_ident()] = list(whens)
+        try:
+            return call()
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    return made
+
+
+def test_who_is_interrupted_while_it_waits_is_not_waited_for(
+    store: ConversationStore, plans: dict[int, list[str]]
+) -> None:
+    reads = interrupted(plans, lambda: store.num_conversations(), "before it is woken")
+    writes = interrupted(plans, lambda: create(store, "none"), "before it is woken")
+    with ThreadPoolExecutor(1) as pool:
+        with commits(store).reading():
+            assert pool.submit(reads).result() == pool.submit(writes).result() == "interrupted"
+            assert num_waiting(store) == 0
+        create(store, "tea")
+        assert store.num_conversations() == 1
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_who_is_interrupted_when_it_is_woken_passes_its_turn_on(
+    store: ConversationStore, plans: dict[int, list[str]], number: int
+) -> None:
+    """As the first one of a group, in it, at its end, and to read."""
+    calls: list[Callable[[], object]] = [
+        lambda: create(store, "a"),
+        lambda: create(store, "b"),
+        lambda: create(store, "c"),
+        lambda: store.num_conversations(),
+    ]
+    calls[number] = interrupted(plans, calls[number], "when it is woken")
+    results = together(store, *calls)
+    assert results.pop(number) == "interrupted"
+    assert results == ([None] * 3 if number == 3 else [None, None, 2])
+    assert store.num_conversations() == (3 if number == 3 else 2)
+
+
+@pytest.mark.parametrize("when", ["before it is woken", "when it is woken"])
+def test_a_leader_that_is_interrupted_leaves_the_connection_to_the_others_first(
+    store: ConversationStore, plans: dict[int, list[str]], when: str
+) -> None:
+    leads = interrupted(plans, lambda: create(store, "a"), "", when)
+    others = [lambda n=name: create(store, n) for name in ("b", "c")]
+    leader, *results = together(store, leads, *others)
+    assert leader == "interrupted"
+    assert {type(each) for each in results} <= {StoreUnavailable, type(None)}
+    assert isinstance(results[0], StoreUnavailable)
+    create(store, "a")
+    assert store.num_conversations() == 1 + results.count(None)
+    assert store.verify() == []
 
 
 def test_a_thread_uses_it_once_at_a_time(store: ConversationStore) -> None:
