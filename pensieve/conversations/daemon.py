@@ -122,7 +122,7 @@ class Daemon:
         self._sources = sources or Sources()
         self._history: History | None = None
         self._conversations: Conversations | None = None
-        self._hurried = False
+        self.hurried = False
 
     # -- the start --
 
@@ -394,13 +394,13 @@ class Daemon:
         deadline = self._loop.time() + seconds
         while self.num_turns and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
-            if self._hurried:
+            if self.hurried:
                 break
         failure = Unavailable("the daemon is shutting down; say it again when it is back")
         await self._conversations.ends.give_up_all(failure)
 
     def hurry(self) -> None:
-        self._hurried = True
+        self.hurried = True
 
     async def close(self) -> None:
         await self.events.closing()

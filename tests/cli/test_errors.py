@@ -63,9 +63,10 @@ def test_what_nothing_is_like_is_not_guessed(capsys: pytest.CaptureFixture[str])
     assert "Did you mean" not in "".join(told_about(["serve", "--xyzzy"], capsys))
 
 
-def test_a_model_that_is_nearly_the_name_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "smolm2"]) == 4
-    assert 'unknown model "smolm2". Did you mean "smollm2"?' in capsys.readouterr().err
+def test_a_model_that_is_nearly_the_name_of_one(tmp_path: Path) -> None:
+    ended = pensieve("serve", "smolm2", "--data", str(tmp_path))
+    assert ended.returncode == 4
+    assert 'unknown model "smolm2". Did you mean "smollm2"?' in ended.stderr
 
 
 def test_a_trace_of_which_nothing_can_be_read_is_an_error(

@@ -146,6 +146,23 @@ def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster)
     assert cluster.texts("wrong") == ["tell me more", reply.text]
 
 
+@pytest.mark.timeout(600)
+def test_a_daemon_that_ends_passes_on_what_another_one_answers(cluster: Cluster) -> None:
+    """It has no turn of its own; a client without retries reads the whole reply through it."""
+    cluster.clients[0].conversation("through").ask("hello", max_tokens=4)
+    door = cluster.world.replicas[1]
+    with Client(cluster.world.addresses[1], retry=Retry(retries=0)) as client:
+        saying = Saying(client, "through", "r", LONG)
+        assert saying.begun.wait(120)
+        try:
+            assert cluster.run(door.terminate()) == 0
+            reply = saying.wait()
+        finally:
+            cluster.run(door.start())
+    assert cluster.texts("through")[-1] == reply.text
+    assert len(cluster.events("begun", conversation_id="through")) == 2
+
+
 def respond(cluster: Cluster, name: str, *, is_stream: bool) -> None:
     """Through the HTTP door of the second daemon, of a client that does not repeat."""
     address = cluster.world.replicas[1].http_address

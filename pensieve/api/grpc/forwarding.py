@@ -113,6 +113,7 @@ class Forwarder:
         self.peers = peers
         self.num_forwarded = 0
         self.num_taken = 0
+        self.num_running = 0
         self.patience_seconds = max(PATIENCE_SECONDS, claims.lease_seconds + PAST_LEASE_SECONDS)
         self._claims = claims
         self._watch = OwnerWatch(claims.claim)
@@ -124,6 +125,13 @@ class Forwarder:
         answered with one, or the answer breaks off.
         """
         self.num_forwarded += 1
+        self.num_running += 1
+        try:
+            return await self._answered(owner, tenant, call)
+        finally:
+            self.num_running -= 1
+
+    async def _answered(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
         give_up_at: float | None = None
         num_owners = 1
         next_owner: OwnedElsewhere | None = None

@@ -344,7 +344,14 @@ class Server:
         self.stopping.set()
 
     async def close(self, drain_seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + drain_seconds
         await self.daemon.drain(drain_seconds)
+        # What others answer goes through this daemon to its end, too.
+        while any(each.num_running for each in self._forwarders) and loop.time() < deadline:
+            if self.daemon.hurried:
+                break
+            await asyncio.sleep(0.02)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*(each.close() for each in self.beside), self._metrics.close())

@@ -285,6 +285,8 @@ def test_pages_are_copied_as_far_as_they_go(dtype: torch.dtype) -> None:
     move = (torch.randperm(40)[:35], torch.randperm(40)[:35], torch.randint(1, 33, (35,)))
     reference.copy_pages(source, right, *move)
     launch = cuda.copy_pages_launch(source, target, *move)
-    assert (launch.num_blocks, launch.num_threads) == (4, 1024)
+    assert (launch.num_blocks, launch.num_threads) == (32, 1024)
+    elsewhere = torch.empty_like(source, device="meta")
+    assert cuda.copy_pages_launch(elsewhere, target, *move).num_blocks == 4, "over the bus"
     run(launch)
     assert torch.equal(target, right)
