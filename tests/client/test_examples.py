@@ -205,17 +205,6 @@ def test_what_an_operator_sees(daemon: ServeProcess) -> None:
     assert said.endswith("every invariant holds\n")
 
 
-def test_the_python_of_the_page_runs(
-    daemon: ServeProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (ROOT / "docs" / "sdk.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 4
-    for block in blocks:
-        exec(block.replace("127.0.0.1:50051", daemon.address), {})
-        assert capsys.readouterr().out.strip()
-
-
 def test_the_errors_of_the_page_are_those_of_the_tree() -> None:
     page = (ROOT / "docs" / "sdk.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
