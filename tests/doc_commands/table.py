@@ -20,7 +20,7 @@ ROWS = (
     Row('pensieve chat --system "Answer in one sentence."', needs=("shared",), stdin=TALK),
     Row("pensieve chat --plain", needs=("shared",), stdin=TALK),
     Row("python docs/examples/hello.py", needs=("shared",), more=("127.0.0.1:50051",)),
-    Row("python docs/examples/streaming.py 127.0.0.1:50051", (r"kept",), ("shared",)),
+    Row("python docs/examples/streaming.py 127.0.0.1:50051", (r"cached",), ("shared",)),
     Row("pensieve admin info", (r"model +echo", r"serving"), ("shared",)),
     Row("pensieve admin metrics", (r"# TYPE pensieve_engine_up gauge",), ("shared",)),
     Row("pensieve admin stats --json", (r'"turns_running": 0',), ("shared",)),
