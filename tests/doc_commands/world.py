@@ -212,7 +212,8 @@ class World:
         """Run the Python of a page, against the daemon with both ports."""
         self.need("http")
         grpc = f"127.0.0.1:{self._ports['grpc beside http']}"
-        code = re.sub(r"(127\.0\.0\.1|gpu\d):50051", grpc, code)
+        code = re.sub(r"(127\.0\.0\.1|gpu1):50051", grpc, code)
+        code = re.sub(r"gpu(\d):50051", r"127.0.0.1:\1", code)  # daemons that are away
         code = code.replace("127.0.0.1:8000", self._address("8000"))
         code = code.replace('"smollm2"', repr(self._model_name))
         ended = subprocess.run(
