@@ -15,7 +15,6 @@ import pytest
 
 from pensieve.cli.main import parser
 from pensieve.sampling import Sampling, parameter_of
-from tests.conversations.rig_daemon import DaemonRig
 from tests.test_layering import ASSEMBLES
 from tests.test_layering import ROOMS as LAW
 
@@ -90,6 +89,44 @@ def test_every_path_that_a_page_names_is_there(page: str) -> None:
     assert not missing, f"{page} names {', '.join(missing)}"
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    return {re.sub(r"[^\w\- ]", "", each).lower().replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_every_section_that_a_page_links_to_is_there(page: str) -> None:
+    home = (ROOT / page).parent
+    missing = []
+    for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", PAGES[page]):
+        target = (home / path) if path else ROOT / page
+        if anchor not in anchors(target.read_text(encoding="utf-8")):
+            missing.append(f"{path}#{anchor}")
+    assert not missing, f"{page} links to {', '.join(missing)}"
+
+
+def test_every_page_and_section_that_other_files_name_is_there() -> None:
+    """Such as `docs/backup.md, "A full disk"` in an alert."""
+    named = 0
+    for folder in ("pensieve", "scripts", "proto", "docs"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".yaml", ".proto", "") and path.is_file():
+                text = path.read_text(encoding="utf-8")
+                for page, section in re.findall(r'\b(docs/\w+\.md)(?:, "([^"]+)")?', text):
+                    assert page in PAGES, f"{path} names {page}"
+                    assert not section or f"# {section}\n" in PAGES[page], f"{path}: {section}"
+                    named += 1
+    assert named > 10
+
+
+def test_anchors_are_those_of_github() -> None:
+    assert anchors("# OpenAI's and `x`\n```\n# no\n```\n### A drill") == {
+        "openais-and-x",
+        "a-drill",
+    }
+
+
 def test_every_row_of_faults_names_tests_that_are_there() -> None:
     table = PAGES["docs/reliability.md"].partition("| fault | what happens | tests |\n")[2]
     rows = [line for line in table.partition("\n\n")[0].splitlines()[1:] if line.startswith("|")]
@@ -140,14 +177,6 @@ def test_the_table_of_layers_is_the_law_that_is_enforced() -> None:
         if may and not may.startswith("everything") and room not in ASSEMBLES:
             named = {name for name in re.findall(r"`([a-z0-9_]+)`", may) if name != "errors"}
             assert named == LAW[room].rooms, f"docs/structure.md on {room}"
-
-
-def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example = README[README.index("```python") + len("```python") :].split("```")[0]
-    with DaemonRig(tmp_path / "data") as rig:
-        exec(example.replace("127.0.0.1:50051", rig.server.address), {})
-        assert rig.messages("trip-42")[0].content == "My name is Ada and I live in Oslo."
-    assert "tokens were still there" in capsys.readouterr().out
 
 
 def test_the_table_of_sampling_parameters_has_those_that_there_are() -> None:

@@ -1,6 +1,6 @@
-"""What an operator sees, as values: which model, how busy, whose KV is where.
+"""Print what `pensieve admin` shows: the model, the load, and the cached conversations.
 
-Give it the socket in the data folder of a daemon (unix:DATA/admin.sock), or an address with an admin token.
+The argument is the socket in the daemon's data folder: unix:DATA/admin.sock.
 """
 
 import sys

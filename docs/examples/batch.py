@@ -1,4 +1,4 @@
-"""A batch of requests that begin alike: sent as a file, computed beside conversations, fetched by line."""
+"""Send a file of requests as a batch job and print the answers. Their shared beginning is computed once."""
 
 import json
 import sys
@@ -38,5 +38,5 @@ with Client(*sys.argv[1:2]) as client:
         answer = json.loads(text)
         reply = answer["response"]["body"]["choices"][0]["message"]["content"]
         print(f"{answer['custom_id']}: {reply}")
-    print(f"{job.saved_tokens} of {job.prompt_tokens} prompt tokens were not computed again")
+    print(f"{job.saved_tokens} of {job.prompt_tokens} prompt tokens came from the cache")
     client.jobs.delete(job.job_id)

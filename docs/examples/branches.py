@@ -1,4 +1,4 @@
-"""Several answers to one question, and a turn that is taken back; nothing is copied or computed twice."""
+"""Ask one question three times in forks of a conversation, then undo a turn. No history is computed twice."""
 
 import sys
 
@@ -8,7 +8,7 @@ with Client(*sys.argv[1:2]) as client:
     tale = client.conversation()
     start = tale.ask("Write the beginning of a tale about a lighthouse.", max_tokens=60)
 
-    # Three alternatives: each in a fork, which has the hitale up to here.
+    # Three answers, each in a fork of the tale.
     endings = []
     for seed in (1, 2, 3):
         branch = tale.fork()
@@ -19,9 +19,7 @@ with Client(*sys.argv[1:2]) as client:
     for branch in others:
         branch.delete()
 
-    # Undo: back to what was there before the last turn.
+    # Undo the last turn of the chosen fork.
     chosen.rewind(to_revision=start.revision)
     print(chosen.ask("Does it end well?", max_tokens=60))
-    print(
-        f"the tale itself has {tale.get().num_messages} messages, the branch {chosen.get().num_messages}"
-    )
+    print(f"the tale has {tale.get().num_messages} messages, the fork {chosen.get().num_messages}")

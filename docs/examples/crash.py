@@ -1,8 +1,7 @@
-"""A program that may crash at any moment, and still asks once: run it again, and it goes on.
+"""Ask a question once, even if this program is killed and started again.
 
-The name of the message, its request_id, is written down before it is sent.  Said again under this name it is
-answered with the same turn: with its pieces from the first one on while it runs, with the stored reply later.
-A crash of the daemon needs nothing of this: the SDK says the message again by itself.
+The program stores the request_id before it sends the message.  A retry with the same request_id attaches to
+the running turn, or returns the stored reply.  If only the daemon crashes, the SDK retries by itself.
 """
 
 import json
@@ -29,4 +28,4 @@ with Client(*sys.argv[1:2]) as client:
     )
     for piece in turn:
         print(piece, end="", flush=True)
-    print(f"\n{'was there already' if turn.reply.replayed else 'computed now'}")
+    print(f"\n{'stored earlier' if turn.reply.replayed else 'computed now'}")

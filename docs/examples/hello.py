@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""Ask one question and print the answer."""
 
 import sys
 

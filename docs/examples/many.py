@@ -1,4 +1,4 @@
-"""Many conversations at once, with asyncio: the server computes them together."""
+"""Hold eight conversations at the same time with asyncio. The server computes them in one batch."""
 
 import asyncio
 import sys

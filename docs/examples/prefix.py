@@ -1,4 +1,4 @@
-"""A beginning that many conversations share: declared once, tokenized once, computed once."""
+"""Declare a beginning that many conversations share, so that it is computed once."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from pensieve.errors import NotFound
 
 with Client(*sys.argv[1:2]) as client:
     guide = client.prefix("guide")
-    with contextlib.suppress(NotFound):  # of an earlier run
+    with contextlib.suppress(NotFound):  # left by an earlier run
         guide.delete()
     declared = guide.create(
         system_prompt="You are a guide in a harbour town. Answer in one sentence.",
@@ -16,7 +16,7 @@ with Client(*sys.argv[1:2]) as client:
             {"role": "user", "content": "Where is the lighthouse?"},
             {"role": "assistant", "content": "At the end of the long pier."},
         ],
-        keep_warm=True,  # its KV is computed now, and again should it be lost
+        keep_warm=True,  # compute its KV now, and again if it is lost
     )
     print(f"{declared.num_messages} messages, {declared.num_tokens} tokens")
 
@@ -26,8 +26,8 @@ with Client(*sys.argv[1:2]) as client:
         reply = talk.ask(question, max_tokens=40)
         usage = reply.usage
         print(
-            f"{reply.text}  ({usage.shared_tokens} tokens of {usage.shared_from}, {usage.new_tokens} new)"
+            f"{reply.text}  ({usage.shared_tokens} tokens from {usage.shared_from}, {usage.new_tokens} new)"
         )
 
-    guide.delete()  # conversations that began under it stay whole
-    print(f"the last one has {talk.get().num_messages} messages")
+    guide.delete()  # its conversations stay whole
+    print(f"the last conversation has {talk.get().num_messages} messages")

@@ -1,4 +1,4 @@
-"""A reply as it is generated, and where the tokens of its conversation came from."""
+"""Print a reply while it is generated, and how much of its context was cached."""
 
 import sys
 
@@ -10,13 +10,11 @@ with Client(*sys.argv[1:2]) as client:
         print(f"> {question}")
         turn = trip.send(question, max_tokens=60)
         for piece in turn:
-            if isinstance(piece, Restarted):  # the server has lost it, and begins again
-                print("\n(again, from the beginning)")
+            if isinstance(piece, Restarted):  # the server lost the reply
+                print("\n(the reply begins again)")
             print(piece, end="", flush=True)
-        usage = turn.reply.usage
+        reply, usage = turn.reply, turn.reply.usage
         print(
-            f"\n(read {usage.prompt_tokens} tokens: {usage.new_tokens} new, {usage.device_tokens} kept;"
+            f"\n({usage.new_tokens} new tokens, {usage.device_tokens} cached, {reply.finish_reason},"
         )
-        print(
-            f" {turn.reply.finish_reason}, the first token after {usage.first_token_seconds:.3f} s)"
-        )
+        print(f" first token after {usage.first_token_seconds:.3f} s)")

@@ -1,4 +1,4 @@
-"""A system prompt, and tools that the model may call; its chat template must know tools."""
+"""Offer a tool to the model, and send its result. The model's chat template must support tools."""
 
 import json
 import sys
@@ -22,14 +22,14 @@ with Client(*sys.argv[1:2]) as client:
             system_prompt="You help with journeys.", tools=[WEATHER], metadata={"user": "ada"}
         )
     except InvalidArgument as error:
-        sys.exit(f"not with this model: {error}")
+        sys.exit(f"this model cannot be offered tools: {error}")
     called = []
     for piece in trip.send("Do I need a coat in Oslo?", max_tokens=100):
         print(piece, end="", flush=True)
         if isinstance(piece, Delta) and piece.kind == "tool_call":
             called.append(piece.text)
     print(f"\nthe model calls: {''.join(called) or 'nothing'}")
-    # What the tool has found is a message like any other, and the model goes on.
+    # The tool's result is a message, and the model continues.
     found = json.dumps({"celsius": -4, "snow": True})
     print(trip.ask([{"role": "tool", "content": found, "tool_call_id": "call-1"}], max_tokens=100))
     print([message.role for message in trip.messages()])

@@ -4,7 +4,7 @@ What is set within a talk lasts until the program ends; flags, variables and the
 it begins with.  What nobody has set is the model's own: its files say it, and the daemon tells.  Many
 models name nothing.  The daemon then answers greedily, so that the same message has the same reply, and so
 does `chat -q`; but a small model that talks greedily soon says the same over and over.  So a talk has
-values of its own for such a model, those of llama.cpp's server (docs/operating.md, Sampling).
+values of its own for such a model, those of llama.cpp's server (docs/models.md, Sampling).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ DATA_FOLDER = (
 GROUPS = {
     "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",
     "sampling": "defaults come from the model's own files; where they name none, a talk has values of its "
-    "own and -q is greedy (docs/operating.md, Sampling)",
+    "own and -q is greedy (docs/models.md, Sampling)",
 }
 
 

@@ -21,7 +21,7 @@ folder may be slow, full or gone.
 
 `restore` checks every file on its way and the database as a whole before it puts that into a data folder.
 
-Deleted text stays in a generation until the generation is dropped (docs/operating.md tells operators).
+Deleted text stays in a generation until the generation is dropped (docs/backup.md tells operators).
 """
 
 from __future__ import annotations

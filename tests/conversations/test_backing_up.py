@@ -29,7 +29,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.cluster.sharing import needs_sqlite
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
 
-OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "backup.md"
 OFTEN = "from pensieve.conversations import backing_up; backing_up.SECONDS = 0.1"
 
 
@@ -213,7 +213,7 @@ def test_the_drill_of_the_docs_works_as_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Line by line, with other folders, and the echo engine."""
-    text = OPERATING.read_text(encoding="utf-8").split("### A drill", 1)[1].split("\n## ", 1)[0]
+    text = PAGE.read_text(encoding="utf-8").split("### A drill", 1)[1].split("\n## ", 1)[0]
     lines = re.findall(r"^    (.+)$", text, re.MULTILINE)
     assert len(lines) >= 6
     monkeypatch.setenv("PENSIEVE_ENGINE", "echo")

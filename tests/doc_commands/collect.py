@@ -79,6 +79,13 @@ def without_comment(line: str) -> str:
     return line
 
 
+def python_blocks() -> Iterator[Shown]:
+    """The Python that pages show in fences."""
+    for page in PAGES:
+        for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+            yield Shown(block, str(page.relative_to(ROOT)))
+
+
 def inline() -> Iterator[Shown]:
     """Commands in the middle of a sentence, most of them not whole."""
     for page in PAGES:

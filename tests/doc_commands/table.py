@@ -14,15 +14,13 @@ SHAREGPT = "pensieve simulate --workload sharegpt"
 ROWS = (
     # The daemon of the docs, and what is done beside it.
     Row(DAEMONS["shared"], starts="shared"),
-    Row("scripts/run", needs=("shared",), stdin=TALK),
     Row("scripts/run chat", needs=("shared",), stdin=TALK),
-    Row("scripts/run chat --address 127.0.0.1:50051", needs=("shared",), stdin=TALK),
     Row("pensieve chat --address 127.0.0.1:50051", needs=("shared",), stdin=TALK),
     Row('pensieve chat -q "Summarise this:" -q - < notes.txt', needs=("shared",)),
     Row('pensieve chat --system "Answer in one sentence."', needs=("shared",), stdin=TALK),
     Row("pensieve chat --plain", needs=("shared",), stdin=TALK),
     Row("python docs/examples/hello.py", needs=("shared",), more=("127.0.0.1:50051",)),
-    Row("python docs/examples/streaming.py 127.0.0.1:50051", (r"kept",), ("shared",)),
+    Row("python docs/examples/streaming.py 127.0.0.1:50051", (r"cached",), ("shared",)),
     Row("pensieve admin info", (r"model +echo", r"serving"), ("shared",)),
     Row("pensieve admin metrics", (r"# TYPE pensieve_engine_up gauge",), ("shared",)),
     Row("pensieve admin stats --json", (r'"turns_running": 0',), ("shared",)),
@@ -39,11 +37,6 @@ ROWS = (
     Row("pensieve admin tenants --json", (r'"acme"',), ("guarded",), beside="guarded"),
     Row(
         "pensieve batch requests.jsonl -o answers.jsonl --address 127.0.0.1:50051",
-        (r"3 of 3 lines answered",),
-        ("shared",),
-    ),
-    Row(
-        "scripts/run batch requests.jsonl -o answers.jsonl",
         (r"3 of 3 lines answered",),
         ("shared",),
     ),
@@ -66,6 +59,29 @@ ROWS = (
     Row("pensieve conversations rm trip-42", needs=("shared",)),
     Row("pensieve admin check", needs=("shared",)),
     Row("pensieve admin drain", needs=("shared",)),
+    # A daemon with both ports, and what needs a daemon that was not told a model.
+    Row(DAEMONS["http"], starts="http"),
+    Row(
+        "curl -sN http://127.0.0.1:8000/pensieve.v1.ConversationService/SendMessage --json"
+        ' \'{"conversation_id": "trip", "create_if_missing": true, "messages": [{"content": "Hello."}]}\'',
+        (r'"completed"',),
+        ("http",),
+    ),
+    Row("scripts/run chat smollm2", stdin=TALK, alone=True),
+    Row("pensieve chat smollm2", stdin=TALK, alone=True),
+    Row("pensieve chat smollm2 --temperature 0.2 --top-p 0.9", stdin=TALK, alone=True),
+    Row(
+        'pensieve chat smollm2 -q "What is the capital of France?" --stats',
+        (r"I only know what you tell me", r"19 new"),
+        alone=True,
+        model=True,
+    ),
+    Row("pensieve serve smollm2", serves=True, alone=True),
+    Row(
+        "pensieve batch requests.jsonl smollm2 -o answers.jsonl --errors refused.jsonl",
+        (r"3 of 3 lines answered",),
+        alone=True,
+    ),
     # Several daemons as one.
     Row(DAEMONS["replica_a"], starts="replica_a"),
     Row(DAEMONS["replica_b"], starts="replica_b"),
@@ -111,12 +127,6 @@ ROWS = (
     ),
     Row(
         "pensieve serve Qwen/Qwen3-0.6B --data /var/lib/pensieve --device-cache 8GiB --host-cache 16GiB",
-        instead={"/var/lib/pensieve": "large"},
-        serves=True,
-        nightly=True,
-    ),
-    Row(
-        "pensieve serve [MODEL] --data /var/lib/pensieve --device-cache 8GiB --host-cache 16GiB",
         instead={"/var/lib/pensieve": "large"},
         serves=True,
         nightly=True,
@@ -217,7 +227,6 @@ ROWS = (
         model=True,
         nightly=True,
     ),
-    Row("scripts/run chat Qwen/Qwen3-0.6B", stdin=TALK, alone=True, model=True, nightly=True),
     # Benches.
     Row("pensieve bench chat --shape pressure", nightly=True),
     Row(
@@ -313,26 +322,12 @@ NOT_RUN = {
     " tests/scripts/test_build_client.py installs it without",
     **dict.fromkeys(
         (
-            "scripts/run chat smollm2",
-            'scripts/run chat smollm2 -q "What is the capital of France?" --stats',
-            "scripts/run serve smollm2",
-            "scripts/run serve smollm2 --http 8000",
-            "pensieve chat smollm2",
-            "pensieve chat smollm2 --temperature 0.2 --top-p 0.9",
-            "pensieve serve smollm2",
-            "pensieve batch requests.jsonl smollm2 -o answers.jsonl --errors refused.jsonl",
             "pensieve profile smollm2",
             "pensieve profile smollm2 --weights int8",
         ),
         "needs a package index; tests/launch/test_real_models.py has one of its own",
     ),
-    **dict.fromkeys(
-        (
-            "scripts/run chat ./Llama-3.2-1B-Q4_K_M.gguf",
-            "pensieve chat ./Llama-3.2-1B-Q4_K_M.gguf",
-        ),
-        "needs a large file; tests/gguf makes small ones",
-    ),
+    "pensieve chat ./Llama-3.2-1B-Q4_K_M.gguf": "needs a large file; tests/gguf makes small ones",
     "scripts/newcomer FOLDER": "the night does it (tests/nightly.py)",
     "scripts/newcomer FOLDER --quick": "tests/test_newcomer.py does it",
     **dict.fromkeys(

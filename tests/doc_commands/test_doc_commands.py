@@ -17,7 +17,16 @@ from pathlib import Path
 import pytest
 
 from pensieve.cli.main import parser
-from tests.doc_commands.collect import ROOT, Shown, commands, inline, lines_of, parts, shown
+from tests.doc_commands.collect import (
+    ROOT,
+    Shown,
+    commands,
+    inline,
+    lines_of,
+    parts,
+    python_blocks,
+    shown,
+)
 from tests.doc_commands.plain import hidden, plain_environment
 from tests.doc_commands.table import NOT_RUN, ROWS
 from tests.doc_commands.world import Row, World
@@ -66,7 +75,7 @@ def test_its_parser_takes_the_line(line: str) -> None:
         elif program == "python" and words[1] != "-m":
             assert (ROOT / words[1]).is_file(), line
         else:
-            assert program in ("python", "rm"), f"nothing here knows {program}"
+            assert program in ("python", "rm", "curl"), f"nothing here knows {program}"
 
 
 def check_script(words: list[str]) -> None:
@@ -105,6 +114,20 @@ def test_the_line_runs(row: Row, world: World) -> None:
         assert re.search(expected, ended.out + ended.err), ended.out + ended.err
     assert not NEVER.search(ended.out + ended.err), ended.out + ended.err
     assert row.serves or ended.out.strip(), "it wrote nothing"
+
+
+@pytest.mark.parametrize(
+    "block",
+    list(python_blocks()),
+    ids=lambda block: f"{block.place}: {block.line.splitlines()[-1]}",
+)
+def test_the_python_runs(block: Shown, world: World) -> None:
+    ended = world.run_python(block.line)
+    assert ended.code == 0, ended.err
+    assert not NEVER.search(ended.err), ended.err
+    assert ended.out.strip() or "print" not in block.line
+    if block.place == "README.md":
+        assert re.search(r"\(\d+ new tokens, [1-9]\d* cached\)", ended.out), ended.out
 
 
 def test_the_flags_that_sentences_name_exist() -> None:

@@ -33,10 +33,11 @@ READY = "ready grpc://"
 SECONDS = 120.0
 NIGHTLY_SECONDS = 3600.0
 PLACES = ("/var/lib", "/var/log", "/var/drill", "/srv")
-MODELS = ("Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1", "[MODEL]", "MODEL")
+MODELS = ("Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1", "smollm2", "MODEL")
 # Daemons that several lines need, with the line that starts each.
 DAEMONS = {
     "shared": "scripts/run serve",
+    "http": "scripts/run serve smollm2 --http 8000",
     "drill": "pensieve serve --data /var/lib/pensieve --backup /srv/backup --address 127.0.0.1:50061",
     "guarded": "pensieve serve --token-file tokens.toml --audit-log /var/log/pensieve/audit.jsonl",
     "restored": "pensieve serve --data /var/drill --address 127.0.0.1:50062",
@@ -122,6 +123,13 @@ class World:
             client.prefix("rules").create(system_prompt="Answer in one sentence.")
             client.conversation("trip-42").ask("Hello.", max_tokens=20)
 
+    def http(self) -> None:
+        """A daemon with the built-in model and both ports."""
+        address = self._start("http", home="http", model=True)
+        self._ports["grpc beside http"] = int(address.rpartition(":")[2])
+        with Client(address) as client:
+            self._model_name = client.server_info().model
+
     def replica_a(self) -> None:
         """A daemon with a conversation, and the file that names it and another."""
         address = self._start("replica_a")
@@ -200,6 +208,25 @@ class World:
                 file.write(out)
         return Ended(process.returncode, out, err)
 
+    def run_python(self, code: str) -> Ended:
+        """Run the Python of a page, against the daemon with both ports."""
+        self.need("http")
+        grpc = f"127.0.0.1:{self._ports['grpc beside http']}"
+        code = re.sub(r"(127\.0\.0\.1|gpu1):50051", grpc, code)
+        code = re.sub(r"gpu(\d):50051", r"127.0.0.1:\1", code)  # daemons that are away
+        code = code.replace("127.0.0.1:8000", self._address("8000"))
+        code = code.replace('"smollm2"', repr(self._model_name))
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self.desk,
+            env=self._environment(Row("", developing=True), {}),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+        return Ended(ended.returncode, ended.stdout, ended.stderr)
+
     def serve(self, row: Row) -> Ended:
         """Start a daemon, and stop it when it is ready."""
         daemon, log, address = self._serve(row)
@@ -234,6 +261,8 @@ class World:
             return str(MODEL_PATH)
         if found := re.fullmatch(r"127\.0\.0\.1:(\d+)", word):
             return self._address(found[1])
+        if word == "8000" or word.startswith("http://127.0.0.1:8000/"):
+            return word.replace("8000", self._address("8000").rpartition(":")[2])
         if word.startswith("sqlite:///"):
             path = self._moved(word.removeprefix("sqlite://"))
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,10 +327,10 @@ class World:
 
     # -- daemons --
 
-    def _start(self, name: str, home: str = "home", **given: str) -> str:
+    def _start(self, name: str, home: str = "home", model: bool = False, **given: str) -> str:
         if name == "shared":
             given["PENSIEVE_ADDRESS"] = self._address("50051")
-        daemon, log, address = self._serve(Row(DAEMONS[name], beside=home), **given)
+        daemon, log, address = self._serve(Row(DAEMONS[name], beside=home, model=model), **given)
         self._daemons[name] = daemon, log
         return address
 

@@ -17,7 +17,7 @@ from pensieve.engine.messages import CancelTurn, GetStats
 from pensieve.engine.metrics import ERRORS_KEPT
 from tests.engine.rig import ENGINE, SCHEDULER, Rig, submit
 
-PAGE = Path(__file__).parents[2] / "docs" / "operating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
 EVEN = IterationCost(0.0, 0.1, 0.0, 0.0, 0.0)  # every iteration is predicted to take the same
 
 

@@ -12,7 +12,7 @@ Everything that was written can be read: the largest message of a history fits i
 clients receive by default (8 MiB with its tokens, as our SDK receives). Pages end before the store's
 PAGE_BYTES_MAX, unless a single item is larger.
 
-The comments of the proto repeat these limits, and docs/operating.md has the most important ones.
+The comments of the proto repeat these limits, and docs/security.md has the most important ones.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ another connection, and rank 0's own proof cannot be sent back to it.  Until it 
 send frames of FRAME_BYTES_MAX bytes, and has HANDSHAKE_SECONDS for all of it.
 
 What follows on the connection is neither encrypted nor authenticated, nor are the activations: who can change
-packets between the ranks can change replies.  The network between ranks is to be private (docs/operating.md).
+packets between the ranks can change replies.  The network between ranks is to be private (docs/gpus.md).
 
 Frames are those of rank_messages.py: nothing is unpickled, before or after.
 """

@@ -26,7 +26,7 @@ from tests.conversations.rig_daemon import DaemonRig, details
 
 MIB = 1 << 20
 DEFAULT_BYTES_MAX = 4 * MIB  # what gRPC's clients receive unless told otherwise
-OPERATING = Path(__file__).resolve().parents[3] / "docs" / "operating.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "security.md"
 
 
 @pytest.fixture(scope="module")
@@ -379,7 +379,7 @@ def test_what_is_no_json_is_refused_by_the_name_of_its_field() -> None:
 
 
 def test_the_limits_are_documented() -> None:
-    written = OPERATING.read_text(encoding="utf-8")
+    written = PAGE.read_text(encoding="utf-8")
     for size in (
         sizes.TEXT_BYTES_MAX,
         sizes.SYSTEM_PROMPT_BYTES_MAX,

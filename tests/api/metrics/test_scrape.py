@@ -28,7 +28,7 @@ from tests.api.metrics.scraped import Scraped, scrape
 from tests.conversations.rig_daemon import DaemonRig, wait_for
 
 FAMILIES = (*OF_DAEMON, *OF_JOBS)
-PAGE = Path(__file__).parents[3] / "docs" / "operating.md"
+PAGE = Path(__file__).parents[3] / "docs" / "monitoring.md"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 ENDLESS = pb.Sampling(max_tokens=50_000, ignore_eos=True)
 SLOW = (sys.executable, "-m", "pensieve.launch.echo_engine", "--seconds=0.01")

@@ -152,7 +152,7 @@ def test_layers_with_a_kind_of_attention_that_the_kernels_do_not_know_stay_in_to
 
 
 def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> None:
-    text = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     table = text.split("<!-- families", 1)[1].split("<!-- end of the families", 1)[0]
     rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in table.splitlines()[3:]]
     told = {family: form for families, form in rows for family in families.split(", ")}
