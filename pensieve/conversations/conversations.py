@@ -36,8 +36,8 @@ from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.housekeeping import erased
 from pensieve.conversations.live_turn import (
-    KnownTurn,
     LiveTurn,
+    RetriedTurn,
     StartedTurn,
     TurnPhase,
     cache_key,
@@ -75,7 +75,7 @@ from pensieve.store.declared_prefixes import stored_id
 
 log = logging.getLogger("pensieve")
 LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
-DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
+DRAFTS_MAX = 3  # of a request whose turn the store calls running, and that is not live
 
 
 class _FirstToken(Exception):
@@ -308,90 +308,85 @@ class Conversations:
     # -- a turn begins --
 
     async def begin(self, request: TurnRequest) -> LiveTurn:
-        """A turn of a conversation, begun now or known by its request_id."""
+        """Begin a turn, or return the turn that this request retries."""
         self.arriving.add(request)
         return await self._threads.whole(self._begin(request, self._threads.loop.time()))
 
     def attach(self, request: TurnRequest) -> LiveTurn | None:
-        """The live turn of this very request; it has a reader in a moment."""
+        """Return the live turn that this request retries, without asking the store."""
         live = self.turns.of_request(request) if request.request_id else None
         if live is not None:
             self.followers.start_grace(live)
         return live
 
-    async def known(self, request: TurnRequest) -> LiveTurn | None:
-        """The turn of a request that came before, if it runs or has its reply."""
+    async def find_retried(self, request: TurnRequest) -> LiveTurn | None:
+        """Return the turn that this request retries. Never begins a turn."""
         if not request.request_id or self._num_lookups[request.tenant] == LOOKUPS_MAX:
             return None
         self._num_lookups[request.tenant] += 1
         try:
-            known = await self._threads.in_store(
-                request.tenant, self._history.known, request, lane=request.conversation_id
+            retried = await self._threads.in_store(
+                request.tenant, self._history.find_retried, request, lane=request.conversation_id
             )
         except NotFound:
             return None
         finally:
             self._num_lookups[request.tenant] -= 1
-        if known is None:
-            return None
-        return (
-            replayed(known.turn, known.reply) if known.reply is not None else self.attach(request)
-        )
+        return None if retried is None else self._attach_or_replay(retried)
 
     async def _begin(self, request: TurnRequest, accepted_at: float) -> LiveTurn:
         try:
-            live = await self._begun_or_known(request, accepted_at)
+            for _ in range(DRAFTS_MAX):
+                found = await self._begin_in_store(request)
+                if isinstance(found, StartedTurn):
+                    live = self.turns.of_turn(found.turn.turn_id)
+                    if live is None or live.attempt != found.turn.attempts:
+                        return await self._submit(found, accepted_at)
+                    # An earlier call has submitted this attempt, but the store's answer was lost.
+                    found = RetriedTurn(found.turn, None)
+                if (live := self._attach_or_replay(found)) is not None:
+                    return live
+            raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
         finally:
             self.arriving.remove(request)
-        self.followers.start_grace(live)  # until its first reader comes
-        return live
 
-    async def _begun_or_known(self, request: TurnRequest, accepted_at: float) -> LiveTurn:
-        num_drafts = 0
+    async def _begin_in_store(self, request: TurnRequest) -> StartedTurn | RetriedTurn:
+        """Tokenize the new messages and commit the turn, or find the turn that this request retries."""
+        tenant, lane = request.tenant, request.conversation_id
+        history, threads = self._history, self._threads
         while True:
             try:
-                found = await self._in_store(request)
+                found = await threads.in_store(
+                    tenant, history.begin_if_short, request, self._short_characters, lane=lane
+                )
+                if isinstance(found, OutdatedTokens):
+                    await self.tokenizing.renew(found)
+                    continue
+                if not isinstance(found, Draft):
+                    return found
+                prompt = await self.tokenizing.run(tenant, found.prompt)
+                try:
+                    return await threads.in_store(tenant, history.begin, found, prompt, lane=lane)
+                except ContextFull:
+                    self.tokenizing.charge(tenant, sum(map(len, prompt)))
+                    raise
             except StaleRevision:
                 if request.expected_revision is not None:
                     raise
-                continue  # another turn or rewind came between; look again
-            live = self.turns.of_turn(found.turn.turn_id)
-            if isinstance(found, StartedTurn):
-                if (
-                    live is None or live.attempt != found.turn.attempts
-                ):  # else known; its answer was lost
-                    return await self._submit(found, accepted_at)
-            elif found.reply is not None:
-                return replayed(found.turn, found.reply)
-            if live is not None and live.phase is not TurnPhase.GIVING_UP:
-                return live
-            num_drafts += 1
-            if num_drafts == DRAFTS_MAX:
-                raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
+                # Another turn or a rewind came after the draft: draft again.
 
-    async def _in_store(self, request: TurnRequest) -> StartedTurn | KnownTurn:
-        """One hop where there is little to tokenize; else that is done between two."""
-        history, threads = self._history, self._threads
-        while True:
-            found = await threads.in_store(
-                *(request.tenant, history.start, request, self._short_characters),
-                lane=request.conversation_id,
-            )
-            if not isinstance(found, OutdatedTokens):
-                break
-            await self.tokenizing.renew(found)
-        if not isinstance(found, Draft):
-            return found
-        prompt = await self.tokenizing.run(request.tenant, found.prompt)
-        try:
-            return await threads.in_store(
-                request.tenant, history.begin, found, prompt, lane=request.conversation_id
-            )
-        except ContextFull:
-            self.tokenizing.charge(request.tenant, sum(map(len, prompt)))
-            raise
+    def _attach_or_replay(self, retried: RetriedTurn) -> LiveTurn | None:
+        """Return a retried turn for another reader; None if it has just been given up."""
+        if retried.reply is not None:
+            return replayed(retried.turn, retried.reply)
+        live = self.turns.of_turn(retried.turn.turn_id)
+        if live is None or live.phase is TurnPhase.GIVING_UP:
+            return None
+        self.followers.start_grace(live)
+        return live
 
     async def _submit(self, begun: StartedTurn, accepted_at: float) -> LiveTurn:
+        """Make a begun turn live and give it to the engine."""
         now = self._threads.loop.time()
         weight = self._admission.weight_of(begun.turn.tenant, now)
         live, submit = self.turns.begin(begun, now, weight)
@@ -409,6 +404,7 @@ class Conversations:
             await self.followers.until_ended(live)
             raise
         self.ends.submitted(live)
+        self.followers.start_grace(live)  # until its first reader comes
         return live
 
     async def prompt_computed(self, live: LiveTurn) -> None:

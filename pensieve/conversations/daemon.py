@@ -231,7 +231,7 @@ class Daemon:
     # -- turns --
 
     async def begin(self, request: TurnRequest, seconds_left: float | None = None) -> LiveTurn:
-        """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
+        """Begin a turn if admission allows it now. A retry gets the turn of the first request in any case."""
         conversations = self.conversations
         await conversations.arriving.until_begun(
             request.tenant, request.conversation_id, request.request_id
@@ -242,7 +242,7 @@ class Daemon:
         refusal = self.refusal(*named, seconds_left)
         if refusal is None:
             return await conversations.begin(request)
-        if (live := await conversations.known(request)) is not None:
+        if (live := await conversations.find_retried(request)) is not None:
             return live
         self.events.refused(refusal)
         raise refusal

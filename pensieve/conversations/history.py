@@ -10,7 +10,7 @@ the event loop puts those messages. A turn, in order:
    does all of this at once if there is little to tokenize.
 2. `finish` appends the tokens of user and reply to the log in ONE transaction. `fail` and `interrupt` leave
    the history unchanged.
-3. A request_id that the store knows gives a `KnownTurn`: the turn runs, or the store has its reply.
+3. A request_id that the store knows gives a `RetriedTurn`: the turn runs, or the store has its reply.
 
 The engine may hold KV for tokens that never reached the log. That is harmless: a turn says how long its log
 is, and the engine drops the KV after that. KV before that position always matches the log, because the engine
@@ -45,7 +45,7 @@ from pensieve.conversations.heads import (
 )
 from pensieve.conversations.live_turn import (
     CommittedReply,
-    KnownTurn,
+    RetriedTurn,
     StartedTurn,
     TurnReply,
     cache_key,
@@ -266,29 +266,20 @@ class History:
 
     # -- a turn begins --
 
-    def known(self, request: TurnRequest) -> KnownTurn | None:
-        """The turn of this request, if it runs or has its reply."""
+    def find_retried(self, request: TurnRequest) -> RetriedTurn | None:
+        """Return the turn that this request retries; InvalidArgument if that had other content.
+
+        None if there is no such turn, or if it failed or was interrupted: then it may begin again.
+        """
         stored = self._store.find_turn(
             request.conversation_id, request.request_id, tenant=request.tenant
         )
-        return self._known_as(request, stored)
+        return self._retried(request, stored)
 
-    def _known_as(
-        self, request: TurnRequest, stored: records.StoredTurn | None
-    ) -> KnownTurn | None:
-        if stored is None or stored.state not in records.KNOWN_STATES:
-            return None
-        # The store compares the content, and refuses another one under this request_id.
-        new_turn = self._request(request, request.request_id)
-        begun = self._store.begin_turn(request.conversation_id, new_turn, tenant=request.tenant)
-        if begun.must_run and begun.turn.attempts != stored.attempts:  # it had ended meanwhile
-            self._store.interrupt_turn(begun.turn.turn_id, begun.turn.attempts)
-        return self._known(begun.turn)
-
-    def start(
+    def begin_if_short(
         self, request: TurnRequest, short_characters: int
-    ) -> StartedTurn | KnownTurn | Draft | OutdatedTokens:
-        """Draft a turn. A short one is tokenized and begun as well, which takes less than another hop."""
+    ) -> StartedTurn | RetriedTurn | Draft | OutdatedTokens:
+        """Draft a turn. If there is little to tokenize, begin it too, which saves two changes of thread."""
         drafted = self.draft(request)
         if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
             return drafted
@@ -296,8 +287,8 @@ class History:
             return drafted
         return self.begin(drafted, drafted.prompt())
 
-    def draft(self, request: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
-        """Look up what a turn goes on from; the turn itself where its request_id is known already."""
+    def draft(self, request: TurnRequest) -> Draft | RetriedTurn | OutdatedTokens:
+        """Read what tokenizing the new messages needs, or find the turn that this request retries."""
         self._check(request)
         conversation_id, tenant = request.conversation_id, request.tenant
         try:
@@ -310,9 +301,8 @@ class History:
             return self._draft_opening(request)
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
-        known = self._known_as(request, stored)
-        if known is not None:
-            return known
+        if (retried := self._retried(request, stored)) is not None:
+            return retried
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
         if request.expected_revision not in (None, conversation.revision):
@@ -323,7 +313,7 @@ class History:
             head = self._store.messages(conversation_id, tenant=tenant)
         return Draft(request, conversation, log_end, head, *self._texts)
 
-    def _draft_opening(self, request: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
+    def _draft_opening(self, request: TurnRequest) -> Draft | RetriedTurn | OutdatedTokens:
         """Of a conversation that is created with its first turn, once that is known to be a turn."""
         self._check_storage(request.tenant)
         if request.expected_revision not in (None, 0):
@@ -352,7 +342,7 @@ class History:
             f"its {len(tokens)} messages were tokenized again"
         )
 
-    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> StartedTurn | KnownTurn:
+    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> StartedTurn | RetriedTurn:
         """Commit the turn as `running`; StaleRevision if the conversation has moved on meanwhile."""
         request, conversation = draft.request, draft.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
@@ -382,7 +372,7 @@ class History:
         beginning = self._beginning(conversation, tokens) if is_hint else None
         begun = self._store.begin_turn(conversation_id, new_turn, tenant=tenant)
         if not begun.must_run:
-            return self._known(begun.turn)
+            return self._with_reply(begun.turn)
         if beginning is not None:
             self._beginnings[begun.turn.turn_id] = beginning
             shared = self._prefixes.shared(tenant, conversation.prefix_id, beginning.tokens)
@@ -502,12 +492,25 @@ class History:
             history_digest=request.history_digest,
         )
 
-    def _known(self, turn: records.StoredTurn) -> KnownTurn:
+    def _retried(
+        self, request: TurnRequest, stored: records.StoredTurn | None
+    ) -> RetriedTurn | None:
+        if stored is None or stored.state not in records.KNOWN_STATES:
+            return None
+        # `begin_turn` begins nothing for a turn in these states, but compares the content.
+        new_turn = self._request(request, request.request_id)
+        begun = self._store.begin_turn(request.conversation_id, new_turn, tenant=request.tenant)
+        if begun.must_run and begun.turn.attempts != stored.attempts:
+            # The turn was interrupted in between, so the store has begun it again. Nobody would run it.
+            self._store.interrupt_turn(begun.turn.turn_id, begun.turn.attempts)
+        return self._with_reply(begun.turn)
+
+    def _with_reply(self, turn: records.StoredTurn) -> RetriedTurn:
         if turn.state is records.StoredTurnState.RUNNING:
-            return KnownTurn(turn, None)
+            return RetriedTurn(turn, None)
         reply = self._store.turn_messages(turn.turn_id).reply
         assert reply is not None
-        return KnownTurn(turn, reply)
+        return RetriedTurn(turn, reply)
 
     def _beginning(
         self, conversation: records.StoredConversation, prompt: array[int]

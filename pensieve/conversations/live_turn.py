@@ -2,7 +2,7 @@
 
     store thread                                    event loop
     StartedTurn     committed as `running`    ──>   LiveTurn, followed by its clients
-    KnownTurn       known by its request_id   ──>   attach to the LiveTurn, or replay the stored reply
+    RetriedTurn     found by its request_id   ──>   attach to the LiveTurn, or replay the stored reply
     CommittedReply  <── TurnReply             ───   the engine has ended the turn
 
 An unstored turn (unstored.py) begins and ends in the event loop alone. All values but `LiveTurn` are frozen.
@@ -67,7 +67,9 @@ class StartedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownTurn:
+class RetriedTurn:
+    """The turn that a request retries: an earlier request with the same request_id began it."""
+
     turn: records.StoredTurn
     reply: records.NewMessage | None  # None while it runs
 
