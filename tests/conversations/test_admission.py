@@ -58,7 +58,7 @@ def test_the_wait_is_that_of_those_who_wait_now() -> None:
         assert wait == pytest.approx(num_waiting / 10)
     refusal = admission.refusal("", load(9, 0.0), 0.8, 19.9)
     assert isinstance(refusal, DeadlineExceeded)
-    assert "turns wait 0.9 s at present" in str(refusal)
+    assert "turns wait 0.9 s now" in str(refusal)
     assert admission.refusal("", load(9, 0.0), 1.0, 19.9) is None
 
 
