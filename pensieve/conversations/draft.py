@@ -8,7 +8,6 @@ never change, and the cost of a turn does not grow with its conversation.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +18,7 @@ from pensieve.conversations.constraints import ConstraintChecker
 from pensieve.conversations.heads import (
     ConversationSettings,
     PromptHeads,
+    as_stored,
     check_fits,
     check_length,
     first_messages,
@@ -31,7 +31,6 @@ from pensieve.conversations.heads import (
 from pensieve.conversations.prefixes import SharedPrompt
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.store import records
-from pensieve.store.bodies import canonical_json
 from pensieve.store.responses import StoredResponse
 from pensieve.text import ChatTemplate, Message, TemplateSetting
 
@@ -299,13 +298,8 @@ def planned_conversation(
     conversation = replace(
         new.at_first(now),
         num_messages=len(head),
-        tools=tuple(_as_read(new.tools)),
-        template_options=_as_read(new.template_options),
-        metadata=_as_read(new.metadata),
+        tools=tuple(as_stored(new.tools)),
+        template_options=as_stored(new.template_options),
+        metadata=as_stored(new.metadata),
     )
     return new, conversation, head
-
-
-def _as_read(value: Any) -> Any:
-    """Sort the keys as the store does, because templates write them in their order."""
-    return json.loads(canonical_json(value))

@@ -109,7 +109,7 @@ def test_who_would_wait_longer_than_the_objective_is_refused_and_hears_when_to_c
     assert refusal.limit == ""
     assert refusal.retry_after_seconds == pytest.approx(4.0)
     assert "wait 6.0 s for their first token" in str(refusal)
-    assert "the objective is 2 s" in str(refusal)
+    assert "the objective (--ttft) is 2 s" in str(refusal)
     assert admission.num_refused_for_ttft == 1
     assert admission.refusal("", load(), None, 3.0) is None, "an idle engine refuses nobody"
     assert paced(1.5).refusal("", behind(4.0), None, 3.0) is None, "there is no objective"

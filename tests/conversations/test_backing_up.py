@@ -119,7 +119,9 @@ def test_a_full_disk_of_the_backup_is_said_and_stops_nothing(
         rig.ask("cup", "hello")
         delete(rig, "tea")
     wait_for(lambda: not failing(rig))
-    lines = [record.getMessage() for record in caplog.records if "whole" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "the backup is" in record.getMessage()
+    ]
     assert lines == [
         f"the backup is incomplete: the backup {tmp_path / 'backup'}: No space left on device",
         "the backup is complete again",

@@ -292,7 +292,7 @@ def test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays(
 
 def test_a_few_tokens_of_a_small_model_are_computed_sooner_than_fetched(two: Two) -> None:
     pulled = two.pull(NAMES[0], always=False)
-    assert (pulled.tokens, pulled.why_no_more) == (0, "computing it is sooner")
+    assert (pulled.tokens, pulled.why_no_more) == (0, "computing it is faster")
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -191,7 +191,7 @@ def test_a_supervisor_that_fails_ends_the_service(
         wait_for(rig.server.stopping.is_set)
         assert "nobody foresaw this" in str(rig.server.failure)
         monkeypatch.undo()
-    assert "the engine's supervisor has failed" in caplog.text
+    assert "the engine's supervisor failed" in caplog.text
     with pytest.raises(grpc.RpcError):
         said(events)
 
