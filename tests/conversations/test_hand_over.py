@@ -373,7 +373,7 @@ def test_a_tiny_host_tier_takes_the_end_and_the_rest_is_computed(two: Two, tmp_p
         pulled = there.pull(name)
         history = len(there.log_of(name)) - 1
         assert pulled.tokens == 2 * SIZE + (history - 1) % SIZE + 1
-        assert "no room" in pulled.why_no_more
+        assert "the host tier is full" in pulled.why_no_more
         there.check_replies(name, history - pulled.tokens)
 
 
