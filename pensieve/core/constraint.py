@@ -145,7 +145,7 @@ def _problem_of_grammar(kind: ConstraintKind, text: str) -> str | None:
     if (num_intersections := text.count("&")) > INTERSECTED_MAX:
         return f"has {num_intersections} times '&'; the maximum is {INTERSECTED_MAX}"
     if kind is ConstraintKind.GRAMMAR and EMBEDDED in text:
-        return f"must not use {EMBEDDED}; give a json_schema instead"
+        return f"has {EMBEDDED}; give a json_schema instead"
     return None
 
 
@@ -159,5 +159,5 @@ def _problem_of_choices(text: str) -> str | None:
     if not 1 <= len(choices) <= CHOICES_MAX:
         return f"must have 1 to {CHOICES_MAX:,} strings"
     if not all(choices):
-        return "must not have an empty string"
+        return "a string must not be empty"
     return None

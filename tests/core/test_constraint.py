@@ -73,7 +73,7 @@ def test_what_is_within_bounds_has_no_problem(constraint: Constraint) -> None:
                 Kind.JSON_SCHEMA,
                 json.dumps({"allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}$"} for n in range(5)]}),
             ),
-            "allOf beside 5 patterns",
+            "allOf and 5 patterns",
         ),
         (Constraint(Kind.GRAMMAR, "start: X\nX: " + " & ".join(["/a/"] * 6)), "5 times '&'"),
         (Constraint(Kind.REGEX, "a&b&c&d&e&f"), "5 times '&'"),
