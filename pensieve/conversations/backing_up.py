@@ -28,7 +28,7 @@ SLOW_SECONDS = 300.0  # a write that takes longer is logged as a problem
 STOP_SECONDS = 10.0
 
 
-class BackingUp:
+class BackupWriter:
     """Belongs to the event loop."""
 
     def __init__(

@@ -28,7 +28,7 @@ from typing import Any
 
 from pensieve.conversations.admission import Admission
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
-from pensieve.conversations.declared_prefixes import DeclaredPrefixes, Warming
+from pensieve.conversations.declared_prefixes import DeclaredPrefixes, Warmer
 from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.followers import FollowerLimits, TurnFollowers
@@ -46,7 +46,7 @@ from pensieve.conversations.live_turn import (
 )
 from pensieve.conversations.meter import Latencies
 from pensieve.conversations.threads import Threads
-from pensieve.conversations.tokenizing import Tokenizing
+from pensieve.conversations.tokenizing import TextPoolTokenizer
 from pensieve.conversations.turn_ends import TurnEnds
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import Turns
@@ -174,8 +174,8 @@ class Conversations:
         self.unstored = UnstoredTurns(
             self.turns, self.followers, threads.loop, engine, admission, events
         )
-        self.tokenizing = Tokenizing(history, threads, admission)
-        self.warming = Warming(history, self.turns, threads, engine, admission, self.tokenizing)
+        self.tokenizing = TextPoolTokenizer(history, threads, admission)
+        self.warming = Warmer(history, self.turns, threads, engine, admission, self.tokenizing)
         self.prefixes = DeclaredPrefixes(
             history, threads, self.warming, self.tokenizing, admission, sources.wall_clock
         )

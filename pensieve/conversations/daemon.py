@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pensieve import gc_pause
 from pensieve.conversations.admission import Admission, DaemonLoad
-from pensieve.conversations.backing_up import BackingUp
+from pensieve.conversations.backing_up import BackupWriter
 from pensieve.conversations.cancelling import CancelRequest, CancelResult, cancel_turn
 from pensieve.conversations.conversations import ArrivingTurns, Conversations
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
@@ -30,9 +30,9 @@ from pensieve.conversations.followers import ids_of
 from pensieve.conversations.history import History, Texts
 from pensieve.conversations.housekeeping import (
     Damage,
-    Erasing,
+    Eraser,
     FullDisk,
-    Scrubbing,
+    Scrubber,
     start_forgetting,
 )
 from pensieve.conversations.live_turn import LiveTurn
@@ -99,13 +99,13 @@ class Daemon:
         self.damage = Damage(store, self.threads, self._tell_serving)
         self.full_disk = FullDisk(store, self.threads, self._tell_serving)
         self.reader = store.reader()  # for the read thread, also while the model is loading
-        self._erasing = Erasing(store.erasure, self.threads)
-        self.backing_up: BackingUp | None = None
+        self._erasing = Eraser(store.erasure, self.threads)
+        self.backing_up: BackupWriter | None = None
         if self.config.backup is not None and store.database_path is not None:
-            self.backing_up = BackingUp(
+            self.backing_up = BackupWriter(
                 store, store.database_path, self.config.backup, self.threads
             )
-        self.scrubbing = Scrubbing(
+        self.scrubbing = Scrubber(
             store.scrub(),
             self.threads,
             self.config.scrub_seconds,

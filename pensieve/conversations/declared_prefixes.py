@@ -20,7 +20,7 @@ from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.heads import BeginningSettings, ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.threads import Threads
-from pensieve.conversations.tokenizing import Tokenizing
+from pensieve.conversations.tokenizing import TextPoolTokenizer
 from pensieve.conversations.turns import Turns
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.guard.limits import Allowance
@@ -34,7 +34,7 @@ WAIT_SECONDS = 0.05
 NOBODY = "/prefixes"  # no tenant has this name
 
 
-class Warming:
+class Warmer:
     """Bring conversations' KV to the device before their next message, by turns without a reader.
 
     A warm counts as a turn of its tenant until it has ended, unless the daemon itself asked for it.
@@ -47,7 +47,7 @@ class Warming:
         threads: Threads,
         engine: EngineClient,
         admission: Admission,
-        tokenizing: Tokenizing,
+        tokenizing: TextPoolTokenizer,
     ) -> None:
         self._history, self.turns, self._threads = history, turns, threads
         self._engine, self._admission, self._tokenizing = engine, admission, tokenizing
@@ -82,8 +82,8 @@ class DeclaredPrefixes:
         self,
         history: History,
         threads: Threads,
-        warming: Warming,
-        tokenizing: Tokenizing,
+        warming: Warmer,
+        tokenizing: TextPoolTokenizer,
         admission: Admission,
         now: Callable[[], float],
     ) -> None:

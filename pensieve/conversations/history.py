@@ -52,7 +52,7 @@ from pensieve.conversations.live_turn import (
     names_of,
 )
 from pensieve.conversations.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
-from pensieve.conversations.prefixes import LogBeginning, LogCuts, Prefixes
+from pensieve.conversations.prefixes import LogBeginning, LogCuts, SharedPrefixes
 from pensieve.engine.messages import ForkConversation, LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     AlreadyExists,
@@ -122,7 +122,7 @@ class History:
         self._constraints = ConstraintChecker(self._template.tokenizer)
         self._texts = self._template, self.heads, self._constraints
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
-        self._prefixes, self._cuts = Prefixes(), LogCuts()
+        self._prefixes, self._cuts = SharedPrefixes(), LogCuts()
         self._beginnings: dict[int, LogBeginning] = {}  # by turn id, while the turn runs
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
         self._storage: Mapping[str, int] = {}  # maximum bytes of the tenants that have a limit

@@ -1,8 +1,8 @@
 """Background work on the history while the daemon serves, and the conditions under which it is read-only.
 
-    Erasing            finish deletions whose text could not be erased from the files at once, and compact
+    Eraser             finish deletions whose text could not be erased from the files at once, and compact
     start_forgetting   forget old request ids and old digests of histories
-    Scrubbing          read the whole history, a little at a time, to find damage
+    Scrubber           read the whole history, a little at a time, to find damage
     Damage             a damaged history is read-only, also for the next process
     FullDisk           while the disk is full, only reads and deletions are possible
 
@@ -33,7 +33,7 @@ SCRUB_PAUSE_SECONDS_MIN, SCRUB_PAUSE_SECONDS_MAX = 0.02, 60.0
 FULL_SECONDS = 2.0  # between two checks of a full disk
 
 
-class Erasing:
+class Eraser:
     """Finish the work on the disk that deletions have left (store/sqlite_backend.py)."""
 
     def __init__(self, erasure: ErasureSteps, threads: Threads) -> None:
@@ -100,7 +100,7 @@ def start_forgetting(
     threads.spawn(work("chains", store.chains.forget, chain_seconds))
 
 
-class Scrubbing:
+class Scrubber:
     """Read the whole history in about `seconds` (store/verify.py), again and again; 0: never.
 
     Pauses while deleted text waits to be erased. Ends with the first damage, which an operator must repair.

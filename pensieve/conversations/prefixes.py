@@ -33,7 +33,7 @@ class LogBeginning(NamedTuple):
     tokens: array[int]
 
 
-class Prefixes:
+class SharedPrefixes:
     def __init__(self, prefixes_max: int = PREFIXES_MAX) -> None:
         self._prefixes_max = prefixes_max
         self._lock = threading.Lock()

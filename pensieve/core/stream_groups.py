@@ -497,19 +497,19 @@ def _ordered(
     if len(groups) <= FEW_GROUPS:
         orders = list(permutations(every))
     else:
-        orders = [path_of(every, copies, attentions, before)]
+        orders = [cheapest_order(every, copies, attentions, before)]
     if before > 0 and len(groups) > FEW_GROUPS:
         quickest = min(every, key=lambda i: max(before - copies[i], 0.0) + attentions[i])
         for first in dict.fromkeys((orders[0][0], quickest)):
             rest = [i for i in every if i != first]
             gap = max(before - copies[first], 0.0) + attentions[first]
-            orders.append([first, *path_of(rest, copies, attentions, gap)])
+            orders.append([first, *cheapest_order(rest, copies, attentions, gap)])
     ends = [_end(order, copies, attentions, before) for order in orders]
     end = min(ends)
     return [groups[index] for index in orders[ends.index(end)]], end
 
 
-def path_of(
+def cheapest_order(
     members: Sequence[int], copies: list[float], attentions: list[float], gap: float
 ) -> list[int]:
     """Return the order with the least sum of max(attention, copying of the next group), after a `gap`.
