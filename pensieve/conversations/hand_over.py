@@ -184,7 +184,7 @@ class KvReceiver:
         except PensieveError as error:
             why = whole_line(error)
         except Exception as error:  # a bug, or invalid data from the other daemon
-            log.exception("KV of a conversation could not be pulled")
+            log.exception("KV of a conversation could not be fetched")
             why = whole_line(error)
         return self._ended(transfer, why, self._loop.time() - began)
 
@@ -320,7 +320,7 @@ def _check_part(part: KvPart, transfer: _KvTransfer) -> None:
     if not all(0 < each <= size for each in slots) or stop != part.num_tokens:
         raise _TransferStopped("a part is malformed")
     if len(part.body) != sum(slots) * transfer.wanted.token_bytes:
-        raise _TransferStopped("a part has not the length of its chunks")
+        raise _TransferStopped("the length of a part does not match its chunks")
     tokens = transfer.tokens
     if stop > len(tokens) or digest_of(tokens[:stop]) != part.digest:
         raise _TransferStopped("the other daemon has KV of other tokens")

@@ -592,7 +592,8 @@ class PrefixHistory:
             return None
         if settings.system_prompt or settings.tools or settings.template_options:
             raise PrefixTaken(
-                f"prefix {settings.prefix_id!r} was declared with its own system prompt, tools and options"
+                f"prefix {settings.prefix_id!r} was declared with its own system prompt, tools and "
+                "template options; leave these out"
             )
         if found.conversation.fingerprint != self._fingerprint:
             return self._outdated(found.conversation)

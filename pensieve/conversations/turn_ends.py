@@ -269,7 +269,10 @@ class TurnEnds:
         return text[len(reply.text) :]
 
     async def _store_interruption(self, live: LiveTurn) -> None:
-        """Mark a turn interrupted. Errors are only logged: the next start marks such turns, too."""
+        """Mark a turn interrupted.
+
+        Errors are only logged, because the store reads a `running` row without a live turn as interrupted.
+        """
         if not live.is_stored:
             return
         try:

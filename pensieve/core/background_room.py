@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pensieve.core.iteration_builder import TOKENS_MIN, IterationBuilder
+from pensieve.core.time_budget import second_highest
 
 SHARE = 0.05  # of an iteration
 SECONDS = 0.08
@@ -86,7 +87,7 @@ class BackgroundRoom:
             return 1
         predicted = builder.predicted_without * statistics.median(self._ratios)
         most = GROWTH * max(num_tokens for num_tokens, _ in self._costs)
-        cost = sorted(seconds for _, seconds in self._costs)[max(len(self._costs) - 2, 0)]
+        cost = second_highest([seconds for _, seconds in self._costs])
         room = min(int(SHARE * predicted / cost), most) if cost else most
         return room or int(self._num_without >= RETRY_AFTER)
 

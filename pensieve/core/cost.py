@@ -55,10 +55,10 @@ class CostProfile:
         if len(contexts) < 2 or contexts != sorted(set(contexts)):
             raise ValueError("a cost profile needs two or more ascending context lengths")
         if any(context & (context - 1) for context in contexts):
-            raise ValueError("the context lengths of a cost profile are powers of two")
+            raise ValueError("the context lengths of a cost profile must be powers of two")
         attention = [seconds for _, seconds in self.attention_seconds]
         if self.other_seconds <= 0 or min(self.copy_seconds, *attention) < 0:
-            raise ValueError("the times of a cost profile are positive")
+            raise ValueError("the times of a cost profile must be positive")
 
     def chunk_seconds(self, context_tokens: int) -> float:
         points = self.attention_seconds
@@ -184,12 +184,12 @@ class IterationCost:
             points = tuple((int(count), float(seconds)) for count, seconds in getattr(self, name))
             counts = [count for count, _ in points]
             if counts != sorted(set(counts)) or len(counts) == 1:
-                raise ValueError(f"{name} are two or more, in ascending order")
+                raise ValueError(f"{name} must be two or more points in ascending order")
             if any(not 0 <= seconds < float("inf") for _, seconds in points):
-                raise ValueError(f"{name} have seconds of at least 0")
+                raise ValueError(f"{name} must have seconds of at least 0")
             object.__setattr__(self, name, points)
         if bool(self.dense_points) != bool(self.decode_points):
-            raise ValueError("dense_points and decode_points are measured together")
+            raise ValueError("dense_points and decode_points must be measured together")
 
     def pass_seconds(self, tokens: int, pairs: int, keys: int, decodes: int = 0) -> float:
         """Predict one pass through the model; see `Work`."""

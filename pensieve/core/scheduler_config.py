@@ -30,16 +30,16 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.stream not in STREAM:
-            raise ValueError(f"stream is one of {', '.join(STREAM)}, not {self.stream!r}")
+            raise ValueError(f"stream must be one of {', '.join(STREAM)}, not {self.stream!r}")
         if self.batch_tokens_max < 1 or self.turns_max < 1:
-            raise ValueError("batch_tokens_max and turns_max are at least 1")
+            raise ValueError("batch_tokens_max and turns_max must be at least 1")
         if self.stages < 1:
-            raise ValueError("stages is at least 1")
+            raise ValueError("stages must be at least 1")
         if self.stages > 1 and self.stream == "on":
-            raise ValueError("no turn is streamed through pipeline stages")
+            raise ValueError("turns cannot be streamed with pipeline stages")
         for name in (
             *("prompt_seconds_max", "tbt_seconds", "time_share"),
             *("copy_seconds", "group_seconds"),
         ):
             if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} is at least 0")
+                raise ValueError(f"{name} must be at least 0")

@@ -30,9 +30,7 @@ PACK_EVERY = 512
 CHANGED_SHARE = 0.5
 MENDED_TWICE = 2  # once for turns that came and left, once for contexts that have grown
 GROWING = 8  # one turn in so many may grow by a page in an iteration (generating turns: one in 32)
-SLACK = (
-    1 / 16
-)  # of an arena, left free in a group that was full, so that it does not fill up at once
+SLACK = 1 / 16  # of an arena, left free in a group that was full, so it does not fill up at once
 MANY_GROUPS = 40  # more groups gain nothing: the ends of the lanes cost one part in so many
 SOME_GROUPS = 12
 FEW_ITEMS = 7  # all their divisions are tried: at most 877, in some 8 ms

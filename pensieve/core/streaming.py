@@ -61,10 +61,8 @@ class Streaming:
         self._device_pages, self._reserve_pages = sizes.device_pages, sizes.reserve_pages
         self._tbt = config.tbt_seconds
         self.cost = StreamCost(config, sizes.staging_pages)
-        self._paused, self._pause = (
-            0,
-            PAUSE_MIN,
-        )  # iterations left of this pause; length of the next
+        self._paused = 0  # iterations left of this pause
+        self._pause = PAUSE_MIN  # iterations of the next pause
         self._num_streamed = 0  # iterations since streaming began
         self.required_pages = 0  # for a streamed turn that could return
         self.lacked = False  # a turn lacked pages in the last plan

@@ -63,7 +63,7 @@ class CacheConfig:
         ):
             raise ValueError("page counts must not be negative, and chunks hold at least one token")
         if not 0.0 <= self.reserve <= self.swap_out_below <= 1.0:
-            raise ValueError("0 <= reserve <= swap_out_below <= 1 does not hold")
+            raise ValueError("0 <= reserve <= swap_out_below <= 1 must hold")
 
     @property
     def can_stream(self) -> bool:

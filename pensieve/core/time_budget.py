@@ -73,9 +73,8 @@ class _Measured(NamedTuple):
 class TimeBudget:
     def __init__(self, config: SchedulerConfig) -> None:
         self._stages = config.stages
-        self._tbt = (
-            config.tbt_seconds / config.stages
-        )  # for one iteration, if all take the same time
+        # For one iteration, if all take the same time.
+        self._tbt = config.tbt_seconds / config.stages
         self._stage_times = StageTimes(config.stages) if config.stages > 1 else None
         self._added_max = config.prompt_seconds_max / config.stages
         self._turns_max = min(config.turns_max, config.batch_tokens_max)

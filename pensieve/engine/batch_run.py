@@ -213,7 +213,7 @@ class BatchRun:
 
     def check(self) -> None:
         self._feed.check()
-        assert len(self._active) == self._feed.num_active, "a turn is of no request, or the reverse"
+        assert len(self._active) == self._feed.num_active, "turns and active requests do not match"
 
     # -- the parts --
 

@@ -8,9 +8,10 @@ transfer stops early. An `ExportKv` names the chunk before which to continue, an
 such chunk, so the source has no state between two parts.
 
 **Exported chunks.** The conversation must have no running turn. Its chunks are exported as far as its log
-reaches and a tier has KV. A chunk is read from the host if it has a host page, and from the device otherwise.
-If a running turn of another conversation holds the chunk, too, it is read only from the host, because that
-turn may still fail. A part has at most `num_bytes_max` bytes, or one chunk if that is longer.
+reaches and a tier has KV. A chunk is read from the host if its copy there is complete, and from the device
+otherwise. If a running turn of another conversation holds the chunk, it is read only from a complete copy on
+the host, because that turn may still fail. A part has at most `num_bytes_max` bytes, or one chunk if that is
+longer.
 
 **Wrong KV is never adopted.** Each chunk travels with its CRC, which is checked before the core sees the
 message (`verified`); a wrong chunk counts as missing. Each part has a digest of all tokens up to its end. The

@@ -352,7 +352,9 @@ def _check_version(header: Mapping[str, Any], line: int) -> None:
     if "version" not in header:
         raise NotAJournal(line, "not a journal")
     if header["version"] != VERSION:
-        raise NotAJournal(line, f"a journal of version {header['version']}; this reads {VERSION}")
+        raise NotAJournal(
+            line, f"a journal of version {header['version']}; this program reads {VERSION}"
+        )
 
 
 def replay(lines: Iterable[str]) -> int:

@@ -167,7 +167,7 @@ class RetentionQueue:
             self.offer(branch, now)
 
     def _push(self, branch: Branch, class_index: int) -> None:
-        assert self._found_at is None, "what was found may not be the least now"
+        assert self._found_at is None, "the found branch may no longer be the least"
         self._serial += 1
         entry = QueueEntry(branch, class_index, self._serial)
         branch.entries[self.role] = entry

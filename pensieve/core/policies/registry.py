@@ -21,5 +21,5 @@ DEFAULT = ReturnPolicy.name  # of the setting `policy`; docs/performance.md says
 
 def policy_named(name: str, cost: CostProfile, chunk_tokens: int) -> RetentionPolicy:
     if name not in POLICIES:
-        raise ValueError(f"no retention policy is named {name!r} ({', '.join(POLICIES)})")
+        raise ValueError(f"unknown retention policy {name!r} (known: {', '.join(POLICIES)})")
     return POLICIES[name](cost, chunk_tokens)
