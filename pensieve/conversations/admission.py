@@ -1,9 +1,15 @@
 """Decide whether a turn may begin now, before it is stored or tokenized. Belongs to the event loop.
 
-A turn is refused for one of these reasons, in this order: the daemon is shutting down, there is no engine,
-too many turns are in flight, the tenant has used up its limits, or the queue is too long for the request's
-deadline or for the first-token objective (`--ttft`). With several tenants, each may have ROOM_SHARE times as
-many turns as there are places left, so a tenant that floods leaves a ninth of the places to others.
+A turn is refused for one of these reasons, in this order:
+
+* the daemon is shutting down;
+* there is no engine;
+* too many turns are in flight;
+* the tenant has used up its limits;
+* the queue is too long for the request's deadline or for the first-token objective (`--ttft`).
+
+With several tenants, each may have ROOM_SHARE times as many turns as there are places left, so a tenant that
+floods leaves a ninth of the places to others.
 
 **The wait** until the engine starts on a turn's prompt is the longest of
 

@@ -2,8 +2,8 @@
 
 If a claim takes a conversation from another session (store/owners.py), another daemon may have written to the
 conversation since this daemon last had it. Before the claiming job returns, this daemon drops its state of
-the conversation: the memory of `History`, a turn that still runs here and that the store no longer knows, and
-the KV in the engine. The engine hears of it before the SubmitTurn of the next turn.
+the conversation: the memory of `History`, a turn that still runs here, and the KV in the engine. The engine
+drops the KV before the SubmitTurn of the next turn.
 
 A call for a conversation that another daemon owns fails with OwnedElsewhere and writes nothing. The doors
 forward such calls to the owner (api/grpc/forwarding.py). If another daemon has taken the conversation of a

@@ -9,9 +9,8 @@ token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 
 * **Charge.** A share is charged for each position of a prefill when it enters a batch, and for each sampled
   token. Cached tokens cost nothing.
 * **Lift.** A share accumulates no credit while it does not wait. When it begins to wait, its counter is
-raised
-  to the lowest counter of the other shares that have turns, or, if none has turns, to that of the share that
-  was admitted last.
+  raised to the lowest counter of the other shares that have turns. If no other share has turns, it is raised
+  to the counter of the share that was admitted last.
 
 So a share that submits a thousand turns delays another share's next turn by one turn, not by a thousand.
 While two shares wait, they get tokens in proportion to their weights, except for tokens that turns already

@@ -16,8 +16,7 @@ The bookkeeping relies on this contract of the executor:
   later slice. So in each layer the keys and values of all slices are written before any slice attends, or the
   slices are computed in several parts, in order.
 * A copy has a `copy_id` and is reported once in `Outcome.finished_copies`, in this or any later outcome.
-Until
-  then the core moves neither of its pages. Page-to-page `copies` are finished when their iteration is
+  Until then the core moves neither of its pages. Page-to-page `copies` are finished when their iteration is
   collected, and are not reported.
 * Slices of `groups` belong to turns whose KV is on the host. They come after all others, group by group. A
   group's pages are copied to a staging arena layer by layer, its slices write and attend there, and the
@@ -28,8 +27,7 @@ Until
   sampling the token of a slice's last position (`Slice.awaits_token`); the executor copies the token into the
   batch. If that row fails, or its token ends the turn, the slice's result is dropped.
 * A slice that `needs_token` yields exactly one `SampledToken` or one `TurnFailure`. Other slices yield
-nothing
-  unless they fail.
+  nothing unless they fail.
 * A turn may be in `ended` while a slice of it is not collected. Results for it are ignored.
 * A turn may start and end in one iteration (a warm with nothing to compute). It is forgotten.
 """

@@ -11,12 +11,11 @@ them:
   tokens of its reply since it was admitted. It goes to the end of the queue, as if it had come now. So if
   there are more turns than places, each has its first token after one round, and not after whole replies.
 * **Background turns** (background_room.py) give way to any interactive turn. All of them do so at once,
-because
-  more interactive turns may be waiting. No turn gives way to a background turn.
-* **Another share** gives way if it has used at least as much (fair_queue.py), and if it would still hold at
-  least as much of the missing resource (pages, or places), over its weight, as the waiting share. So a share
-  that filled the memory while it was alone gives a part back when another share comes. It cannot take that
-  part back in the same way, so places do not alternate.
+  because more interactive turns may be waiting. No turn gives way to a background turn.
+* **Another share** gives way if it has used at least as much (fair_queue.py) as the waiting share, and would
+  still hold at least as much of the missing resource (pages, or places). Holdings are divided by weights. So
+  a share that filled the memory while it was alone gives a part back when another share comes. It cannot take
+  that part back in the same way, so places do not alternate.
 
 Victims are chosen in this order: background turns, turns of the other share that holds most, warms, and the
 latest turn of the lowest level. No turn gives way to a warm. No turn gives way if that would not suffice: for

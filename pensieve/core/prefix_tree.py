@@ -9,8 +9,8 @@ root to its leaf:
                       └──── [c4' c5']           trip-43
 
 A fork splits a branch where the shared part ends; nothing is copied. A conversation may use its last chunk
-partly (up to `num_tokens`): a fork or a rewind inside a chunk only refers to its first slots, and the
-conversation gets a chunk of its own (copy on write) when it next writes there.
+partly (up to `num_tokens`). So a fork or a rewind inside a chunk only refers to its first slots. When the
+conversation next writes there, it gets a chunk of its own (copy on write).
 
 A chunk's pages determine its location:
 
@@ -24,13 +24,12 @@ A chunk's pages determine its location:
   device page) or are being computed by a launched iteration. The slots after them are a hole. A chunk has no
   hole between filled slots, because missing positions are computed from the lowest upward.
 * A host copy covers `host_filled` leading slots. Chunks are append-only, so an old copy is short, never
-wrong.
+  wrong.
 * At most one turn at a time appends to a partly used chunk: a turn appends only if its conversation was the
   sole holder when the turn was admitted, or if the turn made the chunk. The slots of a *shared full* chunk
   are the same for all holders, so any of them may fill it.
 * A chunk that is *marked to drop* is on the device only and will not be copied, because the host is full of
-more
-  valuable chunks. It stays valid until its page is needed.
+  more valuable chunks. It stays valid until its page is needed.
 
 The tree owns no page and no queue. Their owner is its `BranchListener` and is told of each change.
 """

@@ -7,13 +7,12 @@ counts both kinds of turns in `num_running`, and streamed ones in `num_streamed`
 No turn reads slots that another turn writes at the same time:
 
 * A resident turn writes only device pages, and a streamed turn only host pages. For a chunk without a device
-page,
-  `filled` equals `host_filled`. So a chunk that both kinds use must be *complete*: filled as far as either
-  uses it, in both tiers, before the planned iteration.
+  page, `filled` equals `host_filled`. So a chunk that both kinds use must be *complete*: filled as far as
+  either uses it, in both tiers, before the planned iteration.
 * A chunk that is not complete and has a streamed turn has no other turn. A second turn waits
   (`is_clear_of_streamed`, `may_take`). So a page that a group writes is in no other group.
 * A discarded chunk (`KVCache.discard`) is not complete: the scheduler suspends the streamed turns that hold
-it.
+  it.
 * Host pages of a running turn are pinned: the retention queues skip its branches.
 
 Chunks that are only on the device are copied out first (`Eviction.copy_out`). Chunks that only streamed turns

@@ -13,11 +13,9 @@ and `available` = empty + reclaimable. `Chunk.reclaimable` and `Chunk.idle` (pre
 No page is taken while it is in use:
 
 * A running turn pins every branch of its path. The retention queues skip pinned branches, and `available`
-does
-  not count them.
+  does not count them.
 * A copy in flight counts in `chunk.in_flight`. Such a chunk qualifies for no role. If its last holder is
-gone, its
-  pages are freed after the last copy has finished.
+  gone, its pages are freed after the last copy has finished.
 * The scheduler gives up the pages of a turn only after every iteration with a slice of it was committed.
 
 This module frees pages, and begins and finishes copies. eviction.py and cache.py choose the chunks.

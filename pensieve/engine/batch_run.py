@@ -18,9 +18,9 @@ conversation. So no special case is needed after an eviction, a pause or the los
     go ──> messages for the engine          call it at the start, and after each `take` or `resume`
     take(event) ──> Finished or None        for events of its own turns (`owns`)
 
-Each request has one result. A turn that was cancelled, or that ended because the engine failed or its queue
-was full, is no result: its request is submitted again and computed from the start, with the same seed and so
-the same reply.
+Each request has one result. If its turn was cancelled, or ended because the engine failed or its queue was
+full, the request is submitted again. It is then computed from the start, with the same seed and so the same
+reply.
 
 After QUEUE_FULL nothing is submitted until there is an event of a turn of the batch, or no turn is left.
 

@@ -3,8 +3,7 @@
 Eviction (core/eviction.py) decides when a chunk must go, and the policy decides which chunk. A policy
 
 * puts each chunk into a class and gives each class a value that falls with the idle time (`class_of`,
-`value`;
-  policies/queue.py explains why),
+  `value`; policies/queue.py explains why),
 * is told when turns of a conversation begin and end, so that it can learn, and
 * decides whether a copy between the tiers is worth its time.
 
