@@ -80,7 +80,7 @@ PROMPT_TAIL_TOKENS = 16  # read for a template that opens the thinking in the ge
 
 
 class Texts(Protocol):
-    """The text side of a model."""
+    """The text parts of a model: template, fingerprint and sampling defaults."""
 
     @property
     def template(self) -> ChatTemplate: ...
@@ -559,7 +559,7 @@ class PrefixHistory:
         template_time: float,
         prefixes_max: int,
     ) -> records.StoredPrefix:
-        """Store a prefix with the tokens of each of its messages; StorageFull if there are too many."""
+        """Store a prefix with the tokens of each message; StorageFull at `prefixes_max` prefixes."""
         self._check_storage(settings.tenant)
         given = all_messages(settings)
         messages = (
@@ -614,7 +614,7 @@ class PrefixHistory:
         tokens: Sequence[Sequence[int]],
         template_time: float,
     ) -> records.StoredConversation:
-        """A conversation that begins with the messages of its settings, which have these tokens."""
+        """Create a conversation with the messages of its settings; `tokens` are those of each message."""
         self._check_storage(settings.tenant)
         return self._store.create_conversation(
             records.NewConversation(

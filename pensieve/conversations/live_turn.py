@@ -35,7 +35,7 @@ class RecomputeReason(StrEnum):
 
 
 class TurnPhase(Enum):
-    """How far a live turn is; `turn_ends.py` moves it on."""
+    """The phase of a live turn. `TurnEnds` changes it (turn_ends.py)."""
 
     RUNNING = "running"  # the engine has it
     COMMITTING = "committing"  # the engine has ended it; the store writes its end

@@ -129,7 +129,7 @@ class Threads:
         on_failure: Callable[[BaseException], None] = lambda error: None,
         num_lanes: int = 1,
     ) -> None:
-        self.loop = loop  # also the clock, but for what is recorded
+        self.loop = loop  # also the clock; records have the wall clock
         self._lanes = [FairPool(loop, 1, "store") for _ in range(num_lanes)]
         self._read_thread = FairPool(loop, 1, "read")
         self._text_pool = FairPool(loop, text_threads, "text", drops_abandoned=True)

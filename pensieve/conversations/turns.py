@@ -260,7 +260,9 @@ class Turns:
     def check_suspect(self, live: LiveTurn) -> None:
         """Raise Unavailable if the turn must be tried alone and the engine has another such turn."""
         if self.suspects.must_wait(live, self.all_live):
-            raise Unavailable("the engine died twice with this turn; retry: it must run alone")
+            raise Unavailable(
+                "the engine died twice with this turn, so it must run alone; retry later"
+            )
 
     def admit(self, number: int, missing_tokens: int = 0) -> LiveTurn | None:
         """Record that the engine has room for a turn; return the turn, None if it is not live."""

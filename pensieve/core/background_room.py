@@ -40,7 +40,7 @@ GROWTH = 2
 
 
 class BackgroundRoom:
-    """Made when the first background turn is submitted."""
+    """Created when the first background turn is submitted."""
 
     def __init__(self, ratios: Sequence[float]) -> None:
         """`ratios`: r of the latest NUM_KEPT iterations with only decodes of interactive turns."""

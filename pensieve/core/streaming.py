@@ -171,7 +171,7 @@ class Streaming:
     # -- iterations --
 
     def arrange(self, builder: IterationBuilder) -> None:
-        """Put slices of streamed turns behind the others, in groups."""
+        """Put slices of streamed turns after the others, in groups."""
         slices, builder.groups = self._groups.arranged(
             builder.slices, builder.streamed, builder.filled_before
         )

@@ -190,8 +190,8 @@ class Turn:
     def give_way(self, other: Turn, arrival: int) -> None:
         """Let another turn take this turn's place.
 
-        A turn that gives way to a higher priority of its own share rises by one level, so it gives way only
-        so often.  A turn that has used its share of time is queued again with this `arrival` number.
+        A turn that gives way to a higher level of its own share rises by one level, so this happens only a
+        few times. A turn that has used up its share of time is queued again with this `arrival` number.
         """
         if other.share == self.share and self.level < other.level:
             self.level += 1

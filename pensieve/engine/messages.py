@@ -1,6 +1,6 @@
 """The messages that an engine receives and the events that it publishes, as frozen values.
 
-They hold ids, bytes and numbers only, so they can cross a pipe to another process.
+They contain only ids, bytes and numbers, so they can cross a pipe to another process.
 """
 
 from __future__ import annotations
